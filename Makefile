@@ -42,8 +42,8 @@ bench: $(STAMP) ## measure the pipeline on this machine
 bench-peers: $(STAMP) ## measure it beside other servers of the same model; QUICK=1: 5 minutes, else 15
 	@$(BIN)/python -m bench.peers $(if $(QUICK),--quick)
 
-faults: $(STAMP) ## break the pipeline 66 times under traffic, and count what was lost: about 8 minutes
-	@$(BIN)/python -m tests.faults
+faults: $(STAMP) ## break the pipeline 66 times under traffic, and count what was lost: about 8 minutes; DELAY_MS=25: a broker that is far
+	@$(BIN)/python -m tests.faults $(if $(DELAY_MS),--broker-delay-ms $(DELAY_MS))
 
 clients: $(STAMP) ## run real clients of OpenAI and Replicate, LangChain and others; what they need goes into var/
 	@$(BIN)/python -m tests.clients

@@ -28,7 +28,7 @@ from api.anthropic.schemas import (
 from api.batches.files import BatchFiles
 from api.batches.service import Batches
 from api.batches.store import BatchStore
-from api.chat_bodies import ChatBody, ChatReply, CompletionBody, CompletionReply
+from api.chat_bodies import ChatBody, CompletionBody
 from api.dispatch.pipeline import OpenParts, open_pipeline
 from api.dispatch.readiness import Readiness
 from api.errors import ErrorReply, add_handlers
@@ -59,6 +59,7 @@ from api.openai import (
 )
 from api.openai import chat as generation_routes
 from api.openai.batches import BatchBody, BatchesPage, BatchObject
+from api.openai.chat_replies import ChatReply, CompletionReply
 from api.openai.conversations import (
     ConversationBody,
     ConversationChange,
@@ -107,7 +108,7 @@ from api.replicate.replies import (
     WebhookAttempts,
 )
 from api.routes import admin as admin_routes
-from api.routes import console, files, health, models, objects, pages, reports, status
+from api.routes import files, health, models, objects, pages, reports, status
 from api.routes.admin import (
     ActObject,
     ActsPage,
@@ -128,10 +129,8 @@ from api.routes.files import FileDeleted, FileObject, FilesPage
 from api.routes.models import ModelItem, ModelsReply
 from api.routes.reports import ReportReply, ReportsReply
 from api.routes.status import StatusReply
-from api.usage.reports import ReportDataset, ReportService
 from api.usage.rows import UsageRows
-from api.usage.service import UsageService
-from api.usage.turns import QueryPermits
+from api.usage.service import QueryPermits, ReportDataset, ReportService, UsageService
 from shared.catalog import Catalog
 from shared.gc_tuning import settle_heap
 from shared.settings import ApiSettings
@@ -319,7 +318,6 @@ def _add_routes(app: FastRouteApp) -> None:
         admin_routes,
         health,
         pages,
-        console,
     ):
         app.add(routes.router)
     app.include_router(generation_routes.stored_router)
@@ -328,8 +326,8 @@ def _add_routes(app: FastRouteApp) -> None:
     app.include_router(responses.stored_router)
     app.include_router(conversations.router)
     app.include_router(messages.router)
-    app.mount("/docs/assets", pages.assets)
-    app.mount("/console/assets", console.assets)
+    app.mount("/docs/assets", pages.docs_assets)
+    app.mount("/console/assets", pages.console_assets)
     for router in (prediction_routes.router, prediction_events.router, prediction_models.router):
         app.include_router(router, prefix="/v1")
         app.include_router(router, include_in_schema=False)

@@ -1,8 +1,9 @@
 """`python -m bench.distant_link PORT TARGET_PORT DELAY_MS`: a TCP proxy that adds distance.
 
-Each direction delays what passes by DELAY_MS. With `--jitter`, a log-normal time is added, as round
-trips of Pub/Sub have: its median is that share of the delay, and sigma is 0.7. Bytes keep their
-order, as TCP does. A process of its own, so that it shares no interpreter with what is measured.
+Each direction delays what passes by DELAY_MS. With `--jitter` the delay is log-normal, and DELAY_MS
+is its median. With `--cut-every-s` all connections are lost at intervals, with what is on its way.
+Bytes keep their order, as TCP does. A process of its own, so that it shares no interpreter with
+what is measured.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,64 +22,121 @@ import uvloop
 from infra.local.process import Process, free_port, listens
 
 CHUNK_BYTES = 256 * 1024
-JITTER_SIGMA = 0.7
+MAX_CHUNKS = 1024
+"""On their way in one direction of a connection. Then it is read no further."""
+PUBSUB_SIGMA = 0.44
+"""Sigma of the log-normal time from publish to receipt over Pub/Sub: ln(46.8 / 26.6) / 1.28.
+
+Its quantiles 0.5, 0.9 and 0.99 are 26.6, 46.8 and 470.7 ms with Google's Go client and 100
+messages/s (https://github.com/davidxia/cloud-message-latency, "Metrics", 2021). Up to 0.9 they fit
+a log-normal time. The last hundredth is later than that, one message at a time. This proxy can't
+show it, as it would hold up all of a connection, which Pub/Sub does not.
+"""
 READY_LIMIT_S = 30.0
 
 
 @contextmanager
 def distant(
-    target_port: int, delay_ms: float, log_dir: Path, *, jitter: float = 0.0
+    target_port: int,
+    delay_ms: float,
+    log_dir: Path,
+    *,
+    jitter: float = 0.0,
+    cut_every_s: float = 0.0,
 ) -> Iterator[int]:
     """The port of a proxy in front of `target_port` of this machine.
 
     Args:
         target_port: where it leads.
-        delay_ms: of each direction, in milliseconds. With 0 there is no proxy.
+        delay_ms: of each direction, in milliseconds. With 0, and nothing else, there is no proxy.
         log_dir: the folder of its log.
-        jitter: the median of what is added at random, as a share of the delay.
+        jitter: sigma of the log-normal delay. 0: it is always the same.
+        cut_every_s: all connections are lost after each such time, in seconds. 0: never.
     """
-    if not delay_ms:
+    if not delay_ms and not cut_every_s:
         yield target_port
         return
     port = free_port()
-    flags = [str(port), str(target_port), str(delay_ms), "--jitter", str(jitter)]
-    command = [sys.executable, "-m", "bench.distant_link", *flags]
+    flags = ["--jitter", str(jitter), "--cut-every-s", str(cut_every_s)]
+    arguments = [str(port), str(target_port), str(delay_ms), *flags]
+    command = [sys.executable, "-m", "bench.distant_link", *arguments]
     with Process(f"link-{port}", command, log_dir) as link:
         link.wait_ready(lambda: listens(port), READY_LIMIT_S)
         yield port
 
 
-async def serve(port: int, target_port: int, pause_s: Callable[[], float]) -> None:
-    """Proxies connections until canceled. `pause_s` returns the delay of the next piece."""
+async def delayed(
+    source: asyncio.StreamReader, pause_s: Callable[[], float]
+) -> AsyncGenerator[bytes, None]:
+    """Yields what `source` sends, each piece after its pause, in order, until the end.
 
-    async def carry(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        loop = asyncio.get_running_loop()
-        pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+    Args:
+        source: one direction of a connection.
+        pause_s: returns the delay of the next piece, in seconds.
+    """
+    loop = asyncio.get_running_loop()
+    pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_CHUNKS)
 
-        async def deliver() -> None:
-            while True:
-                due_s, data = await pieces.get()
-                await asyncio.sleep(due_s - loop.time())
-                if not data:
-                    sink.close()
-                    return
-                sink.write(data)
-
-        delivering = asyncio.create_task(deliver())
-        last_s = 0.0
+    async def read() -> None:
+        due_s = loop.time()
         with contextlib.suppress(OSError):
             while data := await source.read(CHUNK_BYTES):
-                last_s = max(last_s, loop.time() + pause_s())
-                pieces.put_nowait((last_s, data))
-        pieces.put_nowait((max(last_s, loop.time()), b""))
-        await delivering
+                due_s = max(due_s, loop.time() + pause_s())
+                await pieces.put((due_s, data))
+        await pieces.put((max(due_s, loop.time() + pause_s()), b""))
+
+    reading = asyncio.create_task(read())
+    try:
+        while True:
+            due_s, data = await pieces.get()
+            await asyncio.sleep(due_s - loop.time())
+            if not data:
+                return
+            yield data
+    finally:
+        reading.cancel()
+
+
+async def serve(
+    port: int, target_port: int, pause_s: Callable[[], float], cut_every_s: float = 0.0
+) -> None:
+    """Proxies connections until canceled.
+
+    Args:
+        port: where it listens.
+        target_port: where it leads.
+        pause_s: returns the delay of the next piece, in seconds.
+        cut_every_s: all connections are lost after each such time. 0: never.
+    """
+    open_ends = set[asyncio.StreamWriter]()
+
+    async def carry(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        async with contextlib.aclosing(delayed(source, pause_s)) as pieces:
+            async for data in pieces:
+                sink.write(data)
+        sink.close()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         back, onward = await asyncio.open_connection("127.0.0.1", target_port)
-        await asyncio.gather(carry(reader, onward), carry(back, writer))
+        open_ends.update((writer, onward))
+        try:
+            await asyncio.gather(carry(reader, onward), carry(back, writer))
+        finally:
+            open_ends.difference_update((writer, onward))
+
+    async def cut() -> None:
+        while cut_every_s:
+            await asyncio.sleep(cut_every_s)
+            for end in open_ends:
+                end.transport.abort()
 
     async with await asyncio.start_server(connected, "127.0.0.1", port) as server:
-        await server.serve_forever()
+        await asyncio.gather(server.serve_forever(), cut())
+
+
+def log_normal(median_s: float, sigma: float) -> Callable[[], float]:
+    """Returns a source of delays, in seconds. With a sigma of 0 they are all the same."""
+    return lambda: median_s * random.lognormvariate(0.0, sigma)
 
 
 def main() -> None:
@@ -87,18 +145,11 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("target_port", type=int)
     parser.add_argument("delay_ms", type=float)
-    parser.add_argument("--jitter", type=float, default=0.0)
+    parser.add_argument("--jitter", type=float, default=0.0, metavar="SIGMA")
+    parser.add_argument("--cut-every-s", type=float, default=0.0, metavar="SECONDS")
     arguments = parser.parse_args()
-    delay_s = arguments.delay_ms / 1000
-
-    def pause_s() -> float:
-        if not arguments.jitter:
-            return float(delay_s)
-        return float(delay_s) * (
-            1.0 + float(arguments.jitter) * random.lognormvariate(0.0, JITTER_SIGMA)
-        )
-
-    uvloop.run(serve(arguments.port, arguments.target_port, pause_s))
+    pause_s = log_normal(arguments.delay_ms / 1000, arguments.jitter)
+    uvloop.run(serve(arguments.port, arguments.target_port, pause_s, arguments.cut_every_s))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import time
 from contextlib import suppress
 
 from api.errors import Unauthorized
-from api.http.auth import ApiKeys, LiveDirectory, RawHeaders
+from api.http.auth import ApiKeys, RawHeaders
+from api.http.key_refresh import LiveDirectory
 from bench.report import Figure, Outcome
 from shared.stores.key_stores import KeyFile
 from shared.tenants.api_key import SALT_BYTES, SECRET_LENGTH, ApiKey, hash_of, key_of, new_key

@@ -22,8 +22,7 @@ from google.cloud import bigquery
 from bench.report import Figure, Outcome
 from infra import bigquery as tables
 from infra.local.process import Process, free_port, listens
-from shared.reports.definitions import reports
-from shared.reports.question import ReportQuestion
+from shared.reports.definitions import ReportQuestion, reports
 from shared.reports.runner import ReportRunner
 from shared.usage.bigquery import open_client
 

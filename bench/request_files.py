@@ -38,8 +38,8 @@ SETTLE_S = 3.0
 ROWS_S = 4.0
 """Rows are sent within this time after their items."""
 IDLE = 1
-IDLE_S = 6.0
-"""Longer than most that runs again and again waits between two turns."""
+IDLE_S = 35.0
+"""Longer than what runs again and again waits between two turns: a stream's heartbeat, 30 s."""
 ROWS_ONLY = 128
 LIMIT_S = 120.0
 

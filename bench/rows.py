@@ -130,7 +130,7 @@ class _Run:
             for _ in range(CHUNK // BURST):
                 for _ in range(BURST):
                     self._unsafe += 1
-                    writer.write(self._traffic.row(), self._is_safe)
+                    writer.write(self._traffic.row(), on_safe=self._is_safe)
                 await asyncio.sleep(0 if self._unsafe < MAX_UNSAFE else 0.05)
             await asyncio.to_thread(self._until_packed)
         return time.monotonic() - began_s

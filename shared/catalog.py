@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import yaml
 from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
@@ -12,6 +12,7 @@ from pydantic import ValidationError, ValidationInfo, field_validator, model_val
 from shared.catalog_entry import CatalogEntry, Deadline
 from shared.errors import ConfigurationError, UnknownModel
 from shared.kubernetes_names import slug
+from shared.model_interface import FILE_NAME, read_interface
 from shared.tasks import TASKS
 from shared.tasks.base import Task
 
@@ -234,7 +235,14 @@ def _entries(path: Path, root: yaml.Node | None) -> list[yaml.Node]:
 def _read_entry(path: Path, node: yaml.Node) -> Model:
     constructor = yaml.SafeLoader("")
     try:
-        return Model.model_validate(constructor.construct_document(node), context=OF_CATALOG)
+        entry = constructor.construct_document(node)
+        if isinstance(entry, dict):
+            entry = _with_interface(path, entry)
+        return Model.model_validate(entry, context=OF_CATALOG)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}:{_line(node)}: {error.message}", field=error.field) from (
+            error
+        )
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "entry"
@@ -244,6 +252,32 @@ def _read_entry(path: Path, node: yaml.Node) -> Model:
         raise ConfigurationError(f"{path}:{_line(node)}: {error}") from error
     finally:
         constructor.dispose()
+
+
+LOCAL = "local:"
+
+
+def _with_interface(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry with its interface in place of the path of the file that has it.
+
+    Raises:
+        ConfigurationError: the file is missing or wrong.
+    """
+    name, source = entry.get("task"), entry.get("source")
+    task = TASKS.get(name) if isinstance(name, str) else None
+    if task is None or not task.has_interface or not isinstance(source, str):
+        return entry
+    if "interface" in entry:
+        file = path.parent / str(entry["interface"])
+    elif source.startswith(LOCAL):
+        file = Path(source.removeprefix(LOCAL)).expanduser() / FILE_NAME
+    else:
+        raise ConfigurationError(
+            f"interface: {source} is not on this machine; give the path of a copy of its "
+            f"{FILE_NAME}, from the catalog's folder",
+            field="interface",
+        )
+    return {**entry, "interface": read_interface(file)}
 
 
 def _descend(node: yaml.Node, location: tuple[int | str, ...]) -> yaml.Node:

@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from shared.blob import INLINE_LIMIT_BYTES, SLOT_INLINE_LIMIT_BYTES
+from shared.model_interface import ModelInterface
 
 Positive = Annotated[int, Field(gt=0)]
 REVISION_PATTERN = r"^[!-~]{1,200}$"
@@ -128,6 +129,8 @@ class PriceTerms(_Entry):
     per_million_cached_tokens_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
     """The price of prompt tokens that a worker had computed before. None: as for others."""
     per_million_pixel_steps_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
+    per_item_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """The price of a delivered result, whatever its size. Models of one's own have no other."""
     cached_share: float = Field(0.0, ge=0, le=1)
     """The part of the price for a result from the cache or of an identical item in flight."""
 
@@ -147,6 +150,8 @@ class PriceTerms(_Entry):
         written = (self.per_million_output_tokens_usd, self.per_million_cached_tokens_usd)
         if written != (None, None):  # entries without them keep the versions that they had
             figures += [-1.0 if price is None else price for price in written]
+        if self.per_item_usd:  # as above
+            figures.append(self.per_item_usd)
         return self.version or _digest_of_figures(*figures)
 
 
@@ -334,6 +339,10 @@ class CatalogEntry(_Entry):
     price: Price = Price()
     canary: Canary | None = None
     """A new revision that gets a share of the requests. None: there is none."""
+    interface: ModelInterface | None = None
+    """What a model of one's own takes and gives. In the file it is the path of its schema.json,
+    from the catalog's folder. Default: `schema.json` in the folder of a `local:` source.
+    """
 
     @property
     def reply_limit_bytes(self) -> int:

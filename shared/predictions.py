@@ -226,7 +226,7 @@ def output_of(
 def _shown(prediction: Prediction, index: int, result: Result, url_signer: UrlSigner) -> Any:
     media_type = MEDIA_TYPES[prediction.output_format]
 
-    def link_to(key: str | None) -> str:
+    def link_to(key: str | None, media_type: str = media_type) -> str:
         return prediction.base_url + url_signer.path(
             key or inline_key(prediction.record, index), media_type
         )
@@ -248,21 +248,25 @@ def error_of(record: Record) -> str | None:
 
 
 def logs_of(record: Record) -> str:
-    """Returns the progress in tqdm's format, which Replicate's clients parse.
+    """Returns what the model printed, or the progress in tqdm's format.
 
-    Empty without step counts.
+    Replicate's clients parse the latter. Empty without either.
     """
-    if not record.steps:
-        return ""
+    printed = "".join(one.logs for one in record.reply.outcomes) if record.reply else ""
+    if printed or not record.steps:
+        return printed
     step = record.steps if record.state == "succeeded" else min(record.step, record.steps)
     share = step / record.steps
     bar = ("█" * int(share * BAR_WIDTH)).ljust(BAR_WIDTH)
     return f"{int(share * 100):3d}%|{bar}| {step}/{record.steps}\n"
 
 
-def _metrics(prediction: Prediction, record: Record) -> dict[str, float]:
-    """Returns Replicate's names in seconds, RunPod's in milliseconds, tokens cut, and the cost."""
-    times: dict[str, float] = {}
+def _metrics(prediction: Prediction, record: Record) -> dict[str, Any]:
+    """Returns Replicate's names in seconds, RunPod's in milliseconds, tokens cut, and the cost.
+
+    What the model recorded itself is beside them.
+    """
+    times: dict[str, Any] = {}
     if record.started_at_s:
         times["delayTime"] = max(0, round((record.started_at_s - record.created_at_s) * 1000))
     if not record.is_over:
@@ -278,6 +282,9 @@ def _metrics(prediction: Prediction, record: Record) -> dict[str, float]:
         times["device_time"] = round(sum(device_s(price, one.receipt) for one in outcomes), 6)
         times["cost_usd"] = sum(cost_usd(price, one) for one in outcomes)
     if record.state == "succeeded" and record.reply:
+        for outcome in record.reply.outcomes:
+            recorded = outcome.result.recorded_metrics if outcome.result is not None else {}
+            times = {**recorded, **times}
         left_out = _count_truncated(
             record.reply.outcomes, is_asked=bool(prediction.input.get("truncate"))
         )

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from tests.kept_spans import KeptSpans
     from tests.otlp import Collector
 
+# Threads of torch wait for one another. By default they spin, on a core that the other one needs:
+# 8 s of CPU time for what takes 0.7 s, at a load of 20. A model process spins less (GOMP_SPINS).
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # The same examples each time, so that a failure is the change's own. A quick run takes few,
 # `make test-slow` takes many for these tests too; `--hypothesis-profile=explore` tries others.
 settings.register_profile(

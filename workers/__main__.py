@@ -43,11 +43,12 @@ from workers.job import WorkerInfo
 from workers.jobs.canary_share import CanaryShare
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
-from workers.models.gpu_type import gpu_type_of
+from workers.metrics import ProcessTimes, UtilizationReports
+from workers.models.processors import gpu_type_of
 from workers.models.source import resolve
 from workers.runtime.pool import HostedModel, ModelPool
+from workers.runtime.template import deny_inspection
 from workers.tasks import WORKER_TASKS, preparer_for
-from workers.utilization import ProcessTimes, UtilizationReports
 from workers.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ def main() -> int:
         configure_logs(settings.log_level, settings.project)
         catalog = read_catalog(settings.models_file)
         models = [catalog.find_deployed(name) for name in settings.model_names]
+        if any(model.definition.has_interface for model in models):
+            deny_inspection()  # a class of one's own runs as the same user
         uvloop.run(
             serve(settings, list({model.name: model for model in models}.values()))
         )  # an alias may repeat one

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 from shared.catalog import Model
 from shared.errors import Canceled, DeadlineExceeded, PenstockError
-from shared.messages import Envelope, Item, ItemOutcome, Job, Receipt, failure
-from shared.stores.record_state import record_id
+from shared.messages import Envelope, Item, ItemOutcome, Job, Receipt, failure, record_id
 from shared.tasks import Result
 from shared.tasks.text import GenerationInput, TokenChunk
 from shared.tenants.plan import Priority
@@ -29,7 +28,10 @@ from workers.models.base import Prepared, PreparedPrompt
 from workers.runtime.protocol import BatchResult
 
 FRESH_S = 0.05
-GENERATION_TOLERATED_CRASHES = 4
+TOLERATED_CRASHES, GENERATION_TOLERATED_CRASHES = 1, 4
+"""So many workers may die with a job, or with one for a generation, before it is computed
+by itself.
+"""
 NOT_STARTED, NOT_DONE = "the model could start", "the model was done"
 NOT_SENT = "the answer was on its way"
 """The event that did not happen before an item's time ran out."""
@@ -88,12 +90,15 @@ class PulledJob:
     def tolerated_crashes(self) -> int:
         """Worker crashes tolerated before the job is treated as a poison pill.
 
+        Of one node that is lost, all jobs come again, up to a second of work and more. One by one
+        they would take a batch's time each.
+
         A generation takes long, goes on from its tokens, and somebody waits for it, while
         generations that run one by one take many times as long. And what it can kill is a model
         process, which is counted by itself.
         """
         is_text = isinstance(self.items[0].input, GenerationInput)
-        return GENERATION_TOLERATED_CRASHES if is_text else 0
+        return GENERATION_TOLERATED_CRASHES if is_text else TOLERATED_CRASHES
 
     @property
     def start_by_s(self) -> float:
@@ -321,11 +326,13 @@ class QueuedItem:
             receipt.steps_saved = batch.steps_saved
             return pulled.unwanted(item.index, receipt, started=True)
         if isinstance(result, PenstockError):
-            return failure(item.index, result, receipt)
+            failed = failure(item.index, result, receipt)
+            failed.logs = batch.logs
+            return failed
         receipt.count(result)
         if receipt.tokens is not None and cache != "joined":
             receipt.padded_tokens = self.computed.computed_work
-        return ItemOutcome(item.index, "succeeded", receipt, result)
+        return ItemOutcome(item.index, "succeeded", receipt, result, logs=batch.logs)
 
     def _mark_for_cache(self, pulled: PulledJob, item: Item) -> None:
         if pulled.job.body.cache_write and item.cache_key:

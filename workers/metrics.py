@@ -1,10 +1,31 @@
-"""The worker's Prometheus metrics."""
+"""What a worker measures of itself: Prometheus metrics, and its utilization.
+
+Utilization is for the `worker_hours` table and for the autoscaler. `ProcessTimes` measures, so that
+idle GPUs have an owner. `UtilizationReports` writes that every five minutes and at the end. A
+worker that is killed loses what it did not write yet, five minutes at most. The loop of the worker
+writes `BusyRatio`, and the thread that answers scrapes reads it.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Literal, NamedTuple, Protocol, Self
+
 from prometheus_client import Counter, Gauge, Histogram
 
-from workers.runtime.protocol import BatchResult
+from shared.catalog import Model
+from shared.tenants.plan import PRIORITIES, Priority
+from shared.usage.charge import device_share_of
+from shared.usage.worker_hour import HOUR_S, WorkerHour
+from workers.job import WorkerInfo
+from workers.runtime.protocol import BatchResult, ResidencyReport
 
 ITEMS = Counter(
     "penstock_worker_items_total", "Items ended, by status and cache level", ["status", "cache"]
@@ -101,3 +122,279 @@ def observe_batch(done: BatchResult, exemplar: dict[str, str] | None = None) -> 
         LOADS.inc(done.switched.loads)
         EVICTIONS.inc(done.switched.evictions)
         SWITCH_SECONDS.inc(done.switched.switch_s)
+
+
+State = Literal["busy", "idle", "loading"]
+REPORT_EVERY_S = 300.0
+"""A part of an hour, so that reports end with the hour."""
+
+
+def steady_clock() -> Callable[[], float]:
+    """A clock of Unix seconds that no correction of the system's clock moves."""
+    ahead_s = time.time() - time.monotonic()
+    return lambda: ahead_s + time.monotonic()
+
+
+@dataclass(slots=True)
+class TimeReport:
+    """The activity from `since_s` on, within one hour. Unix seconds."""
+
+    since_s: float
+    until_s: float = 0.0
+    seconds: dict[State, float] = field(
+        default_factory=lambda: {"busy": 0.0, "idle": 0.0, "loading": 0.0}
+    )
+    """They add up to the time between the two. With several processes, the mean over them."""
+    batches: int = 0
+    items: int = 0
+    loads: int = 0
+
+
+class ProcessTimes:
+    """Adds up the time of model processes. At first there is one, which loads.
+
+    Args:
+        clock: returns Unix seconds and never goes back. Tests replace it.
+    """
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or steady_clock()
+        self._states: list[State] = ["loading"]
+        self.started_at_s = self._at_s = self._clock()
+        self._open = TimeReport(self._at_s)
+        self._closed: list[TimeReport] = []
+
+    def now_s(self) -> float:
+        """The time of its clock."""
+        return self._clock()
+
+    @property
+    def processes(self) -> int:
+        """The number of model processes."""
+        return len(self._states)
+
+    def opened(self, processes: int) -> None:
+        """Records the number of processes that are ready."""
+        self._advance()
+        self._states = ["idle"] * processes
+
+    def enter(self, process: int, state: State) -> None:
+        """A process, by its number from 0, does something else from now on."""
+        if self._states[process] != state:
+            self._advance()
+            self._states[process] = state
+
+    def batch_ended(self, done: BatchResult) -> None:
+        """Counts a batch. The time of loads for it was not spent on the batch."""
+        self._advance()
+        self._open.batches += 1
+        self._open.items += len(done.results)
+        if done.switched is not None:
+            seconds = self._open.seconds
+            # What an earlier report counted as busy stays busy.
+            moved_s = min(done.switched.switch_s / len(self._states), seconds["busy"])
+            seconds["busy"] -= moved_s
+            seconds["loading"] += moved_s
+
+    def loaded(self, residency: ResidencyReport) -> None:
+        """Counts the loads that a process reports."""
+        self._open.loads += residency.loads
+
+    def take(self) -> list[TimeReport]:
+        """Everything since the last call, in reports that are each within an hour."""
+        self._advance()
+        if self._at_s > self._open.since_s:
+            self._close(self._at_s)
+        reports, self._closed = self._closed, []
+        return reports
+
+    def _advance(self) -> None:
+        now_s = self._clock()
+        while now_s >= (end_s := hour_of(self._open.since_s) + HOUR_S):
+            self._add(end_s)
+            self._close(end_s)
+        self._add(now_s)
+
+    def _add(self, until_s: float) -> None:
+        each_s = (until_s - self._at_s) / len(self._states)
+        for state in self._states:
+            self._open.seconds[state] += each_s
+        self._at_s = until_s
+
+    def _close(self, until_s: float) -> None:
+        self._open.until_s = until_s
+        self._closed.append(self._open)
+        self._open = TimeReport(until_s)
+
+
+def hour_of(at_s: float) -> float:
+    """The start of the hour (UTC) that a moment is in. Unix seconds."""
+    return at_s - at_s % HOUR_S
+
+
+class HourSink(Protocol):
+    """Takes rows of `worker_hours`. Never blocks and never raises."""
+
+    def write_hour(self, row: WorkerHour) -> None:
+        """Queues one row."""
+
+
+class UtilizationReports:
+    """Writes the time of a worker. An async context manager.
+
+    Args:
+        times: measures it.
+        sink: takes the rows.
+        models: of the worker.
+        info: of the worker. `device` and what follows from it are not known at first.
+        every_s: seconds between two reports.
+    """
+
+    def __init__(
+        self,
+        times: ProcessTimes,
+        sink: HourSink,
+        models: Sequence[Model],
+        info: WorkerInfo,
+        every_s: float = REPORT_EVERY_S,
+    ) -> None:
+        self.info = info
+        self._times = times
+        self._sink = sink
+        self._models = models
+        self._every_s = every_s
+        self._number = 0
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._report())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self.write()
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(self._every_s - self._times.now_s() % self._every_s)
+            self.write()
+
+    def write(self) -> None:
+        """Writes what was not written yet."""
+        for report in self._times.take():
+            self._sink.write_hour(self._row(report))
+
+    def _row(self, report: TimeReport) -> WorkerHour:
+        self._number += 1
+        info, names = self.info, [model.name for model in self._models]
+        return WorkerHour(
+            row_id=f"{info.worker}:{self._number}",
+            worker=info.worker,
+            hour_s=hour_of(report.since_s),
+            since_s=report.since_s,
+            reported_at_s=report.until_s,
+            started_at_s=self._times.started_at_s,
+            region=info.region,
+            deployment="+".join(names),
+            models=",".join(dict.fromkeys(model.public_name for model in self._models)),
+            gpu_type=info.gpu_type,
+            spot=info.spot,
+            device=info.device or None,
+            device_share=device_share_of(self._models[0]),
+            processes=self._times.processes,
+            busy_s=report.seconds["busy"],
+            idle_s=report.seconds["idle"],
+            loading_s=report.seconds["loading"],
+            batches=report.batches,
+            items=report.items,
+            cold_starts=report.loads,
+        )
+
+
+FADE_S = 30.0
+"""An earlier second counts for a third after this time. So the ratio covers about a minute.
+
+Batches of some seconds make a shorter one jump, and a longer one is late when load grows.
+"""
+DIGITS = 3
+"""Kept digits. An average that fades is never zero, and idle workers must be seen as idle."""
+
+
+class _State(NamedTuple):
+    """Replaced as a whole, so that another thread never reads half of it."""
+
+    at_s: float
+    running: float
+    """Processes that run a batch, divided by all. A batch of both priorities counts in parts."""
+    average: float
+
+    def average_at(self, now_s: float) -> float:
+        """The average, with what ran since the last change."""
+        fade = math.exp(-max(0.0, now_s - self.at_s) / FADE_S)
+        return self.running + (self.average - self.running) * fade
+
+
+class BusyRatio:
+    """The part of what model processes can do that they do, by priority.
+
+    A running batch counts while it runs. So batches of a minute do not come as a surprise. If
+    more items could have joined it for nothing, its process reports afterwards what was spare.
+
+    Args:
+        processes: how many model processes there are.
+        clock: returns monotonic seconds. Tests replace it.
+    """
+
+    def __init__(self, processes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._processes = processes
+        self._clock = clock
+        self._batches = 0
+        self._of = {priority: _State(clock(), 0.0, 0.0) for priority in PRIORITIES}
+
+    def publish(self) -> None:
+        """Shows the ratios to scrapes from now on. Before the first call there are none."""
+        for priority in PRIORITIES:
+            BUSY_RATIO.labels(priority).set_function(partial(self.read, priority))
+
+    def start(self, priorities: Iterable[Priority]) -> dict[Priority, float]:
+        """A batch starts, with one priority for each of its items. Returns what `end` needs."""
+        each = list(priorities)
+        parts: dict[Priority, float] = {
+            priority: each.count(priority) / len(each) / self._processes for priority in PRIORITIES
+        }
+        self._batches += 1
+        self._add(parts, 1)
+        return parts
+
+    def end(self, parts: dict[Priority, float]) -> None:
+        """The batch for which `start` returned these parts ends."""
+        self._batches -= 1
+        self._add(parts, -1)
+
+    def spare(self, parts: dict[Priority, float], seconds: float) -> None:
+        """Records the spare seconds among the last seconds of a batch with these parts."""
+        now_s = self._clock()
+        for priority, part in parts.items():
+            state = self._of[priority]
+            average = max(0.0, state.average_at(now_s) - seconds * part / FADE_S)
+            self._of[priority] = _State(now_s, state.running, average)
+
+    def read(self, priority: Priority) -> float:
+        """The ratio of the last minute or so, from 0 to 1."""
+        return round(self._of[priority].average_at(self._clock()), DIGITS)
+
+    def _add(self, parts: dict[Priority, float], sign: int) -> None:
+        now_s = self._clock()
+        for priority, part in parts.items():
+            state = self._of[priority]
+            # Rounding errors end with the last batch.
+            running = max(0.0, state.running + sign * part) if self._batches else 0.0
+            self._of[priority] = _State(now_s, running, state.average_at(now_s))

@@ -9,6 +9,13 @@ In call order: `run` opens the subscriptions of each model and starts its consum
 (workers/jobs/consumer.py). `_serve`, one task per model process, asks
 workers/scheduling/model_scheduler.py which model is next, takes its next batch and runs it.
 `_listen` drops jobs that are canceled.
+
+A worker holds so many jobs that its model never waits for the broker. Two batches for each process,
+one that runs and one that waits, are enough for a broker that is near. The permit of a job that
+ends is used again only after its reply and its ack have traveled to the broker, and the next job
+from there. So the worker also holds what its model computes in that time: its rate times the round
+trip, the bandwidth-delay product of a network path. It is bounded: when a worker dies, what it held
+waits for its leases to end, and is computed again.
 """
 
 from __future__ import annotations
@@ -23,47 +30,80 @@ from functools import partial
 from typing import Any
 
 from shared.errors import ModelFailed, PenstockError
+from shared.flow_control import ACK_LINGER_S, HeldAhead, held_messages
 from shared.stores.records import Records
 from shared.tenants.plan import PRIORITIES
 from shared.topics import batch_subscription_id, workers_subscription_id
-from shared.transport import Subscriber
+from shared.transport import SmoothedDuration, Subscriber, Subscription
 from workers import metrics
 from workers.job import QueuedItem
 from workers.jobs.consumer import JobConsumer
 from workers.jobs.step_run import StepRun
+from workers.metrics import BusyRatio, ProcessTimes
 from workers.runtime.pool import ModelProcessDied, PooledProcess, ProcessPool
 from workers.runtime.protocol import BatchResult, ResidencyReport
-from workers.scheduling.flow_control import FlowControl
 from workers.scheduling.model_scheduler import Idle, ModelScheduler
-from workers.utilization import BusyRatio, ProcessTimes
 
 log = logging.getLogger(__name__)
 
-ACK_LINGER_S = 0.02
-"""The time that acks wait to be sent together.
-
-No caller waits for them, and a lone ack costs as much as a publish.
-"""
 BATCH_TIMEOUT_S = 300.0
 """A batch that takes longer is stuck. Its process is killed, and its jobs are retried."""
 FAILED_BATCHES_MAX = 20
 """After this many failed batches in a row the worker itself is broken, and exits."""
 
 
-def held_messages(max_items: int, processes: int, *, in_steps: bool) -> int:
-    """Returns how many jobs a worker holds near its broker: for each process two batches.
-
-    One runs, and one waits. At a distance it holds more (workers/scheduling/flow_control.py).
-
-    A text may run for minutes. So if a tenant has filled both, there is room for jobs of others,
-    which then get slots (workers/scheduling/priority_queue.py).
+class FlowControl:
+    """The number of jobs that one subscription holds.
 
     Args:
-        max_items: of a batch.
+        model: the name of the model, for metrics.
+        priority: of the subscription, for metrics.
+        subscription: whose number it sets.
+        held: the number near the broker: two batches for each process.
         processes: of the worker.
-        in_steps: whether the model batches continuously.
+        completion: from the end of a job's last item to its ack.
+        ack_linger_s: how long acks wait to be sent together.
     """
-    return processes * (2 * max_items + (-(-max_items // 2) if in_steps else 0))
+
+    def __init__(
+        self,
+        model: str,
+        priority: str,
+        subscription: Subscription,
+        held: int,
+        processes: int,
+        completion: SmoothedDuration,
+        ack_linger_s: float,
+    ) -> None:
+        self._round_trips = metrics.ROUND_TRIP.labels(model)
+        self._held_max = metrics.HELD_MAX.labels(model, priority)
+        self._subscription = subscription
+        self._held = held
+        self._processes = processes
+        self._completion = completion
+        self._ack_linger_s = ack_linger_s
+        self._ahead = HeldAhead()
+
+    def batch_ended(self, batch: Sequence[QueuedItem], took_s: float, now_s: float) -> None:
+        """Measures the rate, and sets what is to be held.
+
+        Args:
+            batch: its items. Several may be of one job.
+            took_s: how long it ran.
+            now_s: monotonic seconds.
+        """
+        jobs = sum(
+            1 / len(pulled.items)
+            for queued in batch
+            for pulled, _ in queued.waiters
+            if pulled.subscription is self._subscription
+        )
+        rate = self._processes * jobs / max(took_s, 1e-3)
+        gap_s = self._completion.most_s + self._ack_linger_s + self._subscription.round_trip.most_s
+        held = self._held + self._ahead.batch_ended(rate, took_s, gap_s, now_s)
+        self._subscription.hold(held)
+        self._held_max.set(held)
+        self._round_trips.set(self._subscription.round_trip.mean_s)
 
 
 class Worker:

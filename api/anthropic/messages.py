@@ -1,4 +1,7 @@
-"""POST /v1/messages in Anthropic's shape: a chat with its words, whole and streamed."""
+"""POST /v1/messages in Anthropic's shape: a chat with its words, whole and streamed.
+
+https://docs.claude.com/en/docs/build-with-claude/streaming
+"""
 
 from __future__ import annotations
 
@@ -6,36 +9,178 @@ import json
 import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.anthropic.errors import AnthropicRoute, as_asked
-from api.anthropic.events import MessageEvents
+from api.anthropic.errors import AnthropicRoute, as_asked, error_reply
 from api.anthropic.schemas import (
     AnthropicErrorReply,
     CountBody,
     MessageReply,
     MessagesBody,
+    MessagesUsage,
+    ShownBlock,
+    ShownText,
+    ShownToolUse,
+    StopReason,
     TokenCountReply,
 )
 from api.chat_bodies import ChatBody
+from api.errors import encode_error
 from api.http import openapi
 from api.http.fast_route import IS_HEAD
 from api.http.request import ApiRequest, open_request, while_connected
-from api.openai.generation import inputs_of, is_repeatable, model_of
-from api.openai.ids import answer_id
+from api.openai.chat_replies import ChatChoice
+from api.openai.generation import (
+    answer_id,
+    chat_choice,
+    inputs_of,
+    is_repeatable,
+    model_of,
+    results_of,
+    shown_of,
+)
 from api.openai.token_counts import count_chat
 from api.predictions.creation import digest_of
 from api.predictions.event_stream import HeldResponse
 from api.predictions.generation_stream import StreamPosition
 from api.tasks.base import Inputs
 from shared.catalog import Model
-from shared.errors import BadInput
+from shared.errors import BadInput, PenstockError
+from shared.messages import ItemOutcome
 from shared.predictions import EVENTS_TYPE
-from shared.tasks.text import GenerationInput
+from shared.tasks.text import GenerationInput, GenerationResult, TokenLogprob
+
+
+class MessageEvents:
+    """The answer to one request, and its events.
+
+    Args:
+        chat: the chat that asks for the same.
+        made: the id of the answer.
+        model: the model that generates it.
+    """
+
+    def __init__(self, chat: ChatBody, message_id: str, model: Model) -> None:
+        self._chat = chat
+        self._made = message_id
+        self._model = model
+        self._has_tools = bool(chat.allowed_tools)
+
+    def whole(self, outcomes: Sequence[ItemOutcome]) -> MessageReply:
+        """Returns the answer."""
+        (result,) = results_of(outcomes, self._model)
+        choice = chat_choice(self._chat, self._made, 0, result)
+        reason, stop = _end(choice, result)
+        return MessageReply(
+            self._made, self._model.name, _blocks(choice), reason, _usage(result), stop
+        )
+
+    def opening(self, index: int) -> bytes:
+        """Returns the event for a message that begins. How long the prompt is comes at its end."""
+        begun = MessageReply(self._made, self._model.name, [], None, MessagesUsage(0, 0))
+        return _event("message_start", message=begun)
+
+    def delta(
+        self,
+        index: int,
+        before: str,
+        text: str,
+        logprobs: Sequence[TokenLogprob],
+        at: tuple[int, int],
+    ) -> bytes | None:
+        """Returns the addition to the message. A possible start of a tool call is held back."""
+        shown, now = self._shown(before), self._shown(before + text)
+        if now == shown:
+            return None
+        return (b"" if shown else _begin(0, ShownText(""))) + _text_delta(now[len(shown) :])
+
+    def ending(self, index: int, result: GenerationResult) -> list[bytes]:
+        """Returns the text held back, the tool calls, the stop reason and the usage."""
+        shown = self._shown(result.text)
+        choice = chat_choice(self._chat, self._made, index, result)
+        blocks, events = _blocks(choice), []
+        text = blocks[0].text if blocks and isinstance(blocks[0], ShownText) else ""
+        if text or shown:
+            if not shown:
+                events.append(_begin(0, ShownText("")))
+            if rest := text[len(shown) :]:
+                events.append(_text_delta(rest))
+            events.append(_event("content_block_stop", index=0))
+        for at, block in enumerate(blocks):
+            if isinstance(block, ShownToolUse):
+                events.append(_begin(at, msgspec.structs.replace(block, input={})))
+                written = {"type": "input_json_delta", "partial_json": json.dumps(block.input)}
+                events.append(_event("content_block_delta", index=at, delta=written))
+                events.append(_event("content_block_stop", index=at))
+        reason, stop = _end(choice, result)
+        ended = {"stop_reason": reason, "stop_sequence": stop}
+        return [*events, _event("message_delta", delta=ended, usage=_usage(result))]
+
+    def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
+        """Returns the end."""
+        return [_event("message_stop")]
+
+    def failure(self, error: PenstockError) -> bytes:
+        """Returns an error."""
+        return b"event: error\ndata: " + encode_error(error_reply(error)) + b"\n\n"
+
+    def _shown(self, text: str) -> str:
+        return shown_of(text) if self._has_tools else text
+
+
+def _event(kind: str, **facts: Any) -> bytes:
+    data = msgspec.json.encode({"type": kind, **facts})
+    return f"event: {kind}\n".encode() + b"data: " + data + b"\n\n"
+
+
+def _begin(index: int, block: ShownBlock) -> bytes:
+    return _event("content_block_start", index=index, content_block=block)
+
+
+def _text_delta(text: str) -> bytes:
+    return _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
+
+
+def _blocks(choice: ChatChoice) -> list[ShownBlock]:
+    """Returns the text, if there is any, and the calls behind it."""
+    message = choice.message
+    calls = message.tool_calls if isinstance(message.tool_calls, list) else []
+    blocks: list[ShownBlock] = [ShownText(message.content)] if message.content else []
+    return blocks + [
+        ShownToolUse(f"toolu_{call.id.removeprefix('call_')}", call.function.name, _input(call))
+        for call in calls
+    ]
+
+
+def _input(call: Any) -> dict[str, Any]:
+    """Returns the arguments of a call. A model may write what is not an object, or be cut in it."""
+    try:
+        arguments = json.loads(call.function.arguments)
+    except ValueError:
+        return {}
+    return arguments if isinstance(arguments, dict) else {"value": arguments}
+
+
+def _end(choice: ChatChoice, result: GenerationResult) -> tuple[StopReason, str | None]:
+    """Returns why the message ended, and the stop sequence that ended it, if one did."""
+    if choice.finish_reason == "tool_calls":
+        return "tool_use", None
+    if choice.finish_reason == "length":
+        return "max_tokens", None
+    if result.stop_sequence:
+        return "stop_sequence", result.stop_sequence
+    return "end_turn", None
+
+
+def _usage(result: GenerationResult) -> MessagesUsage:
+    read = result.input_tokens - result.cached_tokens
+    return MessagesUsage(read, result.output_tokens, result.cached_tokens)
+
 
 PATH = "/v1/messages"
 MESSAGE = "msg_"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from api.bodies import Body, EndUser, ItemId, Off, Option, Options
 from api.chat_bodies import MAX_TOOLS, TOOL_NAME, ChatBody, Share, text_or_list
@@ -224,12 +224,20 @@ class CountBody(Body):
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = Field(None, description="Accepted, without effect.")
     output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = Field(
+        None, description="The `format` of `output_config`, as older clients send it."
+    )
     cache_control: CacheControl | None = Field(None, description="Accepted, without effect.")
     speed: Option | None = Field(None, description="Accepted, without effect.")
     user_profile_id: EndUser | None = Field(None, description="Accepted, without effect.")
     workspace_id: EndUser | None = Field(None, description="Accepted, without effect.")
     context_management: None = None
     mcp_servers: None = None
+
+    @property
+    def _text_format(self) -> JsonFormat | None:
+        config = self.output_config
+        return self.output_format if config is None or config.format is None else config.format
 
     def to_chat(self, **more: Any) -> ChatBody:
         """Returns the chat that asks for the same.
@@ -248,8 +256,8 @@ class CountBody(Body):
         }
         if self.tool_choice is not None:
             fields["tool_choice"] = self.tool_choice.to_chat()
-        if self.output_config is not None and self.output_config.format is not None:
-            schema = {"name": "answer", "schema": self.output_config.format.schema_}
+        if (text_format := self._text_format) is not None:
+            schema = {"name": "answer", "schema": text_format.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return ChatBody.model_validate(fields | more)
 
@@ -281,6 +289,16 @@ class MessagesBody(CountBody):
     diagnostics: Options | None = Field(None, description="Accepted, without effect.")
     container: None = None
 
+    @field_validator("max_tokens", mode="before")
+    @classmethod
+    def _is_not_only_read(cls, value: object) -> object:
+        if value == 0:
+            raise ValueError(
+                "must be at least 1; a message without text, which only fills the prompt cache, is "
+                "not supported"
+            )
+        return value
+
     def to_generation(self) -> ChatBody:
         """Returns the chat that asks for the same text.
 
@@ -297,7 +315,7 @@ class MessagesBody(CountBody):
         )
 
 
-StopReason = Literal["end_turn", "max_tokens", "tool_use"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class ShownText(msgspec.Struct, tag_field="type", tag="text"):
@@ -335,7 +353,7 @@ class MessageReply(msgspec.Struct):
     content: list[ShownBlock]
     stop_reason: StopReason | None
     usage: MessagesUsage
-    stop_sequence: None = None
+    stop_sequence: str | None = None
     role: Literal["assistant"] = "assistant"
     type: Literal["message"] = "message"
 

@@ -130,9 +130,9 @@ class CanaryComparisons:
     ) -> None:
         """Counts one comparison."""
         tolerance = _tolerance_of(canary)
-        if ours.blob is not None and theirs.blob is not None:
+        if canary.definition.compares_images:
             deadline_s = time.time() + COMPARE_LIMIT_S
-            pngs = await self._bytes_of(ours.blob), await self._bytes_of(theirs.blob)
+            pngs = await self._bytes_of(ours.blobs[0]), await self._bytes_of(theirs.blobs[0])
             distance_db = await self._images.psnr_db(*pngs, deadline_s)
             is_close: bool | None = distance_db >= tolerance.psnr_db
         else:

@@ -44,10 +44,9 @@ from api.dispatch.request import (
 from api.errors import ClientGone, log_reason
 from shared import slo
 from shared.errors import Overloaded, PenstockError, Unavailable
-from shared.messages import ItemOutcome, failure
+from shared.messages import ItemOutcome, failure, record_id
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
-from shared.stores.record_state import record_id
 from shared.stores.records import LATE_LOOK_S, Records
 from shared.tasks import Result
 from shared.tracing.spans import STAGE, Attributes, record
@@ -257,6 +256,8 @@ class Dispatcher:
                 else ItemCompletion(outcome, by_worker, job.queued_at_s if by_worker else 0.0)
             )
             self._single_flight.complete(in_flight, completion)
+        # Items refer to their job. Without this, all of it would stay until a garbage collection.
+        job.items.clear()
 
     def _outcomes_of(
         self, request: InferenceRequest, job: InFlightJob, task: asyncio.Task[list[ItemOutcome]]

@@ -17,8 +17,8 @@ from api import metrics
 from api.dispatch.model_window import BATCHES_HELD, PublishWindow
 from api.dispatch.request import InferenceRequest, InFlightItem, InFlightJob, RequestOptions
 from api.fair_room import Demand
-from shared.canary.forwarding import JobMessage, publish_job
-from shared.catalog import Model
+from shared.canary.forwarding import JobMessage, forwarded
+from shared.catalog import CANARY_SUFFIX, Model
 from shared.catalog_entry import Replies
 from shared.errors import (
     BadInput,
@@ -39,9 +39,9 @@ from shared.messages import (
     ReplyBody,
     encode_job,
     encode_reply_body,
+    record_id,
 )
 from shared.stores.objects import ObjectStore, stored_input
-from shared.stores.record_state import record_id
 from shared.stores.records import Records
 from shared.topics import jobs_topic_id
 from shared.tracing.spans import STAGE, Attributes, current, span
@@ -126,7 +126,7 @@ class JobSender:
         await self._take_permit(request, demand)
         is_answered = False
         try:
-            items = [await self._without_large_source(in_flight.item) for in_flight in job.items]
+            items = [await self._without_large_sources(in_flight.item) for in_flight in job.items]
             replies = request.model.replies
             with self._inbox.waiter(request.facts.request_id, job.index, replies) as waiter:
                 job.published_at_s = await self._publish_awaited(request, job, items, waiter)
@@ -224,13 +224,13 @@ class JobSender:
             return None
         return None if snapshot is None else snapshot.reply
 
-    async def _without_large_source(self, item: Item) -> Item:
-        """Returns the item to send. A source image that is too large goes to the object store."""
-        source = item.input.source
-        if source is None:
+    async def _without_large_sources(self, item: Item) -> Item:
+        """Returns the item to send. Sources that are too large go to the object store."""
+        sources = item.input.sources
+        if not sources:
             return item
-        stored = await stored_input(source, self._objects)
-        return msgspec.structs.replace(item, input=item.input.with_source(stored))
+        stored = [await stored_input(source, self._objects) for source in sources]
+        return msgspec.structs.replace(item, input=item.input.with_sources(stored))
 
     async def _publish_awaited(
         self, request: InferenceRequest, job: InFlightJob, items: list[Item], waiter: ReplyWaiter
@@ -275,7 +275,7 @@ class JobSender:
             envelope.cache_key = items[0].cache_key or ""
             body = JobBody(list(items), options.cache_read, options.cache_write)
             message = JobMessage(envelope.model, *encode_job(Job(envelope, body)))
-            await publish_job(self._publisher, message, timeout_s=timeout_s)
+            await _publish_job(self._publisher, message, timeout_s=timeout_s)
         return now_s
 
 
@@ -299,6 +299,7 @@ def envelope_of(
         prediction="" if record is None else "1",
         webhook="" if record is None else ",".join(record.prediction.webhook_events),
         start_by_s=request.start_by_s,
+        replies="n",
     )
 
 
@@ -320,3 +321,24 @@ def _outcomes(items: Sequence[Item], body: ReplyBody) -> list[ItemOutcome]:
             "this is a bug"
         )
     return outcomes
+
+
+async def _publish_job(publisher: Publisher, job: JobMessage, *, timeout_s: float) -> None:
+    """Publishes a job. One of a canary goes to the other revision if the canary has no topic.
+
+    So instances may know of a canary before its topic is there, and after it is gone.
+
+    Raises:
+        PenstockError: the broker did not take it.
+    """
+    try:
+        await publisher.publish(
+            jobs_topic_id(job.model), job.data, job.attributes, timeout_s=timeout_s
+        )
+    except BadInput:
+        if not job.model.endswith(CANARY_SUFFIX):
+            raise
+        other = forwarded(job)
+        await publisher.publish(
+            jobs_topic_id(other.model), other.data, other.attributes, timeout_s=timeout_s
+        )

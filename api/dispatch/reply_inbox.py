@@ -27,7 +27,14 @@ from shared.errors import (
     Unavailable,
     UndecodableMessage,
 )
-from shared.messages import Reply, decode_reply
+from shared.messages import (
+    BatchedReply,
+    Reply,
+    decode_reply,
+    decode_reply_batch,
+    decode_reply_body,
+    is_reply_batch,
+)
 from shared.settings import ApiSettings
 from shared.stores.redis_client import Commands, RedisLink, load_script
 from shared.topics import direct_id, inbox_topic_id, make_inbox, remove_inbox, slot_subscription_id
@@ -326,24 +333,33 @@ class OpenInbox:
             self._free.append(used)
 
     def deliver(self, message: ReceivedMessage) -> None:
-        """Delivers a reply to its job. Counts and drops replies of unknown jobs."""
+        """Delivers the replies in a message to their jobs. Counts and drops those of unknown jobs.
+
+        What can't be read is dropped by itself.
+        """
+        with _unreadable_counted(message):
+            if is_reply_batch(message.attributes):
+                for one in decode_reply_batch(message.data, message.attributes):
+                    self._deliver_batched(message, one)
+            elif pending := self._find(
+                message.attributes.get("request_id", ""), message.attributes.get("part", "")
+            ):
+                _count(pending.deliver(decode_reply(message.data, message.attributes)))
+
+    def _deliver_batched(self, message: ReceivedMessage, one: BatchedReply) -> None:
+        pending = self._find(one.request_id, one.part)
+        if pending is None:
+            return
+        with _unreadable_counted(message):
+            slot, body = message.attributes.get("slot", ""), decode_reply_body(one.body)
+            _count(pending.deliver(Reply(one.request_id, one.part, slot, body)))
+
+    def _find(self, request_id: str, part: str | int) -> PendingReply | None:
         try:
-            pending = self._pending[message.attributes["request_id"]][
-                int(message.attributes["part"])
-            ]
+            return self._pending[request_id][int(part)]
         except (KeyError, ValueError):
             _UNKNOWN.inc()
-            return
-        try:
-            reply = decode_reply(message.data, message.attributes)
-        except UndecodableMessage as error:
-            _UNDECODABLE.inc()
-            log.warning(
-                "reply can't be read",
-                extra={"message_id": message.message_id, "reason": error.message},
-            )
-            return
-        (_DELIVERED if pending.deliver(reply) else _DUPLICATE).inc()
+            return None
 
     def fail(self, error: InboxLost) -> None:
         """Ends every wait with `error`."""
@@ -357,6 +373,20 @@ class OpenInbox:
             return self._free.pop()
         _SHARED.inc()
         return min(self.slots, key=lambda slot: slot.requests)
+
+
+def _count(is_first: bool) -> None:
+    (_DELIVERED if is_first else _DUPLICATE).inc()
+
+
+@contextmanager
+def _unreadable_counted(message: ReceivedMessage) -> Iterator[None]:
+    try:
+        yield
+    except UndecodableMessage as error:
+        _UNDECODABLE.inc()
+        facts = {"message_id": message.message_id, "reason": error.message}
+        log.warning("reply can't be read", extra=facts)
 
 
 INBOXES_LOST = Counter("penstock_inbox_lost_total", "Inboxes that were lost and replaced.")

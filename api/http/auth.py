@@ -1,9 +1,6 @@
 """Authenticates and authorizes requests. Routes under /v1 do this first.
 
-- Keys: requests read a snapshot of the key directory in memory. A task asks the store every
-  REFRESH_S seconds for a new version. A version that can't be read or is not valid does not replace
-  the snapshot: a broken file must not lock everyone out. The directory also survives an outage of
-  its store, for STALE_LIMIT_S.
+- Keys: requests read a snapshot of the key directory in memory (api/http/key_refresh.py).
 - Scopes and models: one table has the requirements of each route.
 - Access without keys: only for APIs that no other machine can reach. Browsers on that machine open
   foreign pages, which must not use the API. Such a page can send a form to http://127.0.0.1:8080
@@ -14,220 +11,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import math
-import secrets
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Literal, NamedTuple, Protocol, Self, TypeAlias
 from urllib.parse import urlsplit
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter
 
 from api.errors import Forbidden, Unauthorized
+from api.http.key_refresh import LiveDirectory
 from shared.catalog import Catalog
-from shared.errors import ConfigurationError, PenstockError, Unavailable
+from shared.errors import ConfigurationError, Unavailable
 from shared.loopback import is_loopback
 from shared.settings import ApiSettings
 from shared.stores.key_stores import key_store, served_by
-from shared.tenants.api_key import SALT_BYTES, ApiKey, hash_of, parse_key
-from shared.tenants.directory import Directory, Scope, decode_document, mistake_in
-from shared.tenants.key_store import KeyStore, StoredDocument
+from shared.tenants.api_key import parse_key
+from shared.tenants.directory import Scope
+from shared.tenants.key_store import KeyStore
 from shared.tenants.plan import Caller
-from shared.tenants.rules import Served, document_mistakes
-
-REFRESH_S = 2.0
-"""A change takes effect within this time and that of a read."""
-READ_LIMIT_S = 2.0
-LOOK_AGAIN_S = 1.0
-"""Minimum interval between lookups of unknown keys, for all requests together."""
-MAX_LOOKED_FOR = 4096
-MAX_LOOKING = 64
-"""Requests that may wait for that. Further ones are answered from what is known."""
-NOTE_USES_S = 60.0
-"""Uses of keys are written down this often."""
-STALE_LIMIT_S = 86_400.0
-"""While the store is out of reach no key can be revoked. After a day that weighs more than
-availability. Expiry needs no store.
-"""
-UP = Gauge("penstock_keys_up", "1 if the API keys could be read at the last try, else 0.")
-AGE_SECONDS = Gauge(
-    "penstock_keys_age_seconds", "Seconds since the API keys in use were known to be current."
-)
-FAILURES = Counter(
-    "penstock_keys_refresh_failures_total",
-    "Times that the API keys could not be read. invalid: the document is not valid. "
-    "unavailable: its store is out of reach.",
-    ["reason"],
-)
-log = logging.getLogger(__name__)
-
-
-class LiveDirectory:
-    """The latest valid directory of a store. An async context manager that runs the refresh.
-
-    Args:
-        store: the store of the directory. It is opened and closed with this object.
-        clock: monotonic seconds.
-        refresh_s: pause between two reads.
-        served: the models that plans and keys may name. A file that names any other is not valid.
-          In Redis, which was checked when it was changed, it is only logged: the catalog has
-          changed. None: not known.
-
-    Raises:
-        ConfigurationError: the store has a directory at the start, and it is not valid.
-    """
-
-    def __init__(
-        self,
-        store: KeyStore,
-        clock: Callable[[], float] = time.monotonic,
-        refresh_s: float = REFRESH_S,
-        served: Served | None = None,
-    ) -> None:
-        self.store = store
-        self._clock = clock
-        self._refresh_s = refresh_s
-        self._served = served
-        self._directory: Directory | None = None
-        self._version = ""
-        self._current_s = clock()
-        self._failure: PenstockError | None = None
-        self._refreshing = asyncio.Lock()
-        self._salt, self._looked_for = secrets.token_bytes(SALT_BYTES), set[bytes]()
-        self._looking, self._looked_s, self._waiting = asyncio.Lock(), -math.inf, 0
-        self.uses: dict[str, int] = {}
-        """When keys were last used, by id in Unix seconds, as far as not written down."""
-        if (first := store.read_at_start()) is not None:
-            self._directory, self._version = self._decode(first), first.version
-
-    async def __aenter__(self) -> Self:
-        await self.store.__aenter__()
-        await self.refresh()
-        self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(self._ended)
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        await self.note_uses()
-        await self.store.__aexit__(kind, error, trace)
-
-    def current(self) -> Directory | None:
-        """The directory to check keys with. None if it does not exist or is too old."""
-        if self._clock() - self._current_s > STALE_LIMIT_S:
-            return None
-        return self._directory
-
-    def status(self) -> str:
-        """Returns `ok` if keys can be checked, else a public reason. The log has the details."""
-        if self.current() is not None:
-            return "ok"
-        return self._failure.public_message if self._failure else "not read yet"
-
-    async def refresh(self) -> None:
-        """Reads the directory once, if it has changed."""
-        async with self._refreshing:
-            await self._refresh()
-
-    async def look_again(self, key: ApiKey) -> None:
-        """Reads the directory again for an unknown key: it may have been created just now.
-
-        Concurrent requests with such keys wait for the same read. The next read is at least
-        LOOK_AGAIN_S later, for all callers. A key is looked up once while the directory is
-        unchanged, so a caller with a wrong key does not wait each time.
-        """
-        digest = hash_of(self._salt, key)
-        if digest in self._looked_for or self._waiting >= MAX_LOOKING:
-            return
-        came_s = self._clock()
-        self._waiting += 1
-        try:
-            async with self._looking:
-                if self._looked_s > came_s:
-                    return
-                await asyncio.sleep(self._looked_s + LOOK_AGAIN_S - self._clock())
-                self._looked_s = self._clock()
-                await self.refresh()
-        finally:
-            self._waiting -= 1
-            if len(self._looked_for) >= MAX_LOOKED_FOR:
-                self._looked_for.clear()
-            self._looked_for.add(digest)
-
-    async def _refresh(self) -> None:
-        try:
-            async with asyncio.timeout(READ_LIMIT_S):
-                document = await self.store.read(self._version)
-            self._current_s = self._clock()
-            if document is not None:
-                # Thousands of keys take tens of milliseconds, in which requests continue.
-                self._directory = await asyncio.to_thread(self._decode, document)
-                self._version = document.version
-                self._looked_for.clear()
-                log.info("API keys read", extra={"source": self.store.source})
-        except TimeoutError:
-            self._failed("unavailable", Unavailable(f"no answer in {READ_LIMIT_S:g} s"))
-        except Unavailable as error:
-            self._failed("unavailable", error)
-        except ConfigurationError as error:
-            self._failed("invalid", error)
-        else:
-            self._failure = None
-        UP.set(self._failure is None)
-        AGE_SECONDS.set(self._clock() - self._current_s)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """Stops this instance: without the task, changes are not seen any more."""
-        if not task.cancelled():
-            log.critical("refresh of API keys ended; this is a bug", exc_info=task.exception())
-            self._failure = Unavailable(public="the refresh of API keys ended")
-            self._directory = None
-
-    def _decode(self, stored: StoredDocument) -> Directory:
-        document = decode_document(stored.data, self.store.source)
-        for mistake in document_mistakes(document, self._served, time.time()):
-            wrong = mistake_in(stored.data, self.store.source, mistake)
-            if self.store.read_only:
-                raise wrong
-            log.warning("API keys name what is not served", extra={"reason": wrong.message})
-        return Directory(document)
-
-    def _failed(self, reason: str, error: PenstockError) -> None:
-        FAILURES.labels(reason).inc()
-        if self._failure is None or self._failure.message != error.message:
-            log.error(
-                "API keys could not be read; those read before stay in use",
-                extra={"source": self.store.source, "reason": error.message},
-            )
-        self._failure = error
-
-    async def note_uses(self) -> None:
-        """Writes down which keys were used since the last time. What can't be written waits."""
-        uses, self.uses = self.uses, {}
-        try:
-            async with asyncio.timeout(READ_LIMIT_S):
-                await self.store.note_uses(uses)
-        except (TimeoutError, Unavailable):
-            self.uses = uses | self.uses
-
-    async def _run(self) -> None:
-        noted_s = self._clock()
-        while True:
-            await asyncio.sleep(self._refresh_s)
-            await self.refresh()
-            if self._clock() - noted_s >= NOTE_USES_S:
-                noted_s = self._clock()
-                await self.note_uses()
-
 
 ModelCheck: TypeAlias = Literal["", "named", "stored", "listed"]
 """How a route handles models that a key may not use. `named`: the request names one. `stored`: it

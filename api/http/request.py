@@ -51,8 +51,7 @@ from api.predictions.generation_stream import GenerationStreams
 from api.predictions.results import ResultFetcher
 from api.predictions.service import Predictions
 from api.tasks.base import Inputs
-from api.usage.reports import ReportService
-from api.usage.service import UsageService
+from api.usage.service import ReportService, UsageService
 from shared.catalog import Catalog, Model, unknown_model
 from shared.errors import BadInput, PenstockError
 from shared.predictions import Prediction
@@ -124,39 +123,54 @@ async def while_connected(
         ClientGone: the caller hung up.
         PenstockError: what `check` raised.
     """
-    task, is_working, refused = asyncio.current_task(), True, list[PenstockError]()
+    task, is_working = asyncio.current_task(), True
     assert task is not None, "routes run in tasks; this is a bug"
 
     def cancel(watcher: asyncio.Task[None]) -> None:
         if is_working and not watcher.cancelled():
             task.cancel()
 
-    loop = asyncio.get_running_loop()
-    timer = loop.call_later(CHECK_S, lambda: check_again())
-
-    def check_again() -> None:
-        nonlocal timer
-        try:
-            check()
-        except PenstockError as error:
-            refused.append(error)
-            task.cancel()
-        else:
-            timer = loop.call_later(CHECK_S, check_again)
-
+    checks = _RepeatedCheck(check, task)
     watcher = asyncio.create_task(_until_disconnected(receive))
     watcher.add_done_callback(cancel)
     try:
         return await work
     except asyncio.CancelledError:
         # Takes back only its own cancellation. The server cancels tasks too, when it stops.
-        if (refused or watcher.done()) and task.uncancel() == 0:
-            raise (refused[0] if refused else ClientGone()) from None
+        if (checks.refused or watcher.done()) and task.uncancel() == 0:
+            raise (checks.refused or ClientGone()) from None
         raise
     finally:
         is_working = False
-        timer.cancel()
+        checks.stop()
         watcher.cancel()
+
+
+class _RepeatedCheck:
+    """Checks every CHECK_S whether a caller may go on, and cancels its task once it may not.
+
+    It refers to itself through its timer alone, which `stop` ends. A closure that starts itself
+    again would keep all objects of its request until the next garbage collection.
+    """
+
+    def __init__(self, check: Callable[[], object], task: asyncio.Task[Any]) -> None:
+        self.refused: PenstockError | None = None
+        self._check = check
+        self._task = task
+        self._timer = asyncio.get_running_loop().call_later(CHECK_S, self._again)
+
+    def stop(self) -> None:
+        """Never checks after this."""
+        self._timer.cancel()
+
+    def _again(self) -> None:
+        try:
+            self._check()
+        except PenstockError as error:
+            self.refused = error
+            self._task.cancel()
+        else:
+            self._timer = asyncio.get_running_loop().call_later(CHECK_S, self._again)
 
 
 async def _until_disconnected(receive: Receive) -> None:

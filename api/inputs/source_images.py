@@ -7,7 +7,7 @@ callers could use them to reach the internal network.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import parse_qsl, unquote
 
 from api.bodies import MAX_URL_CHARS
@@ -42,6 +42,14 @@ class ImageCaller:
     """Seconds for which an image is kept that belongs to the request."""
 
 
+class FetchedFile(NamedTuple):
+    """A file that an input names. Its media type and name are as the caller gave them."""
+
+    data: bytes
+    media_type: str
+    name: str
+
+
 class SupportsFetch(Protocol):
     """Fetches the target of a signed link."""
 
@@ -66,35 +74,42 @@ class SourceImages:
         self._url_signer = url_signer
         self._image_codec = image_codec
 
-    async def fetch(self, url: str, caller: ImageCaller) -> bytes:
-        """Returns the bytes of a data: URI, or of a URL of this API.
+    async def fetch(self, url: str, caller: ImageCaller, field: str = "image") -> FetchedFile:
+        """Fetches a data: URI, or a URL of this API.
+
+        Args:
+            url: in the input.
+            caller: the owner of files.
+            field: of the input, for errors.
 
         Raises:
             BadInput: the URL is neither, or its target does not exist.
         """
         if url.startswith("data:"):
-            return await data_of_uri(url, "image", field="image")
+            data = await data_of_uri(url, field, field=field)
+            return FetchedFile(data, url[5:].partition(",")[0].partition(";")[0].lower(), "")
         if not url.startswith(f"{caller.base_url}/"):
-            raise BadInput(f"image: {FOREIGN}", field="image")
+            raise BadInput(f"{field}: {FOREIGN}", field=field)
         if len(url) > MAX_URL_CHARS:  # it becomes part of the record
-            raise BadInput(f"image: longer than {MAX_URL_CHARS} characters", field="image")
+            raise BadInput(f"{field}: longer than {MAX_URL_CHARS} characters", field=field)
         # The rest is a path and a query. It is split manually, because urlsplit raises on `//[`.
         path, _, query_text = url.removeprefix(caller.base_url).partition("#")[0].partition("?")
         folder, _, name = unquote(path.removeprefix("/").removeprefix("v1/")).partition("/")
         try:
             if folder == "files":
                 file = await self._files.find(caller.tenant, name)
-                return await self._files.read(file)
+                return FetchedFile(await self._files.read(file), file.content_type, file.name)
             if folder == "objects":
                 query = dict(parse_qsl(query_text))
                 self._url_signer.check(
                     name, query["type"], int(query["expires"]), query["signature"]
                 )
-                return await self._fetcher.fetch(name, query["type"], caller.deadline_s)
+                data = await self._fetcher.fetch(name, query["type"], caller.deadline_s)
+                return FetchedFile(data, query["type"], "")
         except (LinkInvalid, NotFound, BadInput, KeyError, ValueError) as error:
             reason = getattr(error, "message", "not a link that this API signed")
-            raise BadInput(f"image: {reason}", field="image") from error
-        raise BadInput(f"image: {FOREIGN}", field="image")
+            raise BadInput(f"{field}: {reason}", field=field) from error
+        raise BadInput(f"{field}: {FOREIGN}", field=field)
 
     async def prepare(
         self,
@@ -115,20 +130,19 @@ class SourceImages:
             data, size, limits, caller.deadline_s, tenant=caller.tenant
         )
 
-    async def keep(self, uri: str, data: bytes, caller: ImageCaller) -> str:
-        """Stores an image of a data: URI as a file, and returns its URL.
+    async def keep(self, file: FetchedFile, caller: ImageCaller, name: str = "image") -> str:
+        """Stores the bytes of a data: URI as a file, and returns its URL.
 
-        Records do not hold images. The file is kept as long as the prediction.
+        Records do not hold files. The file is kept as long as the prediction.
 
         Raises:
             StorageFull: the tenant has no room for it.
             Unavailable: the object store is out of reach.
         """
-        media_type = uri.partition(";")[0].removeprefix("data:")
-        file = await self._files.add(
-            caller.quota, data, name="image", content_type=media_type, keep_s=caller.keep_s
+        kept = await self._files.add(
+            caller.quota, file.data, name=name, content_type=file.media_type, keep_s=caller.keep_s
         )
-        return f"{caller.base_url}/v1/files/{file.id}"
+        return f"{caller.base_url}/v1/files/{kept.id}"
 
     async def stored(self, source: Blob) -> Blob:
         """Returns the source for a message. A large one goes to the object store."""

@@ -24,7 +24,7 @@ import msgspec
 
 from api.limits.accounts import Account, Accounts
 from api.limits.budget_warnings import BudgetWarnings
-from api.limits.counters import LEASE_S, Counter, MonthCounter
+from api.limits.counters import ALONE, LEASE_S, Counter, MonthCounter
 from api.limits.messages import Need, headers_of, refusal
 from api.limits.store import SLOTS_S, Answer, AnswerLost, Ask, Kind, LimitStore, Standing
 from shared.errors import Unavailable
@@ -53,7 +53,7 @@ class RequestDemand:
     """
 
     def __init__(self, unit: Unit, *, items: int, work: float, cost_usd: float) -> None:
-        self._amounts = {"requests": 1.0, "items": items, unit: math.ceil(work), "usd": cost_usd}
+        self._amounts = {unit: math.ceil(work), "requests": 1.0, "items": items, "usd": cost_usd}
 
     def of(self, counter: Counter) -> float:
         """Returns its need of one limit."""
@@ -74,11 +74,21 @@ class Taking(msgspec.Struct, frozen=True, omit_defaults=True):
     amount: float
     period: float
     month: float = 0
+    owner: str = ""
+    """The process that took it without Redis."""
 
     def settled(self, used: float) -> Ask:
         """Gives back all but `used`."""
         returns = [(self.period, self.amount - used)]
-        return Ask(self.key, self.kind, self.limit, 0, returns=returns, month=self.month)
+        return Ask(
+            self.key,
+            self.kind,
+            self.limit,
+            0,
+            returns=returns,
+            month=self.month,
+            owner=self.owner,
+        )
 
 
 class Limiter:
@@ -105,7 +115,7 @@ class Limiter:
         self._standing = Standing(instances - 1, instances)
         self._accounts = Accounts()
         self._totals_since_ms = 0
-        self._touched: set[Counter] = set()
+        self._touched: dict[Counter, None] = {}
         self._lost: dict[int, list[tuple[Counter, Ask]]] = {}
         """By the numbers of calls, the oldest first."""
         self._is_touched = asyncio.Event()
@@ -368,7 +378,7 @@ class Limiter:
 
     def touch(self, counters: Iterable[Counter]) -> None:
         """Says that these may have something to give back soon."""
-        self._touched.update(counters)
+        self._touched.update(dict.fromkeys(counters))
         self._is_touched.set()
 
     async def wait_released(self, account: Account, limit_s: float) -> bool:
@@ -437,7 +447,7 @@ class Limiter:
             Unavailable: Redis did not answer. The amounts are kept for the next time.
         """
         await self._resolve()
-        self._touched = {counter for counter in self._touched if not counter.is_idle}
+        self._touched = dict.fromkeys(one for one in self._touched if not one.is_idle)
         due = [counter for counter in self._touched if counter.is_due(now_s)]
         for start in range(0, len(due), MAX_ASKS):
             part = due[start : start + MAX_ASKS]
@@ -515,6 +525,7 @@ class Reservation:
                 amount,
                 period,
                 counter.month if isinstance(counter, MonthCounter) else 0,
+                self._limiter.store.process if period == ALONE else "",
             )
             for (counter, amount), period in self._taken
             if counter.unit != "items"

@@ -15,7 +15,7 @@ import msgspec
 from prometheus_client import Counter, Gauge
 
 from shared.errors import PenstockError, Unavailable
-from shared.stores.holds import hold_keys
+from shared.stores.records import hold_keys
 from shared.stores.redis_client import RedisLink, RedisStore, Script, load_script
 
 ERRORS = Counter(
@@ -62,6 +62,8 @@ class Ask(msgspec.Struct, frozen=True):
     """GROUP/NAME of what a next process would begin anew. All that it had reserved comes back."""
     used: float = 0.0
     """By the operation, however often it was begun."""
+    owner: str = ""
+    """The process that took what `returns` says without Redis. Empty: this one."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -159,7 +161,9 @@ class LimitStore(RedisStore):
         self._budgets_key = f"{self._prefix}budgets"
         self._record_prefix = f"{prefix}record:"
         # Two processes may have the same id, one after the other. Their calls are not the same.
-        self._calls_key = f"{self._prefix}calls:{instance}:{uuid4().hex}"
+        self.process = uuid4().hex
+        """Tells this process from others of the same instance."""
+        self._calls_key = f"{self._prefix}calls:{instance}:{self.process}"
         self._calls = itertools.count(1)
         self._unanswered: dict[int, None] = {}
         """The numbers of calls, the lowest first."""
@@ -227,7 +231,7 @@ class LimitStore(RedisStore):
         lowest = next(iter(self._unanswered), 0)
         encoded = msgspec.json.encode(asks)
         args = (self._instance, SLOTS_S * 1000, encoded, settled, call, lowest, CALLS_S * 1000)
-        outcome = await self._commands.run_script(self._take, keys, *args)
+        outcome = await self._commands.run_script(self._take, keys, *args, self.process)
         answers = _answers.decode(outcome)
         if len(answers) != len(asks):
             raise PenstockError(f"{len(answers)} answers to {len(asks)} asks; this is a bug")

@@ -1,12 +1,12 @@
 -- Takes from several limits at once, or from none of them. Follows now.lua.
 --
 -- KEYS: one for each limit, then budgets by the time at which they changed (totals.lua), holds, the
--- times at which they are due (shared/stores/holds.py), the instance's calls, and operations
+-- times at which they are due (shared/stores/records.py), the instance's calls, and operations
 -- ARGV: instance, lifetime of slots in ms,
--- JSON: [{key, kind, limit, need, extra, returns, held, month, operation, used}, ...],
+-- JSON: [{key, kind, limit, need, extra, returns, held, month, operation, used, owner}, ...],
 -- the record whose hold this settles ('' if none; without its hold nothing is given back),
 -- the number of this call (0 if it is not remembered), the lowest number of a call that the instance has
--- no answer to, and the lifetime of calls in ms.
+-- no answer to, the lifetime of calls in ms, and what tells the process from others of this instance.
 -- Returns JSON: [{granted, used, period, fits, retry_ms, reset_ms, held}, ...]. If one does not fit,
 -- nothing is granted.
 --
@@ -23,10 +23,11 @@
 -- have the same.
 -- month: that the request arrived in, of this budget. 0: the current one. Its rows are of that month,
 -- so it counts there too if it is late: a line of a batch, or a request of the last second. A budget
--- has the month before the current one besides. Older ones count as that.
+-- has the month before the current one besides. A request of an older one counts as of that, and what
+-- comes back of an older one counts nothing, as nothing is known of it any more.
 -- Period -1 is the current one, of a budget `month`. It says what was taken without Redis. A part of that may
--- come back before it is told, as any instance settles a prediction. What came back beyond what was used is owed
--- for as long as slots are kept, and goes off what is told. Of slots, need is how many the instance holds in all, not how many it
+-- come back before it is told, as any instance settles a prediction. So it is counted for the process that
+-- took it (`owner`, by default the one that asks), and counts as used once more was told than came back. Of slots, need is how many the instance holds in all, not how many it
 -- adds, so a lost answer does no harm.
 --
 -- A call counts once. Its answer, but for slots, is kept until the instance has it, so that it can ask
@@ -154,7 +155,7 @@ end
 
 function months.forget(key, before)
   for _, field in ipairs(redis.call('HKEYS', key)) do
-    local of = string.match(field, '^warned:(%d+):') or string.match(field, '^owed:(%d+)$')
+    local of = string.match(field, '^%a+:(%d+)')
     if tonumber(of or before) < before then redis.call('HDEL', key, field) end
   end
 end
@@ -188,46 +189,52 @@ function months.open(key, one)
   budget.newest = month
   local period = month
   if wanted > 0 then period = math.min(month, math.max(month - 1, wanted)) end
+  local is_over = wanted > 0 and wanted < period
   local own_held, others_held = months.held(key, period, budget.fields)
   return {
-    name = one.key, budget = budget, used = budget.used[period] or 0, period = period,
-    own_held = own_held, others_held = others_held, owed = months.owed(budget.fields, period),
+    name = one.key, budget = budget, used = budget.used[period] or 0, period = period, is_over = is_over,
+    own_held = own_held, others_held = others_held,
   }
 end
 
--- What came back of a period beyond what was used of it: an instance has not told yet that it took it.
-function months.owed(fields, period)
-  local owed, ends_ms = string.match(fields['owed:' .. whole(period)] or '', '^(%S+) (%d+)$')
-  return owed and tonumber(ends_ms) > now_ms and tonumber(owed) or 0
+-- An ask for a month that is over, and one for the month that it counts as, may be in one call. So what
+-- comes back is noted at once with the budget, which both share.
+function months.give_back(key, state, period, amount, owner)
+  state.came_back = true
+  if state.is_over and period ~= state.period then return end
+  if period == -1 then
+    period = state.period
+    amount = months.give_back_alone(key, state, amount, owner)
+  end
+  local used = state.budget.used
+  used[period] = math.max(0, (used[period] or 0) - amount)
+  if period == state.period then state.used = used[period] end
 end
 
-function months.give_back(key, state, period, amount)
-  state.came_back = true
-  if period == -1 or period == state.period then
-    local back, field = amount + state.owed, 'owed:' .. whole(state.period)
-    state.owed = math.max(0, back - state.used)
-    state.used = math.max(0, state.used - back)
-    if state.owed > 0 then
-      local ends = ' ' .. whole(now_ms + slots_ms)
-      redis.call('HSET', key, field, string.format('%.17g', state.owed) .. ends)
-    else
-      redis.call('HDEL', key, field)
-    end
+-- Returns by how much less is used, of a part of what a process took without Redis.
+function months.give_back_alone(key, state, amount, owner)
+  local field, fields = 'alone:' .. whole(state.period) .. ':' .. owner, state.budget.fields
+  local before = tonumber(fields[field] or 0)
+  local after = before - amount
+  if math.abs(after) > ROUNDING_USD then
+    fields[field] = string.format('%.17g', after)
+    redis.call('HSET', key, field, fields[field])
   else
-    local used = state.budget.used
-    used[period] = math.max(0, (used[period] or 0) - amount)
+    fields[field] = nil
+    redis.call('HDEL', key, field)
   end
+  return math.max(0, before) - math.max(0, after)
 end
 
 function months.take(key, state, amount, one)
-  state.used = state.used + amount
   local newest, all = state.budget.newest, state.budget.used
+  state.used = (all[state.period] or 0) + amount
   all[state.period] = state.used
   if amount ~= 0 or state.came_back then redis.call('ZADD', changed, now_ms, state.name) end
   local used, before = all[newest] or 0, all[newest - 1] or 0
   redis.call('HSET', key, 'month', whole(newest), 'used', string.format('%.17g', used),
     'used_before', string.format('%.17g', before))
-  if (one.held or -1) >= 0 then
+  if (one.held or -1) >= 0 and not state.is_over then
     local field = 'held:' .. whole(state.period) .. ':' .. instance
     state.own_held = math.max(0, one.held - one.need + amount)
     if state.own_held > 0 then
@@ -297,7 +304,7 @@ for index, one in ipairs(asked) do
   local kind, key = kinds[one.kind], KEYS[index]
   local state = kind.open(key, one)
   for _, back in ipairs(was_settled and {} or one.returns) do
-    kind.give_back(key, state, back[1], back[2] + recounted)
+    kind.give_back(key, state, back[1], back[2] + recounted, one.owner ~= '' and one.owner or ARGV[8])
   end
   local room = one.limit - state.used + (one.kind == 'month' and ROUNDING_USD or 0)
   state.fits = one.need <= math.max(state.own or 0, room)

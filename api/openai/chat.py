@@ -17,24 +17,25 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.chat_bodies import (
-    ChatBody,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatDelta,
-    ChatReply,
-    CompletionBody,
-    CompletionChoice,
-    CompletionReply,
-)
+from api.chat_bodies import ChatBody, CompletionBody
 from api.errors import encode_error, error_body
 from api.http import openapi
 from api.http.fast_route import IS_HEAD, StreamedRoute
 from api.http.openapi import LAST_EVENT_ID, generation_body, inference_responses, streamed
 from api.http.request import ApiRequest, authenticate, open_request, while_connected
 from api.http.request_options import EVENT_IDS_HEADER, IDEMPOTENCY_HEADER
-from api.openai import ids
+from api.openai.chat_replies import (
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatReply,
+    CompletionChoice,
+    CompletionReply,
+)
 from api.openai.generation import (
+    CHAT_PREFIX,
+    COMPLETION_PREFIX,
+    answer_id,
     chat_choice,
     chat_logprobs,
     chat_reply,
@@ -47,7 +48,6 @@ from api.openai.generation import (
     shown_of,
     usage_of,
 )
-from api.openai.ids import answer_id
 from api.openai.stored import find_stored
 from api.predictions.creation import PredictionSnapshot, digest_of
 from api.predictions.event_stream import HeldResponse
@@ -215,9 +215,9 @@ class _Endpoint(NamedTuple, Generic[B]):
     events: Callable[[B, str, float, Model], StreamShape]
 
 
-CHAT = _Endpoint("/v1/chat/completions", ChatBody, ids.CHAT, chat_reply, ChatEvents)
+CHAT = _Endpoint("/v1/chat/completions", ChatBody, CHAT_PREFIX, chat_reply, ChatEvents)
 COMPLETION = _Endpoint(
-    "/v1/completions", CompletionBody, ids.COMPLETION, completion_reply, CompletionEvents
+    "/v1/completions", CompletionBody, COMPLETION_PREFIX, completion_reply, CompletionEvents
 )
 
 
@@ -259,7 +259,7 @@ async def read_chat(
 ) -> Response:
     """The completed chat, or with `stream=true` its events, replayed from any id."""
     call = authenticate(request)
-    snapshot = await find_stored(call, ids.CHAT, CHAT.path, completion_id)
+    snapshot = await find_stored(call, CHAT_PREFIX, CHAT.path, completion_id)
     body = ChatBody.model_validate(snapshot.prediction.input)
     if stream:
         last_id = request.headers.get("last-event-id", "") or starting_after
@@ -305,7 +305,7 @@ async def _keep(
     digest = digest_of(json.dumps([model.name, CHAT.path, read.shown], sort_keys=True))
     new = call.recorded(model, read, digest=digest, endpoint=CHAT.path).new_record
     await call.dependencies.predictions.keep(new.prediction, outcomes, new.keep_s)
-    return answer_id(ids.CHAT, new.prediction.id)
+    return answer_id(CHAT_PREFIX, new.prediction.id)
 
 
 async def _create_stream(
@@ -391,7 +391,7 @@ def stored_chat(call: ApiRequest, snapshot: PredictionSnapshot) -> ChatReply:
     if record.state != "succeeded" or record.reply is None:
         raise snapshot.failure
     body = ChatBody.model_validate(prediction.input)
-    model, completion_id = _model_of(call, snapshot), answer_id(ids.CHAT, prediction.id)
+    model, completion_id = _model_of(call, snapshot), answer_id(CHAT_PREFIX, prediction.id)
     reply = chat_reply(body, completion_id, prediction.created_at_s, model, record.reply.outcomes)
     reply.metadata = body.metadata or {}
     return reply

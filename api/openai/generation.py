@@ -30,31 +30,29 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from api.chat_bodies import (
+from api.chat_bodies import ChatBody, CompletionBody, FunctionTool
+from api.openai.chat_replies import (
     CalledFunction,
     CalledTool,
-    ChatBody,
     ChatChoice,
     ChatLogprobs,
     ChatMessage,
     ChatReply,
-    CompletionBody,
     CompletionChoice,
     CompletionLogprobs,
     CompletionReply,
-    FunctionTool,
     PromptDetails,
     ShownLogprob,
     ShownTokenLogprob,
     TextUsage,
 )
-from api.openai import ids
 from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
 from shared.catalog import Catalog, Model
 from shared.errors import BadInput, PenstockError
 from shared.messages import ItemOutcome
 from shared.tasks.text import GenerationInput, GenerationResult, TokenLogprob
 
+CHAT_PREFIX, COMPLETION_PREFIX, RESPONSE_PREFIX = "chatcmpl-", "cmpl-", "resp_"
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _JOINED = ("allOf", "anyOf", "oneOf")
 _OF_PARTS = (
@@ -68,6 +66,20 @@ _OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProp
 _BRANCHES = frozenset({"anyOf", "oneOf", "$ref"})
 _SAYS_NOTHING = frozenset({"type", "title", "description", "$schema", "$comment"})
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def answer_id(prefix: str, own_id: str) -> str:
+    """Returns the id of an answer: a prefix, and 24 hexadecimal digits as OpenAI's have.
+
+    The digits are those of the prediction, if the answer is one, and otherwise those of the
+    request. So an id has the same form however the answer was asked for, and a stored one is found
+    by its id.
+
+    Args:
+        prefix: of its kind.
+        own_id: of its prediction or of its request.
+    """
+    return prefix + own_id.partition("_")[2]
 
 
 def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> str:
@@ -301,7 +313,7 @@ class ChatEndpoint(Endpoint):
     ) -> bytes:
         """Returns the answers."""
         body = cast(ChatBody, request.body)
-        completion_id = ids.CHAT + secrets.token_hex(12)
+        completion_id = CHAT_PREFIX + secrets.token_hex(12)
         return msgspec.json.encode(
             chat_reply(body, completion_id, time.time(), request.model, outcomes)
         )
@@ -321,7 +333,7 @@ class CompletionEndpoint(Endpoint):
     ) -> bytes:
         """Returns the texts."""
         body = cast(CompletionBody, request.body)
-        completion_id = ids.COMPLETION + secrets.token_hex(12)
+        completion_id = COMPLETION_PREFIX + secrets.token_hex(12)
         return msgspec.json.encode(
             completion_reply(body, completion_id, time.time(), request.model, outcomes)
         )

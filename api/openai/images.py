@@ -209,7 +209,8 @@ class EditBody(EditForm):
 
 
 IMAGE_FIELDS = ("image", "image[]")
-NO_MASK = "mask: masks are not supported; the whole image is redrawn, as much as `strength` says"
+MASK_FIELDS = ("mask", "markup")
+NO_MASK = "masks are not supported; the whole image is redrawn, as much as `strength` says"
 _MAX_FIELD_BYTES = 256 * 1024
 
 
@@ -244,16 +245,27 @@ async def _read_form(call: ApiRequest) -> tuple[EditForm, bytes]:
     }
     async with closed_form(call.http, **form_limits) as form:
         data = await _only_image(form)
-        fields = {name: value for name, value in form.items() if name not in IMAGE_FIELDS}
-        if misplaced := [name for name, value in fields.items() if isinstance(value, UploadFile)]:
-            raise BadInput(f"{misplaced[0]}: this field is not a file", field=misplaced[0])
+        # A form has no null; clients and pages write an empty field for it.
+        fields = {
+            name: value for name, value in form.items() if name not in IMAGE_FIELDS and value != ""
+        }
+        _check_files(fields)
         # Every field of a form is text, so numbers may be strings here.
         return EditForm.model_validate(fields), data
 
 
+def _check_files(fields: dict[str, UploadFile | str]) -> None:
+    for name, value in fields.items():
+        if isinstance(value, UploadFile):
+            is_known = name in EditForm.model_fields
+            reason = "this field is not a file" if is_known else "unknown parameter"
+            raise BadInput(f"{name}: {reason}", field=name)
+
+
 async def _only_image(form: FormData) -> bytes:
-    if "mask" in form:
-        raise BadInput(NO_MASK, field="mask")
+    for name in MASK_FIELDS:
+        if form.get(name, "") != "":
+            raise BadInput(f"{name}: {NO_MASK}", field=name)
     images = [value for name in IMAGE_FIELDS for value in form.getlist(name)]
     if len(images) != 1:
         raise BadInput(f"image: exactly one file is needed, not {len(images)}", field="image")

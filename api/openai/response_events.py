@@ -15,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from api.openai import ids
-from api.openai.generation import chat_choice, results_of, shown_of
+from api.openai.generation import RESPONSE_PREFIX, chat_choice, results_of, shown_of
 from api.openai.responses_schemas import (
     ConversationShown,
     IncompleteDetails,
@@ -65,7 +64,7 @@ class ResponseEvents:
         self._body = body
         self._chat = body.to_chat()
         self._made = response_id
-        self._digits = response_id.removeprefix(ids.RESPONSE)
+        self._digits = response_id.removeprefix(RESPONSE_PREFIX)
         self._created = int(created_at_s)
         self._model = model
         self._after = after
@@ -132,20 +131,24 @@ class ResponseEvents:
         )
 
     def _output(self, result: GenerationResult) -> list[OutputItem]:
-        message = chat_choice(self._chat, self._made, 0, result).message
+        choice = chat_choice(self._chat, self._made, 0, result)
+        message = choice.message
         calls = message.tool_calls if isinstance(message.tool_calls, list) else []
+        is_last_cut = choice.finish_reason == "length"
         items: list[OutputItem] = []
         if message.content or not calls:
             encoded = self._logprobs(result.logprobs)
-            is_cut = result.finish_reason == "length" and not calls
             said = [OutputText(message.content or "", logprobs=encoded)]
-            items.append(self._message(said, "incomplete" if is_cut else "completed"))
-        return items + [
+            items.append(self._message(said))
+        items += [
             OutputCall(
                 f"fc_{self._digits}_{number}", call.id, call.function.name, call.function.arguments
             )
             for number, call in enumerate(calls)
         ]
+        if is_last_cut:
+            items[-1].status = "incomplete"
+        return items
 
     def _message(self, content: list[OutputText], status: str = "completed") -> OutputMessage:
         return OutputMessage(f"msg_{self._digits}", content, status)

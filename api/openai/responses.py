@@ -27,10 +27,8 @@ from api.http import openapi
 from api.http.fast_route import IS_HEAD, StreamedRoute
 from api.http.openapi import inference_body, inference_responses, streamed
 from api.http.request import ApiRequest, authenticate, open_request, while_connected
-from api.openai import ids
 from api.openai.conversations import add_to, as_stored, unlocked
-from api.openai.generation import inputs_of, is_repeatable, model_of
-from api.openai.ids import answer_id
+from api.openai.generation import RESPONSE_PREFIX, answer_id, inputs_of, is_repeatable, model_of
 from api.openai.item_pages import After, ItemsPage, Limit, Order, page_of
 from api.openai.response_events import ResponseEvents, as_asked
 from api.openai.responses_schemas import ResponseBody, ResponseDeleted, ResponseReply
@@ -301,7 +299,7 @@ async def _kept(
             if body.store:
                 raise
             body = body.model_copy(update={"store": False})
-    response_id = answer_id(ids.RESPONSE, prediction.id)
+    response_id = answer_id(RESPONSE_PREFIX, prediction.id)
     events = ResponseEvents(body, response_id, prediction.created_at_s, model)
     reply = events.whole(outcomes, time.time())
     if asked.conversation:
@@ -336,7 +334,7 @@ async def _stream(
             sse = await while_connected(call.http.receive, beginning)
         else:
             sse = streams.follow(snapshot, events, seen, check, stays=stays, has_ids=False)
-        response_id = answer_id(ids.RESPONSE, snapshot.prediction.id)
+        response_id = answer_id(RESPONSE_PREFIX, snapshot.prediction.id)
         headers = {**_HEADERS, "location": f"{PATH}/{response_id}"}
         return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
 

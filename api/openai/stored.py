@@ -10,7 +10,7 @@ import msgspec
 
 from api.errors import NotFound
 from api.http.request import ApiRequest
-from api.openai.ids import CHAT, RESPONSE, answer_id
+from api.openai.generation import CHAT_PREFIX, RESPONSE_PREFIX, answer_id
 from api.openai.response_events import ResponseEvents
 from api.openai.responses_schemas import ResponseBody, ResponseReply
 from api.predictions.creation import PredictionSnapshot
@@ -21,7 +21,7 @@ MAX_REFERENCED = 64
 """Responses that the references of one request may name."""
 _DIGITS = re.compile(r"[0-9a-f]{24}")
 _OUTPUT_ITEM = re.compile(r"(?:msg|fc)_([0-9a-f]{24})(?:_\d{1,4})?")
-_NAMES = {CHAT: "Chat completion", RESPONSE: "Response"}
+_NAMES = {CHAT_PREFIX: "Chat completion", RESPONSE_PREFIX: "Response"}
 
 
 async def find_stored(
@@ -72,9 +72,9 @@ async def find_response(
         Forbidden: the key may not do this with results of responses or of the model.
         Unavailable: Redis is out of reach.
     """
-    snapshot = await find_stored(call, RESPONSE, PATH_OF_RESPONSES, response_id)
+    snapshot = await find_stored(call, RESPONSE_PREFIX, PATH_OF_RESPONSES, response_id)
     if snapshot.prediction.input.get("store") is False and not is_resumed:
-        raise not_found(RESPONSE, response_id)
+        raise not_found(RESPONSE_PREFIX, response_id)
     return snapshot
 
 
@@ -86,7 +86,7 @@ def response_of(
     model = call.dependencies.catalog.find(prediction.model)
     call.use(model)
     body = ResponseBody.model_validate(prediction.input)
-    response_id = answer_id(RESPONSE, prediction.id)
+    response_id = answer_id(RESPONSE_PREFIX, prediction.id)
     return body, ResponseEvents(body, response_id, prediction.created_at_s, model, after)
 
 
@@ -116,7 +116,7 @@ async def referenced_items(call: ApiRequest, names: Sequence[str]) -> dict[str, 
         if match is None or len(items) > MAX_REFERENCED:
             raise _no_item(name)
         try:
-            snapshot = await find_response(call, RESPONSE + match[1])
+            snapshot = await find_response(call, RESPONSE_PREFIX + match[1])
         except NotFound:
             raise _no_item(name) from None
         output = msgspec.to_builtins(state_of(call, snapshot).output)

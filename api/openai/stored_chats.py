@@ -10,15 +10,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.bodies import Body, Metadata
-from api.chat_bodies import ChatBody, ChatReply
+from api.chat_bodies import ChatBody
 from api.http import openapi
 from api.http.request import ApiRequest, authenticate
-from api.openai import ids
 from api.openai.chat import CHAT, stored_chat
+from api.openai.chat_replies import ChatReply
+from api.openai.generation import CHAT_PREFIX
 from api.openai.item_pages import After, ItemsPage, Limit, page_of
 from api.openai.stored import find_stored, not_found
 from api.predictions.creation import PredictionSnapshot
 from api.predictions.service import PredictionNotOver
+from shared.errors import BadInput
 
 Order = Annotated[Literal["asc", "desc"], Query(description="By time: `asc` or `desc`.")]
 OfModel = Annotated[str, Query(description="Only chats with this model.")]
@@ -58,6 +60,8 @@ async def list_chats(
 ) -> Response:
     """The chats with `store: true` that the key may see."""
     call = authenticate(request)
+    if metadata:
+        raise BadInput("metadata: is given as metadata[key]=value", field="metadata")
     wanted = {
         name[len("metadata[") : -1]: value
         for name, value in request.query_params.items()
@@ -99,7 +103,7 @@ async def change_chat(request: Request, completion_id: str) -> Response:
 async def delete_chat(request: Request, completion_id: str) -> Response:
     """Deletes a chat that has ended."""
     call = authenticate(request)
-    snapshot = await find_stored(call, ids.CHAT, CHAT.path, completion_id)
+    snapshot = await find_stored(call, CHAT_PREFIX, CHAT.path, completion_id)
     try:
         await call.dependencies.predictions.delete(call.tenant, snapshot.prediction.id)
     except PredictionNotOver as error:
@@ -129,9 +133,9 @@ async def list_messages(
 
 
 async def _find(call: ApiRequest, completion_id: str) -> PredictionSnapshot:
-    snapshot = await find_stored(call, ids.CHAT, CHAT.path, completion_id)
+    snapshot = await find_stored(call, CHAT_PREFIX, CHAT.path, completion_id)
     if not snapshot.prediction.input.get("store"):
-        raise not_found(ids.CHAT, completion_id)
+        raise not_found(CHAT_PREFIX, completion_id)
     return snapshot
 
 

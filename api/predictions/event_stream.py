@@ -38,7 +38,7 @@ from shared.messages import ItemOutcome
 from shared.predictions import error_of, logs_of, output_of
 from shared.stores.previews import Preview
 from shared.stores.signed_urls import UrlSigner
-from shared.tasks.text import GenerationResult, TokenLogprob
+from shared.tasks.text import TokenLogprob
 
 MAX_STREAMS = 256
 """The room per instance. Each stream reads its record twice a second."""
@@ -257,7 +257,7 @@ class OutputEvents:
         """Returns the event with the addition to the text."""
         return encode_event("output", text) if text else None
 
-    def ending(self, index: int, result: GenerationResult) -> list[bytes]:
+    def ending(self, index: int, result: object) -> list[bytes]:
         """Returns nothing: a generation ends with its prediction."""
         return []
 
@@ -270,3 +270,22 @@ class OutputEvents:
         if isinstance(error, Canceled):
             return encode_event("done", '{"reason":"canceled"}')
         return failure_event(error.public_message)
+
+
+class ElementEvents(OutputEvents):
+    """The events of a list that is made element by element: one for each, as in a whole output."""
+
+    def delta(
+        self,
+        index: int,
+        before: str,
+        text: str,
+        logprobs: Sequence[TokenLogprob],
+        at: tuple[int, int],
+    ) -> bytes | None:
+        """Returns the events of the elements in `text`, which has a line of JSON for each.
+
+        Events without an id of their own are resumed behind the last one.
+        """
+        elements = map(msgspec.json.decode, text.splitlines())
+        return b"".join(encode_event("output", _text(one)) for one in elements) or None

@@ -24,7 +24,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 from api.errors import log_reason
 from api.fair_room import FairRoom, OneItem
@@ -34,6 +34,7 @@ from shared.errors import BadInput, Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome
 from shared.predictions import Prediction, ended_at_s
 from shared.stores.token_streams import READER_S, Tokens, TokenStreams
+from shared.tasks.custom import CustomResult
 from shared.tasks.text import GenerationResult, TokenChunk, TokenLogprob
 
 READ_EVERY_S = 0.05
@@ -184,6 +185,10 @@ _PART = re.compile(r"-|(\d{1,9})(?:f(\d{1,4}))?")
 log = logging.getLogger(__name__)
 
 
+StreamedResult: TypeAlias = GenerationResult | CustomResult
+"""What can be streamed while it is written. Of a class of one's own, a token is a piece."""
+
+
 class StreamShape(Protocol):
     """The form of the events. The ids of the parts of a generation count from 0."""
 
@@ -203,7 +208,7 @@ class StreamShape(Protocol):
         `at`: the tokens, and the pieces of the end, that a reader of the event has.
         """
 
-    def ending(self, index: int, result: GenerationResult) -> Sequence[bytes]:
+    def ending(self, index: int, result: Any) -> Sequence[bytes]:
         """Returns the last events of a generation."""
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> Sequence[bytes]:
@@ -517,7 +522,7 @@ class _Stream:
             raise snapshot.failure
         for index, outcome in enumerate(outcomes):
             result = outcome.result
-            assert isinstance(result, GenerationResult), "a text model gave no text; this is a bug"
+            assert isinstance(result, StreamedResult), "a text model gave no text; this is a bug"
             yield from self._end_of(index, result)
         for event in self._shape.closing(outcomes, ended_at_s(snapshot.record)):
             yield self._with_id(event)
@@ -527,7 +532,7 @@ class _Stream:
         self.error = error
         return self._with_id(self._shape.failure(error))
 
-    def _end_of(self, index: int, result: GenerationResult) -> Iterator[bytes]:
+    def _end_of(self, index: int, result: StreamedResult) -> Iterator[bytes]:
         generation = self.generations[index]
         yield from self._open(index)
         generation.ended = 1
@@ -542,7 +547,7 @@ class _Stream:
                 result.text[len(generation.text) :],
                 result.logprobs[generation.tokens :],
             )
-            generation.tokens = result.output_tokens
+            generation.tokens = result.streamed_tokens
             at = (generation.tokens, generation.ended)
             event = self._shape.delta(index, generation.text, rest, logprobs, at)
             if event is not None:

@@ -36,9 +36,9 @@ class ResultFetcher:
         reply = snapshot.record.reply
         if reply is None or snapshot.prediction.is_cached:
             return
-        blobs = [one.result.blob for one in reply.outcomes if one.result is not None]
-        for blob in blobs:
-            if blob is not None and blob.object_key is not None:
+        results = [one.result for one in reply.outcomes if one.result is not None]
+        for blob in (blob for result in results for blob in result.blobs):
+            if blob.object_key is not None:
                 await self._objects.delete(blob.object_key)
 
     async def fetch(self, key: str, media_type: str, deadline_s: float) -> bytes:

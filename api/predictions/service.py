@@ -351,8 +351,9 @@ class Predictions:
         record = await self._records.read(record_id)
         outcomes = record.reply.outcomes if record is not None and record.reply is not None else []
         result = outcomes[index].result if index < len(outcomes) else None
-        if result is not None and result.blob is not None and result.blob.data is not None:
-            return result.blob.data
+        blob = next(iter(result.blobs), None) if result is not None else None
+        if blob is not None and blob.data is not None:
+            return blob.data
         raise NotFound("the image no longer exists")
 
     async def refresh(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:

@@ -15,11 +15,18 @@ from api.http.fast_route import IS_HEAD
 from api.http.middleware import context_of
 from api.http.openapi import LAST_EVENT_ID
 from api.http.request import Dependencies, authenticate, dependencies_of
-from api.predictions.event_stream import EXTRA_KINDS, KINDS, HeldResponse, OutputEvents
+from api.predictions.event_stream import (
+    EXTRA_KINDS,
+    KINDS,
+    ElementEvents,
+    HeldResponse,
+    OutputEvents,
+)
 from api.predictions.generation_stream import seen_from_id
 from api.problem_details import ProblemRoute
 from api.replicate.replies import WebhookAttemptReply, WebhookAttempts
 from api.tasks import API_TASKS
+from api.tasks.base import StreamKind
 from shared.errors import BadInput, UnknownModel
 from shared.predictions import EVENTS_TYPE, Prediction, iso, stream_key
 
@@ -125,10 +132,11 @@ async def stream(
     last_id, prediction = request.headers.get("last-event-id", ""), snapshot.prediction
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     with ExitStack() as held:
-        if _is_read_along(dependencies, prediction):
+        if kind := _streamed(dependencies, prediction):
             texts, seen = dependencies.generation_streams, seen_from_id(last_id, 1)
             held.enter_context(texts.reserved(prediction.tenant))
-            sse = texts.follow(snapshot, OutputEvents(), seen, check, stays=True, has_ids=True)
+            shape = OutputEvents() if kind == "text" else ElementEvents()
+            sse = texts.follow(snapshot, shape, seen, check, stays=True, has_ids=True)
         else:
             held.enter_context(dependencies.event_streams.reserved(prediction.tenant))
             sse = dependencies.event_streams.follow(snapshot, last_id, check, extra)
@@ -137,12 +145,12 @@ async def stream(
         return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
 
 
-def _is_read_along(dependencies: Dependencies, prediction: Prediction) -> bool:
-    """Returns whether its output is streamed token by token."""
+def _streamed(dependencies: Dependencies, prediction: Prediction) -> StreamKind:
+    """Returns how its output is streamed while it is made. Empty: as a whole."""
     with suppress(UnknownModel):  # removed from the catalog: only its record is left
         model = dependencies.catalog.find(prediction.model)
-        return API_TASKS[model.task].streams_tokens and not prediction.is_list
-    return False
+        return "" if prediction.is_list else API_TASKS[model.task].streams(model)
+    return ""
 
 
 def _stays_valid() -> None:

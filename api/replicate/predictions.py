@@ -170,11 +170,11 @@ def _webhook_of(body: PredictionBody, *, allow_private: bool) -> tuple[str, tupl
 async def _digest(body: PredictionBody, model: Model) -> str:
     """Returns a digest of the body and the model. Equal requests have the same."""
     fields = body.model_dump(exclude={"version"})
-    image = fields["input"].get("image")
-    if isinstance(image, str) and len(image) > MAX_URL_CHARS:
-        # Encoding 20 MB of image as JSON would block the event loop for 130 ms, so its digest
-        # replaces it.
-        fields["input"]["image"] = await asyncio.to_thread(digest_of, image)
+    for name, value in fields["input"].items():
+        if isinstance(value, str) and len(value) > MAX_URL_CHARS:
+            # Encoding 20 MB of image as JSON would block the event loop for 130 ms, so its digest
+            # replaces it.
+            fields["input"][name] = await asyncio.to_thread(digest_of, value)
     return digest_of(json.dumps([model.name, fields], sort_keys=True))
 
 

@@ -15,7 +15,6 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Amount = Annotated[float, msgspec.Meta(ge=0)]
 Moment = Annotated[str, msgspec.Meta(extra_json_schema={"format": "date-time"})]
 Link = Annotated[str, msgspec.Meta(extra_json_schema={"format": "uri"})]
-Vector = list[float]
 
 
 class PredictionUrls(msgspec.Struct):
@@ -67,9 +66,9 @@ class PredictionReply(msgspec.Struct):
     source: Literal["api"]
     status: Literal["starting", "processing", "succeeded", "failed", "canceled"]
     input: dict[str, Any]
-    output: list[Vector | str | float] | str | None
-    """A vector or vectors, or the URLs of images, as the model's `openapi_schema` says; null until
-    it succeeded.
+    output: Any
+    """A vector or vectors, the URLs of images, a text, or what a model of one's own gives, as the
+    model's `openapi_schema` says; null until it succeeded.
     """
     logs: str
     error: str | None

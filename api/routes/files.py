@@ -150,7 +150,9 @@ async def _receive(call: ApiRequest, request: Request) -> FileObject:
             for piece in form.feed(data):
                 await upload.write(piece)
         form.finish()
-        fields = FileForm.model_validate(form.fields)
+        # A form has no null; clients and pages write an empty field for it.
+        values = {name: value for name, value in form.fields.items() if value}
+        fields = FileForm.model_validate(values)
         if (fields.anchor is None) != (fields.seconds is None):
             raise BadInput("expires_after: anchor and seconds go together", field="expires_after")
         upload.filename, upload.keep_s = form.filename or "file", fields.seconds or KEEP_S

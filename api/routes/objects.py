@@ -21,13 +21,14 @@ MAX_S = 30.0
 
 @router.get(
     "/v1/objects/{key:path}",
-    summary="Download an image by its signed link",
+    summary="Download a result by its signed link",
     response_class=Response,
     responses={
         200: binary(
             "The bytes, of the type that the link names.",
             *sorted(set(MEDIA_TYPES.values())),
             ANY_BYTES,
+            "*/*",
         ),
         **errors(400, 403, 404, 429, 499, 503, 504),
     },
@@ -43,5 +44,7 @@ async def get_object(
     headers = {
         "cache-control": f"private, max-age={VALID_S}, immutable",
         "x-content-type-options": "nosniff",
+        # A class of one's own may give a page, which is not to act as one of ours.
+        "content-security-policy": "sandbox; default-src 'none'",
     }
     return Response(data, headers=headers, media_type=type)

@@ -1,20 +1,26 @@
-"""GET /docs: the OpenAPI document as a page for trying the API.
+"""The two HTML pages: GET /docs, to read and try the API, and GET /console, to use it.
 
-All of its scripts come from api/docs_page. So it works without internet access, and no third
+All scripts of a page come from its folder. So pages work without internet access, and no third
 party's script sees a reader's key.
+
+The console consists of the files of api/console_page, which use only the public API: to try the
+models and to see predictions, batches, usage and keys. It shows text from untrusted sources, so its
+policy allows no inline script or style, and Trusted Types forbid markup from strings
+(https://www.w3.org/TR/trusted-types/).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import FileResponse
+from starlette.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 
-FOLDER = Path(__file__).parents[1] / "docs_page"
-HEADERS = {
+_DOCS = Path(__file__).parents[1] / "docs_page"
+_DOCS_HEADERS = {
     # Swagger UI draws its icons from data: URLs.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -22,12 +28,40 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
+CONSOLE = Path(__file__).parents[1] / "console_page"
+_CONSOLE_HEADERS = {
+    # Previews and small images are data: URLs. Fetched images are blob: URLs.
+    "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; "
+    "object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cross-origin-opener-policy": "same-origin",
+    # Modules of two releases must not mix, so a browser asks each time whether its copy is right.
+    "cache-control": "no-cache",
+}
 
 router = APIRouter()
-assets = StaticFiles(directory=FOLDER)
+
+
+class _ConsoleAssets(StaticFiles):
+    def file_response(self, *args: Any, **options: Any) -> Response:
+        response = super().file_response(*args, **options)
+        response.headers.update(_CONSOLE_HEADERS)
+        return response
+
+
+docs_assets = StaticFiles(directory=_DOCS)
+console_assets = _ConsoleAssets(directory=CONSOLE)
 
 
 @router.get("/docs", include_in_schema=False)
 async def get_docs(request: Request) -> FileResponse:
     """The page itself. Its assets are under /docs/assets."""
-    return FileResponse(FOLDER / "index.html", headers=HEADERS)
+    return FileResponse(_DOCS / "index.html", headers=_DOCS_HEADERS)
+
+
+@router.get("/console", include_in_schema=False)
+async def get_console(request: Request) -> FileResponse:
+    """The page itself. Its assets are under /console/assets."""
+    return FileResponse(CONSOLE / "index.html", headers=_CONSOLE_HEADERS)

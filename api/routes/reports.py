@@ -17,9 +17,8 @@ from api.http.openapi import AUTHENTICATED, OF_REPORTS, responses
 from api.http.request import ApiRequest, authenticate
 from shared.errors import BadInput
 from shared.reports.budgets import read_budgets
-from shared.reports.definitions import Report, reports
+from shared.reports.definitions import ROWS_KEPT_DAYS, Report, ask, reports
 from shared.reports.plots import drawings
-from shared.reports.question import ROWS_KEPT_DAYS, ask
 from shared.reports.runner import ReportResult
 
 Cell = str | int | float | bool | None

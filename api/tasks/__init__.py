@@ -44,10 +44,9 @@ async def read_inputs(
 def openapi_schema_of(model: Model) -> dict[str, Any]:
     """Returns the schema of input and output in cog's form. Clients build forms from it."""
     task = API_TASKS[model.task]
-    input_schema = task.input_schema.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas = {
-        "Input": input_schema | {"title": "Input"},
-        "Output": {"title": "Output"} | task.output_schema,
+        "Input": task.input_schema_of(model) | {"title": "Input"},
+        "Output": {"title": "Output"} | task.output_schema_of(model),
     }
     return {
         "openapi": "3.1.0",

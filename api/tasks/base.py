@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from api.bodies import Body
 from api.inputs.source_images import ImageCaller, SourceImages
 from shared.catalog import Model
 from shared.tasks import Input
+
+StreamKind = Literal["", "text", "items"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,21 @@ class ApiTask(ABC):
     """The schema of the input. Clients build their forms from it."""
     output_schema: ClassVar[dict[str, Any]]
     """The output, as JSON Schema."""
-    streams_tokens: ClassVar[bool] = False
-    """True if its workers write tokens to Redis while they compute, for streams to read."""
+
+    def input_schema_of(self, model: Model) -> dict[str, Any]:
+        """The input of a model, as JSON Schema."""
+        return self.input_schema.model_json_schema(ref_template="#/components/schemas/{model}")
+
+    def output_schema_of(self, model: Model) -> dict[str, Any]:
+        """The output of a model, as JSON Schema."""
+        return self.output_schema
+
+    def streams(self, model: Model) -> StreamKind:
+        """How its workers write an output to Redis while they compute, for streams to read.
+
+        Empty: as a whole. `text`: piece by piece. `items`: a line of JSON for each element.
+        """
+        return ""
 
     @abstractmethod
     async def read(

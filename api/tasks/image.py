@@ -165,14 +165,14 @@ class ImageApi(ApiTask):
             first = first_image(parsed, model, size or (model.image.width, model.image.height))
         else:
             strength = parsed.strength or parsed.prompt_strength or USUAL_STRENGTH
-            data = await images.fetch(parsed.image, caller)
-            source, size = await images.prepare(data, size, model.image, caller)
+            file = await images.fetch(parsed.image, caller)
+            source, size = await images.prepare(file.data, size, model.image, caller)
             first = first_image(parsed, model, size)
             check_strength(first.steps, strength)
             source = await images.stored(source)
             first = msgspec.structs.replace(first, image=source, strength=strength)
             if parsed.image.startswith("data:"):
-                shown = raw_input | {"image": await images.keep(parsed.image, data, caller)}
+                shown = raw_input | {"image": await images.keep(file, caller)}
         inputs = [
             msgspec.structs.replace(first, seed=first.seed + number)
             for number in range(parsed.num_outputs)

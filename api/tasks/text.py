@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from api.bodies import MAX_SEED, Body, Text
 from api.chat_bodies import Message, Share, Stop
 from api.inputs.source_images import ImageCaller, SourceImages
-from api.tasks.base import ApiTask, Inputs
+from api.tasks.base import ApiTask, Inputs, StreamKind
 from shared.catalog import Model
 from shared.errors import BadInput
 from shared.tasks.text import GenerationInput
@@ -44,7 +44,10 @@ class GenerationApi(ApiTask):
 
     input_schema = PromptToContinue
     output_schema: ClassVar = {"type": "string"}
-    streams_tokens = True
+
+    def streams(self, model: Model) -> StreamKind:
+        """Token by token."""
+        return "text"
 
     async def read(
         self, raw_input: dict[str, Any], model: Model, caller: ImageCaller, images: SourceImages

@@ -15,7 +15,7 @@ from starlette.datastructures import QueryParams
 
 from api.usage.rows import UsageQuery
 from shared.errors import BadInput
-from shared.reports.question import ROWS_KEPT_DAYS
+from shared.reports.definitions import ROWS_KEPT_DAYS
 
 WIDTHS_S = {"1m": 60, "1h": 3600, "1d": 86_400}
 LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}
@@ -23,6 +23,10 @@ LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}
 COST_LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 180)}
 GROUPS = {"project_id": "by_tenant", "api_key_id": "by_key", "model": "by_model"}
 COST_GROUPS = {"project_id": "by_tenant", "api_key_id": "by_key", "line_item": "by_model"}
+UNKNOWN_FILTERS = ("user_ids", "sizes", "sources", "batch")
+"""What OpenAI's clients may narrow usage by, and our rows do not have. Left out of the answer it
+would show the usage of all.
+"""
 KEPT_S = ROWS_KEPT_DAYS * 86_400
 MAX_NAMES = 100
 _PAGE = re.compile(r"page_([0-9]{1,11})")
@@ -57,6 +61,7 @@ def read_question(
     Raises:
         BadInput: a value is missing or wrong. `field` names it.
     """
+    _check_filters(params, is_of_costs)
     now = int(time.time() if now_s is None else now_s)
     width = params.get("bucket_width", "1d")
     if width not in WIDTHS_S:
@@ -150,6 +155,16 @@ def _groups(params: QueryParams, known: dict[str, str]) -> set[str]:
             )
         groups.add(known[name])
     return groups
+
+
+def _check_filters(params: QueryParams, is_of_costs: bool) -> None:
+    known, other = ("line_items", "models") if is_of_costs else ("models", "line_items")
+    for name in (*UNKNOWN_FILTERS, other):
+        if any(_list(params, name)):
+            raise BadInput(
+                f"{name}: this is not told apart here; use project_ids, api_key_ids or {known}",
+                field=name,
+            )
 
 
 def _names(params: QueryParams, field: str) -> tuple[str, ...] | None:

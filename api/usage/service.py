@@ -1,6 +1,6 @@
-"""Reads usage for callers: few queries at a time, with a cache of results.
+"""Reads usage and runs reports for callers: few queries at a time, in fair turns of the tenants.
 
-A result is cached for KEEP_S. So frequent requests cost nothing, and the figures are at most KEEP_S
+Usage is cached for KEEP_S. So frequent requests cost nothing, and the figures are at most KEEP_S
 older than BigQuery's.
 """
 
@@ -8,11 +8,71 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple, TypeVar
 
 from api.usage.rows import UsageLine, UsageQuery, UsageRows
-from api.usage.turns import QueryPermits
+from shared.errors import Overloaded
+from shared.fair_permits import FairPermits
+from shared.reports.definitions import Report, ReportQuestion
+from shared.reports.runner import ReportResult, ReportRunner, translated_errors
+from shared.usage.bigquery import open_client
+
+MAX_RUNNING = 4
+"""Queries at a time. Each holds a thread for a second or so."""
+MAX_OF_ONE_TENANT = 4
+"""Queries of one tenant that run or wait."""
+MAX_CLAIMED = 64
+"""Queries that run or wait. So sixteen tenants that do their worst still leave the line open."""
+
+Answer = TypeVar("Answer")
+
+
+class QueryPermits:
+    """Who asks BigQuery now, and who waits for it.
+
+    Alone, a tenant runs two queries and leaves two threads (shared/fair_permits.py).
+    """
+
+    def __init__(self) -> None:
+        self._claimed: Counter[str] = Counter()
+        self._turns = FairPermits(MAX_RUNNING)
+        # Of its own, so that slow queries keep no other work of the process from a thread.
+        self._threads = ThreadPoolExecutor(MAX_RUNNING, "usage")
+
+    def claim(self, tenant: str) -> None:
+        """Takes a position in the queue. `taken` or `run` must follow.
+
+        Raises:
+            Overloaded: the line is full, or the tenant has its part of it.
+        """
+        if self._claimed[tenant] >= MAX_OF_ONE_TENANT or self._claimed.total() >= MAX_CLAIMED:
+            raise Overloaded("too many questions about usage; try again", retry_after_s=1.0)
+        self._claimed[tenant] += 1
+
+    async def run(self, tenant: str, function: Callable[..., Answer], *args: object) -> Answer:
+        """Calls a function that blocks, in the turn of a tenant that has claimed one."""
+        async with self.taken(tenant):
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, function, *args)
+
+    @asynccontextmanager
+    async def taken(self, tenant: str) -> AsyncIterator[None]:
+        """The turn of a tenant that has claimed one."""
+        try:
+            await self._turns.take(tenant)
+            try:
+                yield
+            finally:
+                self._turns.give(tenant)
+        finally:
+            self._claimed[tenant] -= 1
+            if not self._claimed[tenant]:
+                del self._claimed[tenant]
+
 
 KEEP_S = 10.0
 MAX_KEPT = 256
@@ -74,3 +134,71 @@ class UsageService:
             return UsageRead(self._rows.read(query), read_at_s)
 
         return await self._turns.run(tenant, read)
+
+
+QUERY_LIMIT_S = 20.0
+MAX_ROWS = 5_000
+"""Maximum number of rows in a response."""
+
+
+class ReportDataset(NamedTuple):
+    """The dataset of the rows, and the maximum bytes that a query may read."""
+
+    project: str
+    dataset: str
+    endpoint: str
+    """URL of an embedded BigQuery. Empty for Google's."""
+    most_bytes: int
+
+
+class ReportService:
+    """Answers reports.
+
+    Args:
+        dataset: the data set.
+        turns: the limits shared by all usage queries.
+    """
+
+    def __init__(self, dataset: ReportDataset, turns: QueryPermits) -> None:
+        self._dataset = dataset
+        self._turns = turns
+        self._client: Any = None
+        self._running: set[asyncio.Task[ReportResult]] = set()
+
+    async def run(
+        self,
+        report: Report,
+        question: ReportQuestion,
+        tenant: str,
+        budgets_usd: Mapping[str, float],
+    ) -> ReportResult:
+        """Runs one report for `tenant`.
+
+        Raises:
+            BadInput: the report does not support the filter, or the result has too many rows.
+            Overloaded: too many queries are running.
+            Unavailable: BigQuery is out of reach, or refused.
+        """
+        self._turns.claim(tenant)
+        reading = self._turns.run(tenant, self._read, report, question, budgets_usd)
+        task = asyncio.create_task(reading)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        # A thread can't be stopped: the permit is held until its query ends, even after a hang-up.
+        # BigQuery ends it after QUERY_LIMIT_S.
+        return await asyncio.shield(task)
+
+    def _read(
+        self, report: Report, question: ReportQuestion, budgets_usd: Mapping[str, float]
+    ) -> ReportResult:
+        if self._client is None:
+            with translated_errors():
+                self._client = open_client(self._dataset.project, self._dataset.endpoint)
+        runner = ReportRunner(
+            self._client,
+            self._dataset.dataset,
+            self._dataset.most_bytes,
+            budgets_usd,
+            most_rows=MAX_ROWS,
+        )
+        return runner.run(report, question, limit_s=QUERY_LIMIT_S)

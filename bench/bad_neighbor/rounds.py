@@ -17,7 +17,14 @@ import msgspec
 
 from bench.bad_neighbor.bad import READY, TIDY_LIMIT_S, BadOrder, BadReport
 from bench.bad_neighbor.comparison import Beside, cells, outcome_of, shown
-from bench.bad_neighbor.cpu_load import CpuDrive, burning, cores_of, cpu_times, load_between
+from bench.bad_neighbor.cpu_load import (
+    CpuDrive,
+    Load,
+    burning,
+    cores_of,
+    cpu_times,
+    load_between,
+)
 from bench.bad_neighbor.quiet import (
     SURFACES,
     Noticed,
@@ -67,6 +74,7 @@ async def measure(
     *,
     receivers: int = RECEIVERS,
     streams: int = STREAMS,
+    burns: bool = True,
 ) -> list[Beside]:
     """Measures surfaces one after the other, or several at once.
 
@@ -77,6 +85,7 @@ async def measure(
         rounds: drives alone, beside the bad tenant and beside the same CPU load, in turn.
         receivers: of the bad tenant's webhooks.
         streams: of the bad tenant.
+        burns: whether each round has its drive beside the same CPU load. Only the verdict needs it.
     """
     results: list[Beside] = []
     async with quiet_tenant(stack.api_url) as quiet:
@@ -86,7 +95,9 @@ async def measure(
             order = BadOrder(stack.api_url, names, seconds + LEAD_S, receivers, streams)
             lines = {name: Beside(name, len(names) > 1) for name in names}
             for _ in range(rounds):
-                await _round(stack, quiet, together, order, lines)
+                load = await _round(stack, quiet, together, order, lines)
+                if burns:
+                    await _same_cpu(stack, quiet, together, order, lines, load)
             results += lines.values()
             for line in lines.values():
                 print(f"  {' '.join(cells(line))}", flush=True)
@@ -99,7 +110,8 @@ async def _round(
     surfaces: Sequence[Surface],
     order: BadOrder,
     lines: dict[str, Beside],
-) -> None:
+) -> Load:
+    """The quiet tenant alone and beside the bad one. Returns the CPU load that the latter added."""
     seconds = order.seconds - LEAD_S
     leaders = {name: process.pid for name, process in stack.processes.items()}
     async with _ready_to_do_its_worst(order) as bad:
@@ -112,18 +124,31 @@ async def _round(
         report = await bad.report()
     await quiet.tidy()
     load = load_between(alone_drive, beside_drive)
-    await asyncio.to_thread(await_idle, stack)
-    async with burning(load, order.seconds, [CLIENT]) as burned:
-        await asyncio.sleep(LEAD_S)
-        same_cpu = await notice(quiet, surfaces, seconds)
-    await quiet.tidy()
     for name, line in lines.items():
         line.alone.add(alone[name])
         line.beside.add(beside[name])
-        line.same_cpu.add(same_cpu[name])
         line.cores.append(cores_of(load))
-        line.burned_cores += burned
         line.add(report)
+    return load
+
+
+async def _same_cpu(
+    stack: Stack,
+    quiet: Quiet,
+    surfaces: Sequence[Surface],
+    order: BadOrder,
+    lines: dict[str, Beside],
+    load: Load,
+) -> None:
+    """The quiet tenant beside a load of nobody's requests."""
+    await asyncio.to_thread(await_idle, stack)
+    async with burning(load, order.seconds, [CLIENT]) as burned:
+        await asyncio.sleep(LEAD_S)
+        same_cpu = await notice(quiet, surfaces, order.seconds - LEAD_S)
+    await quiet.tidy()
+    for name, line in lines.items():
+        line.same_cpu.add(same_cpu[name])
+        line.burned_cores += burned
 
 
 async def _noticed(

@@ -20,6 +20,7 @@ from contextlib import (
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
+from uuid import uuid4
 
 from bench.pipeline import READY_LIMIT_S
 from infra.local.process import Process, free_port, listens
@@ -27,7 +28,18 @@ from infra.local.provision_servers import provision
 from infra.local.redis_server import RedisServer
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Batch, Cache
-from shared.messages import Envelope, Item, Job, JobBody, decode_reply, encode_job
+from shared.messages import (
+    Envelope,
+    Item,
+    Job,
+    JobBody,
+    ReplyBody,
+    decode_reply,
+    decode_reply_batch,
+    decode_reply_body,
+    encode_job,
+    is_reply_batch,
+)
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
 from shared.rabbitmq.admin import RabbitAdmin
@@ -40,7 +52,7 @@ from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.tenants.plan import Priority
 from shared.topics import inbox_topic_id, jobs_topic_id, make_inbox, slot_subscription_id
 from shared.transport import ReceivedMessage, Subscription, Transport
-from shared.usage.row import Row
+from shared.usage.row import Row, RowSink
 from workers.job import WorkerInfo
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
@@ -128,23 +140,34 @@ class _TimedPool:
 
 
 class _NoRows:
-    def write(self, row: Row, on_safe: Callable[[], None] | None = None) -> None:
+    def write(self, *rows: Row, on_safe: Callable[[], None] | None = None) -> None:
         """Every row is safe at once."""
         if on_safe is not None:
             on_safe()
 
 
-class _Fixed:
-    """A subscription that holds the same number of messages at any distance."""
+class _Counted:
+    """A subscription that counts what was delivered before.
 
-    def __init__(self, subscription: Subscription) -> None:
+    Args:
+        subscription: what it stands for.
+        is_fixed: whether it holds the same number of messages at any distance.
+    """
+
+    def __init__(self, subscription: Subscription, *, is_fixed: bool) -> None:
         self._subscription = subscription
+        self._is_fixed = is_fixed
+        self.redelivered = 0
 
     def hold(self, max_messages: int) -> None:
-        """Changes nothing."""
+        """Changes nothing if the number is fixed."""
+        if not self._is_fixed:
+            self._subscription.hold(max_messages)
 
-    def __aiter__(self) -> AsyncIterator[ReceivedMessage]:
-        return aiter(self._subscription)
+    async def __aiter__(self) -> AsyncIterator[ReceivedMessage]:
+        async for message in self._subscription:
+            self.redelivered += message.delivery_attempt > 1
+            yield message
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._subscription, name)
@@ -159,7 +182,7 @@ class _OtherHand:
     def __init__(self, transport: Transport, messages: int) -> None:
         self._transport = transport
         self._messages = messages
-        self.opened = list[Subscription]()
+        self.opened = list[_Counted]()
 
     @asynccontextmanager
     async def subscribe(self, subscription_id: str, **options: Any) -> AsyncIterator[Subscription]:
@@ -167,8 +190,9 @@ class _OtherHand:
         if self._messages:
             options["max_messages"] = self._messages
         async with self._transport.subscribe(subscription_id, **options) as opened:
-            self.opened.append(opened)
-            yield cast(Subscription, _Fixed(opened)) if self._messages else opened
+            counted = _Counted(opened, is_fixed=bool(self._messages))
+            self.opened.append(counted)
+            yield cast(Subscription, counted)
 
 
 class Callers:
@@ -177,6 +201,8 @@ class Callers:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._sent = 0
+        # Runs may share a Redis, which knows the jobs of the ones before.
+        self._name = uuid4().hex[:8]
         self._waiting: dict[str, asyncio.Future[int]] = {}
 
     async def ask(
@@ -198,11 +224,11 @@ class Callers:
         self, tenant: str, lengths: Sequence[int], weight: float, priority: Priority, left_s: float
     ) -> int:
         self._sent += 1
-        now_s, request_id = time.time(), str(self._sent)
+        now_s, request_id = time.time(), f"{self._name}-{self._sent}"
         envelope = Envelope(
             request_id=request_id, part=0, model=MODEL.name, tenant=tenant, weight=weight,
             priority=priority, inbox=inbox_topic_id(INBOX), slot="0", deadline_s=now_s + left_s,
-            received_at_s=now_s, published_at_s=now_s,
+            received_at_s=now_s, published_at_s=now_s, replies="n",
         )  # fmt: skip
         items = [Item(index, TextInput(str(length))) for index, length in enumerate(lengths)]
         data, attributes = encode_job(Job(envelope, JobBody(items, False, False)))
@@ -217,11 +243,17 @@ class Callers:
         async with inbox as replies:
             async for message in replies:
                 replies.ack(message)
-                reply = decode_reply(message.data, message.attributes)
-                waiting = self._waiting.pop(reply.request_id, None)
-                if waiting is not None and not waiting.done():
-                    outcomes = reply.body.outcomes
-                    waiting.set_result(sum(one.receipt.tokens or 0 for one in outcomes))
+                if is_reply_batch(message.attributes):
+                    for one in decode_reply_batch(message.data, message.attributes):
+                        self._deliver(one.request_id, decode_reply_body(one.body))
+                else:
+                    reply = decode_reply(message.data, message.attributes)
+                    self._deliver(reply.request_id, reply.body)
+
+    def _deliver(self, request_id: str, body: ReplyBody) -> None:
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(sum(one.receipt.tokens or 0 for one in body.outcomes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +296,7 @@ class WorkerCounts(NamedTuple):
     held: int
     """Messages that it holds now."""
     redelivered: int
-    """Messages whose leases it lost."""
+    """Messages that had been delivered before, to this worker or another."""
 
 
 class TimedWorker:
@@ -276,7 +308,9 @@ class TimedWorker:
         processes: how many model processes it has.
         hand: how many messages of a priority it holds. 0: as usual.
         batch_s: seconds of each batch, whatever its size. 0: BATCH_S and TOKENS_PER_S.
+        max_items: of a batch.
         name: of the worker.
+        rows: where its rows go. None: nowhere, and each is safe at once.
     """
 
     def __init__(
@@ -287,12 +321,17 @@ class TimedWorker:
         processes: int = 1,
         hand: int = 0,
         batch_s: float = 0.0,
+        max_items: int = MODEL.batch.max_items,
         name: str = "0",
+        rows: RowSink | None = None,
     ) -> None:
         self._site = site
         self._project = project
         self._hand = hand
+        batch = MODEL.batch.model_copy(update={"max_items": max_items})
+        self._model = MODEL.model_copy(update={"batch": batch})
         self._name = name
+        self._rows = rows or _NoRows()
         self._pool = _TimedPool(processes, batch_s)
         self._stack = AsyncExitStack()
 
@@ -304,8 +343,8 @@ class TimedWorker:
         folder = self._stack.enter_context(tempfile.TemporaryDirectory())
         objects = ObjectStore(f"file://{folder}")
         info = WorkerInfo(self._name, "here", "none")
-        completion = Completion(MODEL, transport, cache, records, objects, _NoRows(), info)
-        self._consumer = JobConsumer(MODEL, _Preparer(), cache, records, objects, completion)
+        completion = Completion(self._model, transport, cache, records, objects, self._rows, info)
+        self._consumer = JobConsumer(self._model, _Preparer(), cache, records, objects, completion)
         self._subscriber = _OtherHand(transport, self._hand)
         worker = Worker([self._consumer], self._subscriber, records, cast(ModelPool, self._pool))
         running = [asyncio.create_task(worker.run(asyncio.Event()))]
@@ -325,7 +364,7 @@ class TimedWorker:
             sum(one.batches for one in processes),
             sum(one.items for one in processes),
             len(self._consumer.registry.find()),
-            sum(one.lost for one in self._subscriber.opened),
+            sum(one.redelivered for one in self._subscriber.opened),
         )
 
 

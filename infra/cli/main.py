@@ -30,6 +30,8 @@ from infra.reports.commands import invoice, report
 from infra.reports.scheduled import run_daily
 from shared.errors import ConfigurationError, PenstockError
 
+CUSTOM_MODELS = "workers.models.custom"
+"""The program of the commands about models of one's own."""
 STATE_DIR = Path("var")
 """The folder in which `penstock up` keeps logs, rows and objects."""
 
@@ -241,6 +243,28 @@ def optimize(context: typer.Context) -> None:
 def weights(context: typer.Context) -> None:
     """Copy the weights of hub models into a bucket, for all workers (prefetch)."""
     _become("workers.prefetch", {}, context.args)
+
+
+models = typer.Typer(help="Models of one's own.", no_args_is_help=True)
+app.add_typer(models, name="models")
+
+
+@models.command(context_settings=_FORWARDED)
+def check(context: typer.Context) -> None:
+    """Inspect the class of a folder, and write its schema.json (FOLDER --if-changed)."""
+    _become(CUSTOM_MODELS, {}, ["check", *context.args])
+
+
+@app.command(context_settings=_FORWARDED)
+def init(context: typer.Context) -> None:
+    """Write a model of one's own that runs: a class, its test and its entry (NAME)."""
+    _become(CUSTOM_MODELS, {}, ["init", *context.args])
+
+
+@app.command(context_settings=_FORWARDED)
+def predict(context: typer.Context) -> None:
+    """Run a model of one's own once, without a stack (FOLDER -i NAME=VALUE)."""
+    _become(CUSTOM_MODELS, {}, ["predict", *context.args])
 
 
 @app.command(context_settings=_FORWARDED)

@@ -8,8 +8,7 @@ from datetime import datetime
 from importlib import resources
 from typing import Any, NamedTuple
 
-from shared.reports.definitions import find_report
-from shared.reports.question import ReportQuestion
+from shared.reports.definitions import ReportQuestion, find_report
 from shared.reports.runner import RETRY_LIMIT_S, ReportRunner, translated_errors
 from shared.settings import Settings
 from shared.usage.bigquery import open_client

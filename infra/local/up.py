@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from infra.local.interfaces import refresh_interfaces
 from infra.local.ports import Ports
 from infra.local.stack import Broker, Stack
 from infra.local.supervision import Supervisor
@@ -90,6 +91,7 @@ async def _first_key(url: str, say: Callable[[str], None], *, may_show_key: bool
 
 
 WATCH_S = 0.25
+MODELS_FILE = "models.yaml"
 
 
 def served_stack(
@@ -128,6 +130,7 @@ def stay_up(
         PenstockError: as Stack.
     """
     settings = exposed_settings(state_dir, settings, _say, may_show_key=sys.stdout.isatty())
+    refresh_interfaces(Path(settings.get("PENSTOCK_MODELS_FILE", MODELS_FILE)))
     with served_stack(state_dir, ports, settings, _say, broker) as stack:
         print(_usage(stack), flush=True)
         supervisor = Supervisor(stack.parts, stack.report)

@@ -47,8 +47,7 @@ def report(
         _list(as_json=as_json or format_ == "json")
         return
     from infra.reports.runs import configured_runner
-    from shared.reports.definitions import find_report, reports
-    from shared.reports.question import ask
+    from shared.reports.definitions import ask, find_report, reports
 
     format_ = "json" if as_json else format_
     _check_format(format_, is_one=name != ALL or output is not None)
@@ -86,9 +85,8 @@ def invoice(
 ) -> None:
     """Make the invoices of a month: pages to print, or CSV. With --output a file per tenant."""
     from infra.reports.runs import configured_runner
-    from shared.reports.definitions import find_report
+    from shared.reports.definitions import ask_month, find_report
     from shared.reports.invoice import invoice_page, invoices, invoices_csv
-    from shared.reports.question import ask_month
 
     if format_ not in ("html", "csv"):
         raise BadInput(f"format: {format_!r} is not html or csv", field="format")

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from shared.reports.budgets import read_budgets
-from shared.reports.definitions import find_report
-from shared.reports.question import ask
+from shared.reports.definitions import ask, find_report
 from shared.reports.runner import MAX_BYTES, ReportRunner, opened_runner
 from shared.settings import ApiSettings, Settings, read_settings
 

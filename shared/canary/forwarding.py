@@ -11,7 +11,6 @@ from typing import NamedTuple
 import msgspec
 
 from shared.catalog import CANARY_SUFFIX
-from shared.errors import BadInput
 from shared.messages import Job, decode_job, encode_job
 from shared.topics import jobs_topic_id
 from shared.transport import Publisher, ReceivedMessage
@@ -50,24 +49,3 @@ async def forward(publisher: Publisher, canary: str, message: ReceivedMessage) -
     """
     job = forwarded(JobMessage(canary, message.data, message.attributes))
     await publisher.publish(jobs_topic_id(job.model), job.data, job.attributes)
-
-
-async def publish_job(publisher: Publisher, job: JobMessage, *, timeout_s: float) -> None:
-    """Publishes a job. One of a canary goes to the other revision if the canary has no topic.
-
-    So instances may know of a canary before its topic is there, and after it is gone.
-
-    Raises:
-        PenstockError: the broker did not take it.
-    """
-    try:
-        await publisher.publish(
-            jobs_topic_id(job.model), job.data, job.attributes, timeout_s=timeout_s
-        )
-    except BadInput:
-        if not job.model.endswith(CANARY_SUFFIX):
-            raise
-        other = forwarded(job)
-        await publisher.publish(
-            jobs_topic_id(other.model), other.data, other.attributes, timeout_s=timeout_s
-        )

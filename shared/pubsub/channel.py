@@ -1,4 +1,4 @@
-"""Channels to Pub/Sub, its raw protobuf classes, retries, and translation of errors.
+"""Channels to Pub/Sub, its raw protobuf classes, retries, batches of acks, and errors.
 
 The proto-plus wrappers cost about 0.1 ms a message, so only the classes below them are used. The
 full names of topics and subscriptions are here too.
@@ -7,9 +7,11 @@ full names of topics and subscriptions are here too.
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from urllib.parse import quote
 
 import google.auth
@@ -20,8 +22,11 @@ from google.auth.transport.requests import Request
 from google.pubsub_v1.types import pubsub
 from grpc import StatusCode, aio
 
-from shared.backoff import backoff
+from shared.backoff import backoff, jittered
 from shared.errors import BadInput, ConfigurationError, Overloaded, PenstockError, Unavailable
+from shared.transport import SmoothedDuration
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     # The classes are made at run time, so a checker knows them only by name.
@@ -243,3 +248,145 @@ def translate(error: aio.AioRpcError, action: str) -> PenstockError:
 def _serialize(message: RawMessage) -> bytes:
     data: bytes = message.SerializeToString()
     return data
+
+
+REQUEST_LIMIT_IDS = 1000
+REQUEST_LIMIT_BYTES = 500_000
+"""Below the 512 KiB that a request with ack ids may have:
+https://docs.cloud.google.com/pubsub/quotas#resource_limits
+"""
+QUEUE_LIMIT_IDS = 50_000
+REQUESTS_IN_FLIGHT = 4
+"""With one, acks at a distance would wait for those before them, for up to a round trip."""
+RETRY_S = 10.0
+"""The time that a batch of acks is retried. After that its messages come again (at-least-once
+delivery).
+"""
+
+
+class AckQueue:
+    """Sends the acks and nacks of one subscription in the background.
+
+    The first one is sent at once. Those that come while it is in flight follow together. With
+    `linger_s` above zero, an ack that is not urgent waits for that long, or until `linger_messages`
+    of them have come, and REQUESTS_IN_FLIGHT may be on their way.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        acknowledge: Method,
+        modify: Method,
+        *,
+        linger_s: float = 0.0,
+        linger_messages: int = 100,
+    ) -> None:
+        self._path = path
+        self._acknowledge = acknowledge
+        self._modify = modify
+        self._linger_s = linger_s
+        self._linger_messages = linger_messages
+        self._acks: deque[str] = deque()
+        self._nacks: deque[str] = deque()
+        # Acks that wait for company are many, and the messages behind them wait for the broker.
+        self._requests_in_flight = REQUESTS_IN_FLIGHT if linger_s else 1
+        self._sending: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        self.failed = 0
+        """Acks and nacks that could not be sent: their messages come again."""
+        self.round_trip = SmoothedDuration()
+        """The time that the broker takes to answer."""
+
+    def __len__(self) -> int:
+        return len(self._acks) + len(self._nacks)
+
+    def ack(self, ack_id: str) -> None:
+        """Queues an ack."""
+        if self._is_closed or len(self._acks) >= QUEUE_LIMIT_IDS:
+            self.failed += 1
+            return
+        self._acks.append(ack_id)
+        if self._linger_s == 0 or len(self._acks) >= self._linger_messages:
+            self._start()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(
+                jittered(self._linger_s), self._start
+            )
+
+    def nack(self, ack_id: str) -> None:
+        """Queues a nack, which does not linger."""
+        self._nacks.append(ack_id)
+        self._start()
+
+    async def flush(self, timeout_s: float) -> None:
+        """Sends everything queued, and waits for it at most `timeout_s`."""
+        self._start()
+        if self._sending:
+            await asyncio.wait(self._sending, timeout=timeout_s)
+
+    async def close(self) -> None:
+        """Ends the requests in flight. Messages whose acks were not sent come again elsewhere."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._sending:
+            task.cancel()
+        await asyncio.gather(*self._sending, return_exceptions=True)
+
+    def _start(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if len(self._sending) < self._requests_in_flight and len(self):
+            self._sending.add(asyncio.create_task(self._send()))
+
+    async def _send(self) -> None:
+        try:
+            # One turn later: acks given in the same turn of the loop share a request.
+            await asyncio.sleep(0)
+            while self._acks or self._nacks:
+                await self._send_some()
+        finally:
+            # In the same turn as the last check of the queues. An ack in between would never be
+            # sent.
+            self._sending.discard(cast(asyncio.Task[None], asyncio.current_task()))
+
+    async def _send_some(self) -> None:
+        if self._nacks:
+            ids = take_ids(self._nacks)
+            request = ModifyAckDeadlineRequest(
+                subscription=self._path, ack_ids=ids, ack_deadline_seconds=0
+            )
+            await self._call(self._modify, request, len(ids))
+        if self._acks:
+            ids = take_ids(self._acks)
+            await self._call(
+                self._acknowledge,
+                AcknowledgeRequest(subscription=self._path, ack_ids=ids),
+                len(ids),
+            )
+
+    async def _call(self, method: Method, request: RawMessage, messages: int) -> None:
+        began_s = asyncio.get_running_loop().time()
+        try:
+            await method.until(request, began_s + RETRY_S)
+            self.round_trip.record(asyncio.get_running_loop().time() - began_s)
+        except aio.AioRpcError as error:
+            self.failed += messages
+            log.warning(
+                "acks lost",
+                extra={"subscription": self._path, "acks": messages, "code": error.code().name},
+            )
+
+
+def take_ids(ids: deque[str]) -> list[str]:
+    """Takes as many ids from the queue as fit into one request."""
+    taken: list[str] = []
+    size_bytes = 0
+    while ids and len(taken) < REQUEST_LIMIT_IDS:
+        size_bytes += len(ids[0]) + 4
+        if taken and size_bytes > REQUEST_LIMIT_BYTES:
+            break
+        taken.append(ids.popleft())
+    return taken

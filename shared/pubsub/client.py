@@ -44,6 +44,7 @@ from grpc import StatusCode, aio
 from shared.errors import InputTooLarge, Overloaded, Unavailable
 from shared.pubsub.channel import (
     MESSAGE_LIMIT_BYTES,
+    AckQueue,
     Channels,
     Method,
     PublishRequest,
@@ -54,8 +55,7 @@ from shared.pubsub.channel import (
     topic_path,
     translate,
 )
-from shared.pubsub.leases import AckQueue, Leases
-from shared.pubsub.subscriber import PullChannel, StreamSubscription
+from shared.pubsub.subscriber import Leases, PullChannel, StreamSubscription
 from shared.transport import SmoothedDuration
 
 REQUEST_LIMIT_MESSAGES = 1000

@@ -1,25 +1,28 @@
-"""Receives messages by StreamingPull, and opens a new stream when one ends."""
+"""Receives messages by StreamingPull, opens a new stream when one ends, and keeps leases."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 from grpc import StatusCode, aio
 
-from shared.backoff import backoff
+from shared.backoff import backoff, jittered
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.pubsub.channel import (
+    AckQueue,
+    Method,
+    ModifyAckDeadlineRequest,
     RawMessage,
     StreamingPullRequest,
     StreamingPullResponse,
     routing,
+    take_ids,
 )
-from shared.pubsub.leases import AckQueue, Leases
 from shared.transport import ReceivedMessage, SmoothedDuration
 
 log = logging.getLogger(__name__)
@@ -50,6 +53,111 @@ it is acked.
 """
 MIN_GROWTH = 0.25
 """A stream is opened for at least this share of what is held already."""
+MAX_LEASE_S = 3600.0
+"""After this a message counts as lost however alive its holder is, as in Google's own clients."""
+EXTENSION_PART = 0.7
+"""The share of the ack deadline that an extension lasts. Two thirds of it are for pauses of the
+loop and of the network, and for another try.
+"""
+LOOKS_AN_EXTENSION = 12
+
+
+class Leases:
+    """Keeps the leases of all held messages.
+
+    A message is delivered with a lease of `ack_deadline_s`, of which the service allows no less
+    than 10 s. Extensions may be shorter (API comments of ModifyAckDeadline: 0 to 600 s), so those
+    that are held for longer than a moment come back sooner from a holder that died.
+    """
+
+    def __init__(self, path: str, modify: Method, ack_deadline_s: int) -> None:
+        self._path = path
+        self._modify = modify
+        self._ack_deadline_s = ack_deadline_s
+        self._extension_s = max(1, int(ack_deadline_s * EXTENSION_PART))
+        self._held: dict[str, _Lease] = {}
+        self.lost = 0
+        """Messages whose lease expired while held.
+
+        They are marked `lost` and will be delivered again.
+        """
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self, message: ReceivedMessage) -> None:
+        """Keeps the lease of `message`, which was received just now."""
+        since_s = message.received_at_s
+        self._held[message.ack_id] = _Lease(message, since_s, since_s + self._ack_deadline_s)
+
+    def release(self, message: ReceivedMessage) -> bool:
+        """Ends the lease. Returns False if it was not held."""
+        return self._held.pop(message.ack_id, None) is not None
+
+    def release_all(self) -> list[str]:
+        """Stops keeping every lease and returns the ack ids."""
+        ids = list(self._held)
+        self._held.clear()
+        return ids
+
+    async def keep(self) -> None:
+        """Extends leases until canceled: the first time soon, then every third of an extension."""
+        period_s = self._extension_s / LOOKS_AN_EXTENSION
+        while True:
+            await asyncio.sleep(jittered(period_s))
+            self._drop_lost()
+            # A batch that can't get through must not hold up the others past their own lease.
+            await asyncio.gather(*(self._extend(ids, 4 * period_s) for ids in self._due()))
+
+    def _due(self) -> Iterator[list[str]]:
+        soon_s = asyncio.get_running_loop().time() + self._extension_s * 2 / 3
+        due = deque(
+            ack_id
+            for ack_id, lease in self._held.items()
+            if lease.until_s < soon_s or not lease.is_extended
+        )
+        while due:
+            yield take_ids(due)
+
+    async def _extend(self, ids: list[str], limit_s: float) -> None:
+        asked_s = asyncio.get_running_loop().time()
+        request = ModifyAckDeadlineRequest(
+            subscription=self._path, ack_ids=ids, ack_deadline_seconds=self._extension_s
+        )
+        try:
+            await self._modify.until(request, asked_s + limit_s)
+        except aio.AioRpcError as error:
+            log.warning(
+                "leases not extended", extra={"subscription": self._path, "code": error.code().name}
+            )
+            return
+        for lease in filter(None, map(self._held.get, ids)):
+            lease.until_s = asked_s + self._extension_s
+            lease.is_extended = True
+
+    def _drop_lost(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for ack_id, lease in list(self._held.items()):
+            if lease.until_s < now_s or now_s - lease.since_s > MAX_LEASE_S:
+                del self._held[ack_id]
+                lease.message.lost = True
+                self.lost += 1
+                log.warning(
+                    "lease lost",
+                    extra={"subscription": self._path, "message_id": lease.message.message_id},
+                )
+
+
+class _Lease:
+    """A held message, since and until when (loop time, seconds)."""
+
+    __slots__ = ("is_extended", "message", "since_s", "until_s")
+
+    def __init__(self, message: ReceivedMessage, since_s: float, until_s: float) -> None:
+        self.message = message
+        self.since_s = since_s
+        self.until_s = until_s
+        self.is_extended = False
 
 
 class PullChannel:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from google.cloud.bigquery import Client
 from datetime import UTC, time, timedelta
 
-from shared.reports.question import find_zone
+from shared.reports.definitions import find_zone
 
 AGAIN_DAYS = 3
 """Days before the last one that a scheduled run does again, as rows may come late."""

@@ -8,8 +8,7 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shared.errors import BadInput, Unavailable
-from shared.reports.definitions import Parameter, Report
-from shared.reports.question import ReportQuestion, check_fits
+from shared.reports.definitions import Parameter, Report, ReportQuestion, check_fits
 from shared.usage.bigquery import open_client, public_reason, run_query
 
 if TYPE_CHECKING:

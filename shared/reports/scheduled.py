@@ -25,9 +25,8 @@ from shared.reports.day_tables import (
     hours_over,
     months_over,
 )
-from shared.reports.definitions import find_report
+from shared.reports.definitions import ask_month, find_report
 from shared.reports.invoice import Invoice, invoice_page, invoices, invoices_csv
-from shared.reports.question import ask_month
 from shared.reports.runner import QUERY_LIMIT_S, ReportRunner, translated_errors
 from shared.reports.summary import Summary, as_html, as_text, keys_of, summary_of
 from shared.settings import ReportSettings

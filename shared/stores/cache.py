@@ -75,7 +75,8 @@ class RedisLevel:
     async def _send_writes(self, writes: list[_Write]) -> list[bool]:
         pipeline = self._link.client.pipeline(transaction=False)
         for write in writes:
-            pipeline.set(write.key, write.value, ex=write.ttl_s)
+            # What `pipeline.set` does besides takes a fifth of its time.
+            pipeline.execute_command("SET", write.key, write.value, "EX", write.ttl_s)
         return list(await pipeline.execute())
 
 

@@ -16,11 +16,6 @@ OVER: frozenset[State] = frozenset({"succeeded", "failed", "canceled"})
 """The states that no record leaves."""
 
 
-def record_id(request_id: str, part: int) -> str:
-    """Returns the id of a job's record. The first job of a request has the request's own id."""
-    return f"{request_id}:{part}" if part else request_id
-
-
 class Claim(NamedTuple):
     """The result of claiming a job.
 

@@ -16,6 +16,12 @@ also has `document`, `keep_s` and `published`, and counts toward a budget of byt
 (shared/retention.py). Only the scripts next to this file (record_*.lua) write records. Claims and
 finishes come in large numbers, so their scripts take several records: one script for 100 records
 costs little more than one for a single record.
+
+A prediction may have a hold: the parts of limits that it has reserved until it is settled. The hold
+is created with the record, by the same script, and outlives the instance
+that created it. The process that ends the record makes its hold due (record_budget.lua). Any
+instance takes due holds and settles them by what the record says. Settling removes the hold in the
+script that counts (api/limits/take.lua), so it happens once.
 """
 
 from __future__ import annotations
@@ -26,14 +32,13 @@ import hashlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from prometheus_client import Counter, Gauge
 from redis.exceptions import RedisError
 
-from shared.errors import Overloaded, Unavailable
+from shared.errors import Overloaded, Unavailable, UndecodableMessage
 from shared.retention import BUDGET_BYTES
-from shared.stores.holds import Holds
 from shared.stores.previews import PreviewStore
 from shared.stores.record_state import (
     Claim,
@@ -44,10 +49,99 @@ from shared.stores.record_state import (
     receipts_of,
     record_from_fields,
 )
-from shared.stores.redis_client import RedisLink, RedisStore, load_script
+from shared.stores.redis_client import Commands, RedisLink, RedisStore, load_script
 from shared.stores.token_streams import TokenStreams
 from shared.stores.waiting_line import WaitingLines
 from shared.stores.webhook_log import WebhookLog
+
+log = logging.getLogger(__name__)
+
+EndState = Literal["succeeded", "failed", "canceled"]
+"""How a record ends."""
+
+LOOK_AGAIN_S = 1.0
+"""The time for which other instances leave a due hold to the one that took it."""
+VOID_S = 600
+"""For so long a hold that was given up can't be created any more."""
+_CREATED = load_script("shared/stores/hold_created.lua")
+_DUE = load_script("shared/stores/holds_due.lua")
+
+
+class DueHold(NamedTuple):
+    """A hold to settle."""
+
+    record_id: str
+    data: bytes
+    """The hold as it was created."""
+    record: Record | None
+    """Without its document. None: it is gone, or can't be read."""
+
+
+def hold_keys(prefix: str) -> tuple[str, str]:
+    """The keys of all holds, and of the times at which they are due."""
+    return f"{prefix}predictions:holds", f"{prefix}predictions:held"
+
+
+class Holds:
+    """All holds in one Redis.
+
+    Args:
+        commands: reach Redis.
+        prefix: starts every key.
+    """
+
+    def __init__(self, commands: Commands, prefix: str) -> None:
+        self._commands = commands
+        self._keys = hold_keys(prefix)
+        self._record_prefix = f"{prefix}record:"
+        self._void_prefix = f"{prefix}predictions:void:"
+
+    async def due(self, most: int) -> list[DueHold]:
+        """Takes holds whose records are over, or that should be over by now.
+
+        Others get them LOOK_AGAIN_S later, if they are still there.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        args = (time.time(), most, LOOK_AGAIN_S)
+        due = await self._commands.run_script(_DUE, self._keys, *args)
+        return [
+            DueHold(key.decode().removeprefix(self._record_prefix), data, _record_of(fields))
+            for key, data, fields in due
+        ]
+
+    async def are_held(self, record_ids: Sequence[str]) -> list[bool]:
+        """Returns whether the records have holds that are not settled.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        names = [self._record_prefix + one for one in record_ids]
+        scores = await self._commands.run("ZMSCORE", self._keys[1], *names)
+        return [one is not None for one in scores]
+
+    async def was_created(self, record_id: str, data: bytes) -> bool:
+        """Returns whether a record was created with this hold, which may be settled by now.
+
+        If it was not, it will not be.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        digest = hashlib.sha1(data, usedforsecurity=False).hexdigest()
+        keys = (self._record_prefix + record_id, f"{self._void_prefix}{digest}")
+        return bool(await self._commands.run_script(_CREATED, keys, digest, VOID_S))
+
+
+def _record_of(fields: Sequence[bytes]) -> Record | None:
+    known = dict(zip(fields[::2], fields[1::2], strict=True))
+    try:
+        return record_from_fields(known) if known else None
+    except UndecodableMessage:
+        log.error("a reply can't be read, so its prediction counts as reserved")
+        return None
+
 
 _HAS_REPLY = -2
 """The result of record_delete.lua if a reply came after the record was read."""
@@ -99,8 +193,6 @@ RELEASE = load_script(_STATES, "shared/stores/record_release.lua")
 CANCEL = load_script(*_BUDGET, _STATES, "shared/stores/record_cancel.lua")
 DELETE = load_script(*_BUDGET, _STATES, "shared/stores/record_delete.lua")
 FINISH = load_script(*_BUDGET, _STATES, "shared/stores/record_finish.lua")
-
-log = logging.getLogger(__name__)
 
 
 class Records(RedisStore):
@@ -176,7 +268,7 @@ class Records(RedisStore):
             keep_s: seconds to keep it after its end, or after its deadline if it never ends.
             reply_bytes: the size of its reply, at most.
             model: that is to compute it, in whose queue of the tenant it is.
-            hold: what it has reserved of limits (shared/stores/holds.py). Empty: nothing.
+            hold: what it has reserved of limits (shared/stores/records.py). Empty: nothing.
 
         Raises:
             Overloaded: unfinished predictions leave no room for it.
@@ -379,15 +471,17 @@ class Records(RedisStore):
         answers = await self._claims.call(records) if self.is_up else None
         return [None] * len(records) if answers is None else list(answers)
 
-    async def finish(
-        self, record: str, state: Literal["succeeded", "failed", "canceled"], reply: bytes
-    ) -> Finish | None:
+    async def finish(self, record: str, state: EndState, reply: bytes) -> Finish | None:
         """Ends a record with the encoded ReplyBody `reply`, unless it has one.
 
         One that a caller canceled takes only a reply with the `canceled` state.
         """
-        answers = await self._finishes.call([(record, state, reply)]) if self.is_up else None
-        return None if answers is None else answers[0]
+        return (await self.finish_all([(record, state, reply)]))[0]
+
+    async def finish_all(self, ends: Sequence[tuple[str, EndState, bytes]]) -> list[Finish | None]:
+        """Ends several records, each with its state and reply, as `finish` does."""
+        answers = await self._finishes.call(ends) if self.is_up else None
+        return [None] * len(ends) if answers is None else list(answers)
 
     async def release(self, released: Sequence[ReleasedClaim]) -> None:
         """Lets claims go: if their worker dies now, the jobs are not the reason."""
@@ -448,7 +542,7 @@ class Records(RedisStore):
             for state, attempts, unfinished, reply, alone in answers
         ]
 
-    async def _send_finishes(self, ends: list[tuple[str, str, bytes]]) -> list[Finish]:
+    async def _send_finishes(self, ends: list[tuple[str, EndState, bytes]]) -> list[Finish]:
         keys = [self._store, *(self._key(record) for record, _, _ in ends)]
         args = [
             time.time(),

@@ -7,6 +7,7 @@ docs/how-to/adding-a-task.md shows how to add one.
 from __future__ import annotations
 
 from shared.tasks.base import Task
+from shared.tasks.custom import CUSTOM, CustomInput, CustomResult
 from shared.tasks.embedding import EMBEDDING, EmbeddingResult, TextInput, TokensInput
 from shared.tasks.image import IMAGE, ImageInput, ImageResult
 from shared.tasks.similarity import SIMILARITY, SimilarityInput, SimilarityResult
@@ -18,6 +19,16 @@ from shared.tasks.text import (
     TokenCount,
 )
 
-Input = TextInput | TokensInput | ImageInput | SimilarityInput | GenerationInput | PromptToCount
-Result = EmbeddingResult | ImageResult | SimilarityResult | GenerationResult | TokenCount
-TASKS: dict[str, Task] = {task.name: task for task in (EMBEDDING, IMAGE, SIMILARITY, TEXT)}
+Input = (
+    TextInput
+    | TokensInput
+    | ImageInput
+    | SimilarityInput
+    | GenerationInput
+    | PromptToCount
+    | CustomInput
+)
+Result = (
+    EmbeddingResult | ImageResult | SimilarityResult | GenerationResult | TokenCount | CustomResult
+)
+TASKS: dict[str, Task] = {task.name: task for task in (EMBEDDING, IMAGE, SIMILARITY, TEXT, CUSTOM)}

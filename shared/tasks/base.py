@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeAlias
 
 import msgspec
 
@@ -13,9 +13,19 @@ from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.catalog_entry import CatalogEntry, Tolerance
 
 MAX_JOB_ITEMS = 16
-Unit: TypeAlias = Literal["tokens", "pixel_steps"]
-LinkTo = Callable[[str | None], str]
-"""Gives the URL of a result in the object store by its key. None: the result is in its record."""
+Unit: TypeAlias = Literal["tokens", "pixel_steps", "items"]
+
+
+class LinkTo(Protocol):
+    """Gives the URL of a result."""
+
+    def __call__(self, key: str | None, media_type: str = "") -> str:
+        """The URL.
+
+        Args:
+            key: of the object store. None: the result is in its record.
+            media_type: of its bytes. Empty: that of the output format that the caller chose.
+        """
 
 
 class WorkBound(NamedTuple):
@@ -31,12 +41,12 @@ class TaskInput(msgspec.Struct, omit_defaults=True):
     """The input of one item. Each task has one or more subclasses, with a tag."""
 
     @property
-    def source(self) -> Blob | None:
+    def sources(self) -> Sequence[Blob]:
         """The bytes in the input that can be too large for a message."""
-        return None
+        return ()
 
-    def with_source(self, source: Blob) -> Self:
-        """The same input with `source` in another place."""
+    def with_sources(self, sources: Sequence[Blob]) -> Self:
+        """The same input with its `sources` in other places."""
         raise NotImplementedError
 
     def estimate_work(self) -> int:
@@ -70,12 +80,17 @@ class TaskResult(msgspec.Struct, omit_defaults=True):
     """
 
     @property
-    def blob(self) -> Blob | None:
-        """The bytes in the result that can be too large for a message."""
-        return None
+    def recorded_metrics(self) -> Mapping[str, Any]:
+        """What the model recorded while it computed the result."""
+        return {}
 
-    def with_blob(self, blob: Blob) -> Self:
-        """The same result with `blob` in another place."""
+    @property
+    def blobs(self) -> Sequence[Blob]:
+        """The bytes in the result that can be too large for a message."""
+        return ()
+
+    def with_blobs(self, blobs: Sequence[Blob]) -> Self:
+        """The same result with its `blobs` in other places."""
         raise NotImplementedError
 
     def to_output(self, media_type: str, link_to: LinkTo) -> Any:
@@ -140,10 +155,14 @@ class Task(ABC):
     """The precisions that its models can be computed in."""
     stores_blobs: ClassVar[bool] = False
     """Whether large inputs and results go to the object store."""
+    compares_images: ClassVar[bool] = False
+    """Whether two results are compared as images, by their peak signal-to-noise ratio."""
     runs_graphs: ClassVar[bool] = False
     """Whether its models can run as optimized ONNX graphs."""
     has_context: ClassVar[bool] = False
     """Whether a prompt and what is generated share a context of `generation.context_tokens`."""
+    has_interface: ClassVar[bool] = False
+    """Whether each of its models has inputs and outputs of its own, which a schema.json says."""
     shares_weights: ClassVar[bool] = False
     """Whether a step reads all weights once for all of its items, which is most of its time.
 

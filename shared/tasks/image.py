@@ -29,13 +29,13 @@ class ImageInput(TaskInput, tag="image"):
     strength: float | None = None
 
     @property
-    def source(self) -> Blob | None:
+    def sources(self) -> Sequence[Blob]:
         """The image to start from."""
-        return self.image
+        return () if self.image is None else (self.image,)
 
-    def with_source(self, source: Blob) -> Self:
+    def with_sources(self, sources: Sequence[Blob]) -> Self:
         """The same input with the image in another place."""
-        return msgspec.structs.replace(self, image=source)
+        return msgspec.structs.replace(self, image=sources[0])
 
     def estimate_work(self) -> int:
         """Pixel-steps. With a source only a part of the steps is run."""
@@ -65,13 +65,13 @@ class ImageResult(TaskResult, tag="image"):
     """Tokens that were left out, because a prompt was too long for the model. None: not known."""
 
     @property
-    def blob(self) -> Blob | None:
+    def blobs(self) -> Sequence[Blob]:
         """The image."""
-        return self.image
+        return (self.image,)
 
-    def with_blob(self, blob: Blob) -> Self:
+    def with_blobs(self, blobs: Sequence[Blob]) -> Self:
         """The same result with the image in another place."""
-        return msgspec.structs.replace(self, image=blob)
+        return msgspec.structs.replace(self, image=blobs[0])
 
     def to_output(self, media_type: str, link_to: LinkTo) -> str:
         """A `data:` URI of a small image that needs no other format, otherwise a URL."""
@@ -95,6 +95,7 @@ class ImageTask(Task):
     unit = "pixel_steps"
     first_guesses: ClassVar = FirstGuesses(item_s=2.0, gap_s=0.5, batch_s=1.0)
     stores_blobs = True
+    compares_images = True
 
     def entry_defaults(self) -> Mapping[str, Any]:
         """Torch is the only backend. An item takes seconds, which is what slots are for."""

@@ -254,7 +254,14 @@ class GenerationResult(TaskResult, tag="generation"):
     prompt_text: str = ""
     """Only if it was asked for."""
     prompt_logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
-    """Of an echoed prompt. The first token has none: its position says 0 and no alternatives."""
+    """Of an echoed prompt. The first token has none: its place says 0 and no alternatives."""
+    stop_sequence: str = ""
+    """The stop sequence that ended the generation. Empty: something else did."""
+
+    @property
+    def streamed_tokens(self) -> int:
+        """The number of tokens in its stream."""
+        return self.output_tokens
 
     def to_output(self, media_type: str, link_to: LinkTo) -> str:
         """The text."""

@@ -110,7 +110,8 @@ def _model_mistakes(name: str, served: Served, rates: Rates | None = None) -> It
         unit = served.units[name]
         for other in ("tokens", "pixel_steps"):
             if other != unit and getattr(rates, f"{other}_per_min") is not None:
-                reason = f"{name} is counted in {unit}, so use {unit}_per_min"
+                right = "requests" if unit == "items" else unit
+                reason = f"{name} is counted in {unit}, so use {right}_per_min"
                 yield Mistake((f"{other}_per_min",), reason)
 
 

@@ -32,6 +32,8 @@ class ItemPrice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     per_million_cached_tokens_usd: float | None = None
     """The price of prompt tokens that a worker had computed before. None: as for others."""
     per_million_pixel_steps_usd: float = 0.0
+    per_item_usd: float = 0.0
+    """The price of a delivered result, whatever its size."""
     cached_share: float = 0.0
     """The part of the price for a result that another item had computed."""
     price_share: float = 1.0
@@ -68,6 +70,7 @@ def price_of(model: Model, at_s: float, price_share: float = 1.0) -> ItemPrice:
         per_million_output_tokens_usd=price.per_million_output_tokens_usd,
         per_million_cached_tokens_usd=price.per_million_cached_tokens_usd,
         per_million_pixel_steps_usd=price.per_million_pixel_steps_usd,
+        per_item_usd=price.per_item_usd,
         cached_share=price.cached_share,
         price_share=price_share,
         device_share=device_share_of(model),
@@ -136,10 +139,11 @@ def list_price_usd(
     tokens: int | None = None,
     pixel_steps: int | None = None,
     *,
+    items: int = 1,
     output_tokens: int | None = None,
     cached_tokens: int | None = None,
 ) -> float:
-    """Returns the cost of an amount of work before any share.
+    """Returns the cost of an amount of work, by default of one item, before any share.
 
     `tokens` are all tokens. Those in `output_tokens` and `cached_tokens` may have other prices.
     """
@@ -151,7 +155,8 @@ def list_price_usd(
         if special_usd is not None:
             micro_usd += count * (special_usd - usual_usd)
     micro_usd += (tokens or 0) * usual_usd
-    return (micro_usd + (pixel_steps or 0) * price.per_million_pixel_steps_usd) / 1e6
+    micro_usd += (pixel_steps or 0) * price.per_million_pixel_steps_usd
+    return micro_usd / 1e6 + items * price.per_item_usd
 
 
 def charge_of(price: ItemPrice, outcome: ItemOutcome) -> Charge:
@@ -161,6 +166,7 @@ def charge_of(price: ItemPrice, outcome: ItemOutcome) -> Charge:
         price,
         receipt.tokens,
         receipt.pixel_steps,
+        items=int(outcome.status == "succeeded"),
         output_tokens=receipt.output_tokens,
         cached_tokens=receipt.cached_tokens,
     )

@@ -137,10 +137,10 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
 class RowSink(Protocol):
     """Takes rows. Never blocks and never raises."""
 
-    def write(self, row: Row, on_safe: Callable[[], None] | None = None) -> None:
-        """Queues one row.
+    def write(self, *rows: Row, on_safe: Callable[[], None] | None = None) -> None:
+        """Queues rows.
 
-        `on_safe` is called once the death of this process can't lose it any more.
+        `on_safe` is called once the death of this process can't lose any of them any more.
         """
 
 

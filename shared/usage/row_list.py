@@ -24,8 +24,8 @@ class RowList:
     async def __aexit__(self, *exc: object) -> None:
         return None
 
-    def write(self, row: Row, on_safe: Callable[[], None] | None = None) -> None:
-        """Keeps a row."""
-        self.rows.append(row)
+    def write(self, *rows: Row, on_safe: Callable[[], None] | None = None) -> None:
+        """Keeps rows."""
+        self.rows.extend(rows)
         if on_safe is not None:
             on_safe()

@@ -26,7 +26,7 @@ def fields_of(kind: Any) -> list[Field]:
     """The fields of a TypedDict of the client."""
     hints = typing_extensions.get_type_hints(kind, include_extras=True)
     return [
-        Field(name, name in kind.__required_keys__, _is_nullable(hint), usual_value(hint))
+        Field(name, _is_required(kind, name, hint), _is_nullable(hint), usual_value(hint))
         for name, hint in hints.items()
     ]
 
@@ -35,6 +35,13 @@ def params_of(*kinds: Any) -> list[Field]:
     """The fields of several request types that are one request, each once."""
     found = {field.name: field for kind in reversed(kinds) for field in fields_of(kind)}
     return list(found.values())
+
+
+def _is_required(kind: Any, name: str, hint: Any) -> bool:
+    """As `__required_keys__`, which can't read annotations that are strings."""
+    if get_origin(hint) is typing_extensions.Required:
+        return True
+    return get_origin(hint) is not typing_extensions.NotRequired and name in kind.__required_keys__
 
 
 def _plain(hint: Any) -> Any:
@@ -70,7 +77,11 @@ def usual_value(hint: Any, depth: int = 0) -> Any:
         if depth > MAX_DEPTH:
             return {}
         hints = typing_extensions.get_type_hints(hint, include_extras=True)
-        return {name: usual_value(hints[name], depth + 1) for name in hint.__required_keys__}
+        return {
+            name: usual_value(one, depth + 1)
+            for name, one in hints.items()
+            if _is_required(hint, name, one)
+        }
     if origin in (dict, collections.abc.Mapping):
         value = get_args(hint)[1]
         return {"a": usual_value(value, depth + 1)}

@@ -75,7 +75,8 @@ class Declared:
             if name not in names | OF_THE_TRANSPORT and not name.startswith(OF_BROWSERS)
         ]
         kind = headers.get("content-type", "").partition(";")[0]
-        if kind and method != "HEAD" and kind not in declared.get("content", {}):
+        content = declared.get("content", {})
+        if kind and method != "HEAD" and kind not in content and "*/*" not in content:
             found.append(f"{place}: the type {kind} is not declared")
         return found
 

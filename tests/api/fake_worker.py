@@ -8,7 +8,7 @@ import random
 import re
 import time
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Literal
 
@@ -37,7 +37,7 @@ from shared.stores.objects import ObjectStore, object_key
 from shared.stores.records import Records
 from shared.stores.token_streams import Written
 from shared.tasks import Input, Result
-from shared.tasks.embedding import EmbeddingResult, TextInput
+from shared.tasks.embedding import EmbeddingResult, TextInput, TokensInput
 from shared.tasks.image import ImageInput, ImageResult
 from shared.tasks.similarity import SimilarityInput, SimilarityResult
 from shared.tasks.text import (
@@ -251,13 +251,29 @@ class FakeWorker:
         return ItemOutcome(item.index, "succeeded", receipt, result)
 
 
+def until_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """The text before the first of the stop sequences, and that one. Empty: none is there."""
+    at, stop = min(((text.find(one), one) for one in stops if one in text), default=(len(text), ""))
+    return text[:at], stop
+
+
 def words_of(given: GenerationInput) -> list[str]:
     """The tokens of a text: what the prompt says after `say `, or numbers."""
     prompt = given.messages[-1]["content"] if given.messages else given.prompt
     if isinstance(prompt, str) and prompt.startswith("say "):
-        said: list[str] = re.findall(r"\S+\s*", prompt.removeprefix("say "))
+        text, _ = until_stop(prompt.removeprefix("say "), given.stop)
+        said: list[str] = re.findall(r"\S+\s*", text)
         return said[: given.max_tokens]
     return [f"{given.seed % 10}-{number} " for number in range(given.max_tokens)]
+
+
+def _stop_of(given: GenerationInput, said: list[str]) -> str:
+    """The stop sequence behind what was said. Empty: there is none."""
+    prompt = given.messages[-1]["content"] if given.messages else given.prompt
+    if not isinstance(prompt, str):
+        return ""
+    text, stop = until_stop(prompt.removeprefix("say "), given.stop)
+    return stop if "".join(said) == text else ""
 
 
 def _logprobs(given: GenerationInput, words: list[str]) -> list[TokenLogprob]:
@@ -284,11 +300,13 @@ def _result(given: Input) -> Result:
         return ImageResult(image, given.width, given.height, given.seed, pixel_steps, left_out)
     if isinstance(given, GenerationInput):
         said = words_of(given)
-        is_stopped = bool(said) and said[-1].strip() == LAST_WORD
+        stop = _stop_of(given, said)
+        is_stopped = bool(stop) or (bool(said) and said[-1].strip() == LAST_WORD)
         reason: Literal["stop", "length"] = "stop" if is_stopped else "length"
         result = GenerationResult(
             "".join(said), reason, 7 + len(said), 7, len(said), 3, _logprobs(given, said)
         )
+        result.stop_sequence = stop
         if given.is_echoed:
             read = [f"<{one}>" for one in given.prompt]
             result.prompt_text, result.prompt_logprobs = "".join(read), _logprobs(given, read)
@@ -300,5 +318,6 @@ def _result(given: Input) -> Result:
     if isinstance(given, SimilarityInput):
         first, second = (vector_of(TextInput(one)) for one in (given.text, given.query))
         return SimilarityResult(float(np.clip(first @ second, -1, 1)), 4)
-    words = given.text.split() if hasattr(given, "text") else given.tokens
+    assert isinstance(given, TextInput | TokensInput), "no other task is answered here"
+    words = given.text.split() if isinstance(given, TextInput) else given.tokens
     return EmbeddingResult(vector_of(given).tobytes(), len(words) + 2)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shared.errors import ContextLengthExceeded
+from shared.tasks.text import GenerationInput
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.api.test_generation import TEXT, parsed
 from tests.api.test_stored_responses import prompt_of
@@ -61,10 +62,32 @@ async def test_a_stream_has_the_events_of_anthropics(api: ApiUnderTest) -> None:
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     deltas = [one["delta"]["text"] for one in events if one["type"] == "content_block_delta"]
-    assert len(deltas) == 5
+    assert 1 <= len(deltas) <= 5, "one for each token, or for those that were read together"
     assert "".join(deltas) == TEXT
     assert events[-2]["delta"]["stop_reason"] == "max_tokens"
     assert events[-2]["usage"]["output_tokens"] == 5
+
+
+async def test_a_stop_sequence_is_told_whole_and_streamed(api: ApiUnderTest) -> None:
+    body = asked("say one two three", stop_sequences=["four", " three"])
+    made = (await api.http.post(MESSAGES, json=body)).json()
+    assert made["content"][0]["text"] == "one two"
+    assert (made["stop_reason"], made["stop_sequence"]) == ("stop_sequence", " three")
+    ended = (await events_of(api, body))[-2]["delta"]
+    assert ended == {"stop_reason": "stop_sequence", "stop_sequence": " three"}
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"), [("one two END", "end_turn"), ("one two three four", "max_tokens")]
+)
+async def test_a_text_that_met_no_stop_sequence_names_none(
+    api: ApiUnderTest, said: str, reason: str
+) -> None:
+    body = asked(f"say {said}", stop_sequences=["four"], max_tokens=3 if "END" in said else 2)
+    made = (await api.http.post(MESSAGES, json=body)).json()
+    assert (made["stop_reason"], made["stop_sequence"]) == (reason, None)
+    ended = (await events_of(api, body))[-2]["delta"]
+    assert ended == {"stop_reason": reason, "stop_sequence": None}
 
 
 async def test_calls_of_tools_are_blocks_whole_and_streamed(api: ApiUnderTest) -> None:
@@ -80,6 +103,23 @@ async def test_calls_of_tools_are_blocks_whole_and_streamed(api: ApiUnderTest) -
     written = [one["delta"] for one in events if one["type"] == "content_block_delta"]
     assert json.loads(written[-1]["partial_json"]) == {"city": "Bern"}
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize("is_of_an_older_client", [False, True])
+async def test_the_schema_of_a_text_reaches_the_worker(
+    api: ApiUnderTest, is_of_an_older_client: bool
+) -> None:
+    """Structured outputs were a beta, in a field of their own."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    text_format = {"type": "json_schema", "schema": schema}
+    field: dict[str, Any] = {"output_config": {"format": text_format}}
+    if is_of_an_older_client:
+        field = {"output_format": text_format}
+    answer = await api.http.post(f"{MESSAGES}?beta=true", json=asked(**field))
+    assert answer.status_code == 200, answer.text
+    given = api.worker.items[-1].input
+    assert isinstance(given, GenerationInput)
+    assert json.loads(given.json_schema) == schema
 
 
 async def test_a_loop_of_tools_becomes_the_messages_of_a_chat(api: ApiUnderTest) -> None:
@@ -107,6 +147,7 @@ async def test_a_loop_of_tools_becomes_the_messages_of_a_chat(api: ApiUnderTest)
     [
         ({"max_tokens": None}, "max_tokens: "),
         ({"max_tokens": 65}, "max_tokens: "),
+        ({"max_tokens": 0}, "max_tokens: must be at least 1"),
         ({"messages": []}, "messages: "),
         ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role: "),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type is one of text"),

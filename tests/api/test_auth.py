@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from api.errors import Unauthorized
-from api.http.auth import ApiKeys, LiveDirectory, access_of
+from api.http.auth import ApiKeys, access_of
+from api.http.key_refresh import LiveDirectory
 from shared.errors import ConfigurationError
 from shared.stores.key_stores import key_store
 from shared.tenants.api_key import (

@@ -10,6 +10,7 @@ import asyncio
 import time
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
@@ -18,6 +19,7 @@ from prometheus_client import REGISTRY
 from api.inputs.codec_pool import CodecClient, CodecPool, ReserveMemory
 from api.inputs.codec_protocol import CodecCommand, CodecReply, EncodeImage, ImageEncoded
 from shared.errors import BadInput, DeadlineExceeded, Overloaded, Unavailable
+from tests.tiers import examples
 
 PROCESSES = 2
 TURNS = 30
@@ -187,5 +189,8 @@ def _waiting() -> float:
     return REGISTRY.get_sample_value("penstock_api_pictures_waiting") or 0.0
 
 
+@pytest.mark.hypothesis  # so that `make test-slow` takes many examples, as of those with @given
 def test_pool_holds_in_any_order() -> None:
-    run_state_machine_as_test(Pool, settings=settings(max_examples=60, stateful_step_count=30))
+    run_state_machine_as_test(
+        Pool, settings=settings(max_examples=examples(60), stateful_step_count=30)
+    )

@@ -7,12 +7,12 @@ from urllib.parse import urljoin
 import pytest
 from playwright.async_api import async_playwright, expect
 
-from api.routes.console import FOLDER
+from api.routes.pages import CONSOLE
 from tests.api.harness import ApiUnderTest
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
-FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.*"))
+FILES = sorted(path.relative_to(CONSOLE).as_posix() for path in CONSOLE.rglob("*.*"))
 NEEDED = re.compile(r'(?:src|href)="([^"#]+)"|from "(\./[^"]+)"')
 
 
@@ -49,7 +49,7 @@ async def test_policy_lets_only_our_own_files_run(api: ApiUnderTest, path: str) 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file.endswith(("js", "html"))])
 def test_no_markup_is_made_from_text(file: str) -> None:
-    source = (FOLDER / file).read_text()
+    source = (CONSOLE / file).read_text()
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", source)
     assert not re.search(r"<script(?![^>]*src=)|<style|\sstyle=|\son\w+=\"|javascript:", source)
     assert "localStorage" not in source

@@ -10,7 +10,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from api.errors import Unauthorized
-from api.http.auth import LOOK_AGAIN_S, STALE_LIMIT_S, ApiKeys, LiveDirectory
+from api.http.auth import ApiKeys
+from api.http.key_refresh import LOOK_AGAIN_S, STALE_LIMIT_S, LiveDirectory
 from shared.errors import ConfigurationError, Unavailable
 from shared.stores.key_stores import KeyFile, KeyRedis, key_store, served_by
 from shared.tenants.administration import Administration
@@ -272,7 +273,7 @@ async def test_wrong_keys_are_looked_for_once_a_second(
         await real_sleep(pause_s if pause_s >= 1e6 else 0)
 
     real_sleep = asyncio.sleep
-    monkeypatch.setattr("api.http.auth.asyncio.sleep", pass_time)
+    monkeypatch.setattr("api.http.key_refresh.asyncio.sleep", pass_time)
     keys_url(tmp_path, a="acme")
     store = Counted(tmp_path / "keys.json")
     async with ApiKeys(LiveDirectory(store, lambda: now_s, refresh_s=1e6)) as keys:

@@ -9,7 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from api.http.auth import ApiKeys, LiveDirectory
+from api.http.auth import ApiKeys
+from api.http.key_refresh import LiveDirectory
 from infra.local.redis_server import RedisServer
 from shared.stores.key_stores import KeyRedis
 from shared.tenants.administration import Administration, IssuedKey, KeyRequest

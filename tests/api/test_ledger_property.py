@@ -504,8 +504,8 @@ class Mix:
         keys = {stored(key, tenant).id: key for key, tenant in self.ledger.tenant_of.items()}
         for row in self.ledger.rows():
             key = keys.get(row.key_id or "")
-            if key is None:
-                continue
+            if key is None or row.status == "refused":
+                continue  # it created nothing, though the id that it asked for may exist
             is_untold = row.client_request_id in self.silent or row.batch_id
             made = self.own_ids.get(row.client_request_id or "", row.request_id)
             if is_untold or made in self.untold:

@@ -2,12 +2,18 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import REGISTRY
 
 from api.dispatch.reply_inbox import OpenInbox
 from shared.catalog_entry import Replies
+from shared.errors import DeadlineExceeded
+from shared.messages import Reply, ReplyBody, encode_reply, encode_reply_batch, encode_reply_body
+from shared.transport import ReceivedMessage
 
 SLOTS = 3
 KINDS = st.sampled_from(["direct", "slots"])
@@ -53,3 +59,55 @@ def test_slots_are_exclusive_while_one_is_free_and_direct_requests_take_none(
     steps: list[tuple[int, int, Replies]],
 ) -> None:
     asyncio.run(run(steps))
+
+
+def body(worker: str) -> ReplyBody:
+    return ReplyBody([], worker=worker)
+
+
+def received(data: bytes, attributes: Mapping[str, str]) -> ReceivedMessage:
+    return ReceivedMessage(data, attributes, "1", "1")
+
+
+def count(outcome: str) -> float:
+    found = REGISTRY.get_sample_value("penstock_inbox_replies_total", {"outcome": outcome})
+    return found or 0.0
+
+
+@pytest.mark.anyio
+async def test_each_reply_of_a_message_finds_its_job() -> None:
+    inbox = OpenInbox("7", SLOTS)
+    places = [("one", 0), ("one", 1), ("two", 0)]
+    waiting = [inbox.register(request_id, part, "direct") for request_id, part in places]
+    before = {outcome: count(outcome) for outcome in ("delivered", "duplicate", "unknown")}
+    encoded = [
+        (request_id, part, encode_reply_body(body(f"{request_id} {part}")))
+        for request_id, part in [*places, ("gone", 0), ("one", 7), ("two", 0)]
+    ]
+    inbox.deliver(received(*encode_reply_batch(encoded, "")))
+    found = [await one.reply(0.0) for one in waiting]
+    assert [(one.request_id, one.part, one.body.worker) for one in found] == [
+        (request_id, part, f"{request_id} {part}") for request_id, part in places
+    ]
+    after = {outcome: count(outcome) - before[outcome] for outcome in before}
+    assert after == {"delivered": 3, "duplicate": 1, "unknown": 2}
+
+
+@pytest.mark.anyio
+async def test_a_reply_that_cannot_be_read_costs_no_other_one_of_its_message() -> None:
+    inbox = OpenInbox("7", SLOTS)
+    broken, fine, alone = (inbox.register(name, 0, "slots") for name in ("broken", "fine", "alone"))
+    before = count("undecodable")
+    encoded = [("broken", 0, b'{"outcomes": 7}'), ("fine", 0, encode_reply_body(body("w")))]
+    inbox.deliver(received(*encode_reply_batch(encoded, fine.slot)))
+    assert (await fine.reply(0.0)).body.worker == "w"
+    with pytest.raises(DeadlineExceeded):
+        await broken.reply(0.0)
+    for data, attributes in (
+        (b"{", {"schema": "1", "replies": "1"}),
+        (b'{"replies": []}', {"schema": "2", "replies": "0"}),
+    ):
+        inbox.deliver(received(data, attributes))
+    assert count("undecodable") - before == 3
+    inbox.deliver(received(*encode_reply(Reply("alone", 0, alone.slot, body("earlier release")))))
+    assert (await alone.reply(0.0)).body.worker == "earlier release"

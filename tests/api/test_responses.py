@@ -79,6 +79,59 @@ async def test_a_message_that_was_cut_is_incomplete(api: ApiUnderTest) -> None:
     assert (cut.status, cut.output[0].status) == ("incomplete", "incomplete")
 
 
+@pytest.mark.parametrize("choice", ["required", "auto"])
+@pytest.mark.parametrize(
+    ("said", "arguments"),
+    [
+        ('{"name": "Weather", "arguments": {"ci', '{"ci'),
+        ('{"name": "Weather", "argu', ""),
+        ('{"name": "Weather", "arguments": {"city": "Bern"}', '{"city": "Bern"}'),
+    ],
+)
+async def test_a_call_that_was_cut_is_incomplete(
+    api: ApiUnderTest, choice: str, said: str, arguments: str
+) -> None:
+    given = asked(f"say {said}", tools=[weather_tool()], tool_choice=choice, max_output_tokens=40)
+    responses = api.openai().responses
+    at_once = await responses.create(**given)
+    events = [one async for one in await responses.create(**given, stream=True)]
+    again = await responses.retrieve(events[-1].response.id)
+    for found in (at_once, events[-1].response, again):
+        assert found.status == "incomplete"
+        assert found.incomplete_details.reason == "max_output_tokens"
+        (call,) = found.output
+        assert (call.type, call.status, call.arguments) == (
+            "function_call",
+            "incomplete",
+            arguments,
+        )
+    (done,) = [one.item for one in events if one.type == "response.output_item.done"]
+    assert done.status == "incomplete"
+    after = await responses.create(
+        **asked([{"type": "function_call_output", "call_id": call.call_id, "output": "no"}]),
+        previous_response_id=at_once.id,
+    )
+    assert after.output_text, "it can be answered as any call"
+
+
+@pytest.mark.parametrize(
+    ("calls", "statuses"),
+    [
+        (2, ["completed", "completed", "completed"]),
+        (1, ["completed", "completed", "incomplete"]),
+    ],
+)
+async def test_only_the_call_that_was_cut_is_incomplete(
+    api: ApiUnderTest, calls: int, statuses: list[str]
+) -> None:
+    whole = '<tool_call>{"name": "Weather", "arguments": {"city": "Bern"}}</tool_call>'
+    said = f"say sure {whole * calls}{whole[:-24] if calls == 1 else ''}"
+    given = asked(said, tools=[weather_tool()], max_output_tokens=40)
+    made = await api.openai().responses.create(**given)
+    assert [item.status for item in made.output] == statuses
+    assert made.status == "incomplete", "the fake worker always says length"
+
+
 @pytest.mark.parametrize(
     ("text", "status"), [(SAY, "incomplete"), (f"{SAY} {LAST_WORD}", "completed")]
 )

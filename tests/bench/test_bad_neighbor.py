@@ -39,7 +39,10 @@ def limit_ms(found: Beside) -> float:
 async def test_quiet_tenant_is_served_beside_one_that_does_its_worst(
     stack: Stack, surface: Surface
 ) -> None:
-    (found,) = await measure(stack, [[surface]], SECONDS, 1, receivers=RECEIVERS)
+    # The drive beside the same CPU load is judged by nobody here: one shows that it runs.
+    burns = surface is SURFACES[-1]
+    (found,) = await measure(stack, [[surface]], SECONDS, 1, receivers=RECEIVERS, burns=burns)
+    assert bool(found.burned_cores) == burns
     assert not found.quiet_refused
     assert not found.lost
     # Beside load not one of its slow readers may be done. Then they kept the stack busy.

@@ -91,7 +91,7 @@ async def compared(
         return response(theirs, None)
 
     if given is None:
-        given = ImageInput("a", 8, 8, 1, 1.0, 1, "ddim") if ours.blob else TextInput("a")
+        given = ImageInput("a", 8, 8, 1, 1.0, 1, "ddim") if ours.blobs else TextInput("a")
     facts = RequestFacts(request_id="req_1", tenant="acme", received_at_s=0.0, key_id="k")
     request = InferenceRequest(facts, model, [given], time.time() + 1, RequestOptions())
     async with CodecPool(1, 1 << 28) as pool:

@@ -26,6 +26,12 @@ def main() -> int:
     parser.add_argument("--broker", choices=get_args(BrokerKind), default="pubsub")
     parser.add_argument("--rows", choices=get_args(RowsKind), default="bigquery")
     parser.add_argument(
+        "--broker-delay-ms",
+        type=float,
+        default=0.0,
+        help="of each way between the broker and an API instance or a worker",
+    )
+    parser.add_argument(
         "--folder", type=Path, help="keeps state and logs here; default: a folder that goes"
     )
     given = parser.parse_args()
@@ -41,6 +47,7 @@ def main() -> int:
             say=lambda line: print(line, flush=True),
             broker=given.broker,
             rows=given.rows,
+            broker_delay_s=given.broker_delay_ms / 1000,
         )
     print()
     for kind, count in sorted(found.faults.items()):

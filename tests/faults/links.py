@@ -1,5 +1,5 @@
-"""Connections that can be cut and frozen: a TCP proxy for each link between two parts, all on a
-thread of their own.
+"""Connections that can be far, cut and frozen: a TCP proxy for each link between two parts, all on
+a thread of their own.
 """
 
 from __future__ import annotations
@@ -7,18 +7,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
-CHUNK_BYTES = 64 * 1024
+from bench.distant_link import delayed
+
 LIMIT_S = 5.0
 
 
 class Link:
-    """One proxied port; its state changes in the loop of Links only."""
+    """One proxied port; its state changes in the loop of Links only. `delay_s` of each way."""
 
-    def __init__(self, target_port: int) -> None:
+    def __init__(self, target_port: int, delay_s: float = 0.0) -> None:
         self.target_port = target_port
+        self.delay_s = delay_s
         self.port = 0
         self.is_cut = False
         self.loses_answers = False
@@ -60,12 +63,13 @@ class Link:
         has_answers: bool = False,
     ) -> None:
         with contextlib.suppress(OSError):
-            while data := await source.read(CHUNK_BYTES):
-                await self.flowing.wait()
-                if has_answers and self.loses_answers:
-                    return
-                sink.write(data)
-                await sink.drain()
+            async with contextlib.aclosing(delayed(source, lambda: self.delay_s)) as pieces:
+                async for data in pieces:
+                    await self.flowing.wait()
+                    if has_answers and self.loses_answers:
+                        return
+                    sink.write(data)
+                    await sink.drain()
 
     def cut(self) -> None:
         """Closes what is open, and closes at once what is opened."""
@@ -85,10 +89,18 @@ class Link:
 
 
 class Links:
-    """The proxies by name; a context manager."""
+    """The proxies by name; a context manager.
 
-    def __init__(self, targets: dict[str, int]) -> None:
+    Args:
+        targets: the port that each leads to.
+        delays_s: of each way, for those that are far.
+    """
+
+    def __init__(
+        self, targets: Mapping[str, int], delays_s: Mapping[str, float] | None = None
+    ) -> None:
         self._targets = targets
+        self._delays_s = delays_s or {}
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._run()), name="links", daemon=True
         )
@@ -105,7 +117,7 @@ class Links:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         async with contextlib.AsyncExitStack() as stack:
             for name, port in self._targets.items():
-                link = self._links[name] = Link(port)
+                link = self._links[name] = Link(port, self._delays_s.get(name, 0.0))
                 server = await stack.enter_async_context(
                     await asyncio.start_server(link.serve, "127.0.0.1", 0)
                 )

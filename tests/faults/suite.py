@@ -90,6 +90,8 @@ def run(
     say: Callable[[str], None],
     broker: BrokerKind = "pubsub",
     rows: RowsKind = "bigquery",
+    broker_delay_s: float = 0.0,
+    pause_s: float = 0.0,
 ) -> Findings:
     """Runs traffic and faults side by side and counts what came of it.
 
@@ -102,12 +104,20 @@ def run(
         say: gets a line for each fault.
         broker: the one to break.
         rows: where they go first.
+        broker_delay_s: of each way to the broker.
+        pause_s: of each caller between two requests, on average.
     """
     began_s = time.monotonic()
-    with World(folder, broker=broker, rows=rows, has_keys=True) as world:
+    with World(
+        folder, broker=broker, rows=rows, has_keys=True, broker_delay_s=broker_delay_s
+    ) as world:
         say(f"all parts ready after {time.monotonic() - began_s:.1f} s")
         traffic = Traffic(
-            [world.url(api) for api in APIS], in_flight=in_flight, requests=requests, seed=seed
+            [world.url(api) for api in APIS],
+            in_flight=in_flight,
+            requests=requests,
+            seed=seed,
+            pause_s=pause_s,
         )
         plan = list(faults(seed, faults_count, has_archive=world.has_archive))
         done = asyncio.run(_run(world, traffic, iter(plan), say))

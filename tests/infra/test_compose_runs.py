@@ -23,7 +23,7 @@ import yaml
 from infra.local.process import Process, answers, free_port, listens
 from tests.infra.deploy.dockerfiles import image
 from tests.infra.deploy.test_compose import FOLDER, filled, variables
-from tests.infra.running_up import MINI, catalog
+from tests.infra.running_up import MINI, SMALLEST, catalog
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
 pytestmark = pytest.mark.slow(about_s=25)
@@ -137,7 +137,7 @@ def test_commands_and_settings_work_together(machine: Machine) -> None:
             server.wait_ready(partial(listens, port), START_LIMIT_S)
         machine.run("provision")
         worker = running.enter_context(
-            machine.process("worker-cpu", PENSTOCK_HEALTH_PORT=str(machine.health_port))
+            machine.process("worker-cpu", PENSTOCK_HEALTH_PORT=str(machine.health_port), **SMALLEST)
         )
         functions = running.enter_context(machine.process("functions", **signing))
         api = running.enter_context(

@@ -135,9 +135,8 @@ def is_vector(body: bytes) -> bool:
 def test_every_part_comes_back_while_requests_go_on(
     tmp_path: Path, kept_choices: dict[str, str]
 ) -> None:
-    own = kept_choices | {"PENSTOCK_PROCESSES": "1"}
-    own |= {"PENSTOCK_ROWS_URL": f"file://{tmp_path}/rows", "PENSTOCK_ARCHIVE_EVERY_S": "1"}
-    with running_up(tmp_path, own) as up:
+    own = {"PENSTOCK_ROWS_URL": f"file://{tmp_path}/rows", "PENSTOCK_ARCHIVE_EVERY_S": "1"}
+    with running_up(tmp_path, kept_choices | own) as up:
         url = f"http://127.0.0.1:{up.ports.api}"
         with Callers(url) as callers:
             for part in PARTS:

@@ -67,27 +67,36 @@ class ScriptedPubSub:
 
     async def stream(self, requests: AsyncIterator[Any], context: Any) -> None:
         self.peers.add(context.peer())
-        writing = asyncio.create_task(self._write(context))
+        reading = asyncio.create_task(self._read(requests))
         try:
-            async for request in requests:
-                await self._note("StreamingPull", request)
-            if self.ignores_half_close:
-                await writing
+            # An error must be raised here: gRPC answers INTERNAL if this task ends before another
+            # one has sent it.
+            while (what := await self._next_delivery(reading)) is not None:
+                await self._deliver(what, context)
         finally:
-            writing.cancel()
+            reading.cancel()
 
-    async def _write(self, context: Any) -> None:
-        while True:
-            what = await self.deliveries.get()
-            if isinstance(what, grpc.StatusCode):
-                await context.abort(what, "as scripted")
-            else:
-                response = pubsub.StreamingPullResponse.pb()()
-                for data in what:
-                    response.received_messages.add(
-                        ack_id=f"ack-{next(self._ids)}", message={"data": data}
-                    )
-                await context.write(response)
+    async def _read(self, requests: AsyncIterator[Any]) -> None:
+        async for request in requests:
+            await self._note("StreamingPull", request)
+
+    async def _next_delivery(self, reading: asyncio.Task[None]) -> Any:
+        """What comes next, or None once the client has said that it is done."""
+        delivery = asyncio.create_task(self.deliveries.get())
+        try:
+            ends = () if self.ignores_half_close else (reading,)
+            await asyncio.wait((delivery, *ends), return_when=asyncio.FIRST_COMPLETED)
+            return delivery.result() if delivery.done() else None
+        finally:
+            delivery.cancel()
+
+    async def _deliver(self, what: Any, context: Any) -> None:
+        if isinstance(what, grpc.StatusCode):
+            await context.abort(what, "as scripted")
+        response = pubsub.StreamingPullResponse.pb()()
+        for data in what:
+            response.received_messages.add(ack_id=f"ack-{next(self._ids)}", message={"data": data})
+        await context.write(response)
 
     async def _note(self, method: str, request: Any) -> None:
         async with self._arrived:

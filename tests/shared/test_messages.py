@@ -24,9 +24,14 @@ from shared.messages import (
     decode_job,
     decode_leniently,
     decode_reply,
+    decode_reply_batch,
+    decode_reply_body,
     encode_job,
     encode_reply,
+    encode_reply_batch,
+    encode_reply_body,
     failure,
+    is_reply_batch,
 )
 from shared.tasks.embedding import EmbeddingResult, TextInput, TokensInput
 from shared.tasks.image import ImageInput, ImageResult
@@ -113,12 +118,25 @@ def test_reply_round_trip(sent: Reply) -> None:
     assert decode_reply(data, attributes) == sent
 
 
+@given(st.lists(replies, min_size=1, max_size=5), st.sampled_from(["", "17"]))
+def test_several_replies_make_a_round_trip(sent: list[Reply], slot: str) -> None:
+    bodies = [(one.request_id, one.part, encode_reply_body(one.body)) for one in sent]
+    data, attributes = encode_reply_batch(bodies, slot)
+    assert is_reply_batch(attributes)
+    assert attributes["replies"] == str(len(sent))
+    assert attributes.get("slot", "") == slot
+    found = decode_reply_batch(data, attributes)
+    assert [(one.request_id, one.part, decode_reply_body(one.body)) for one in found] == [
+        (one.request_id, one.part, one.body) for one in sent
+    ]
+
+
 @given(
     st.binary(max_size=60),
     st.dictionaries(st.sampled_from([*Envelope.__struct_encode_fields__, "schema"]), texts),
 )
 def test_noise_is_undecodable_and_nothing_else(data: bytes, attributes: dict[str, str]) -> None:
-    for decode in (decode_job, decode_reply):
+    for decode in (decode_job, decode_reply, decode_reply_batch):
         with pytest.raises(UndecodableMessage):
             decode(data, attributes | {"schema": "1"})
 

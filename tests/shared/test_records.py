@@ -24,9 +24,9 @@ from hypothesis.stateful import (
 
 from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
-from shared.messages import ReplyBody
+from shared.messages import ReplyBody, record_id
 from shared.stores.previews import KEPT_S, MAX_KEPT
-from shared.stores.record_state import OVER, Claim, Finish, ReleasedClaim, State, record_id
+from shared.stores.record_state import OVER, Claim, Finish, ReleasedClaim, State
 from shared.stores.records import Records
 from tests.tiers import examples
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.usage.journal import Journal
 from shared.usage.spool import Segment, Spool
-from shared.usage.writer import fields_of
+from shared.usage.writer import Journal, fields_of
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import row
 
@@ -37,7 +36,7 @@ class SlowSpool(Spool):
 async def test_each_row_is_on_disk_once_if_the_writer_closes_while_rows_are_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.usage.journal.BATCH_ROWS", ROWS // 2)
+    monkeypatch.setattr("shared.usage.writer.BATCH_ROWS", ROWS // 2)
     folder = tmp_path / "spool"
     spool = SlowSpool(folder)
     journal = Journal(spool)
@@ -45,7 +44,7 @@ async def test_each_row_is_on_disk_once_if_the_writer_closes_while_rows_are_save
     spool.go.set()
     spool.began.set()
     for number in range(ROWS):
-        journal.append(fields_of(row(number)), None)
+        journal.append([fields_of(row(number))], None)
     in_flight = journal.next_batch(takes_open=True)
     assert in_flight is not None
     assert len(in_flight.rows) == ROWS // 2

@@ -17,6 +17,7 @@ from prometheus_client import REGISTRY
 
 from infra.local.process import free_port
 from shared.usage.spool import Spool
+from shared.usage.writer import BATCH_ROWS
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import Server, row, segments, writer, writer_to
 
@@ -35,7 +36,7 @@ async def main(endpoint: str, spool_dir: str) -> None:
         number = 0
         while True:
             for number in range(number, number + 16):
-                rows.write(row(number), lambda number=number: print(number, flush=True))
+                rows.write(row(number), on_safe=lambda number=number: print(number, flush=True))
             number += 1
             await asyncio.sleep(0)
 
@@ -119,12 +120,12 @@ async def test_disk_that_fails_makes_rows_safe_only_in_bigquery_until_it_works(
 ) -> None:
     spool_dir = tmp_path / "spool"
     spool_dir.write_text("no folder")
-    caplog.set_level("INFO", "shared.usage.journal")
+    caplog.set_level("INFO", "shared.usage.writer")
     async with writer(server, spool_dir) as rows:
         failing = [unused() for _ in range(20)]
         safe: list[int] = []
         for number in failing:
-            rows.write(row(number), lambda number=number: safe.append(number))  # type: ignore[misc]
+            rows.write(row(number), on_safe=lambda number=number: safe.append(number))  # type: ignore[misc]
         assert safe == []
         await until(lambda: len(safe) == len(failing))
         assert {row_id(number) for number in failing} <= set(server.row_ids())
@@ -139,23 +140,47 @@ async def test_disk_that_fails_makes_rows_safe_only_in_bigquery_until_it_works(
         await until(is_on_disk)
         rows.write(row(unused()))
         assert segments(spool_dir) >= 1
-    said = [record.message for record in caplog.records if record.name == "shared.usage.journal"]
+    said = [record.message for record in caplog.records if record.name == "shared.usage.writer"]
     assert said == ["disk does not take rows; they wait in memory", "disk takes rows again"]
+
+
+async def test_rows_that_are_written_together_are_safe_together(
+    server: Server, tmp_path: Path
+) -> None:
+    spool_dir = tmp_path / "spool"
+    spool_dir.write_text("no folder")
+    many = [unused() for _ in range(2 * BATCH_ROWS + 1)]
+    safe: list[str] = []
+    async with writer(server, spool_dir) as rows:
+        rows.write(*map(row, many), on_safe=lambda: safe.append("in BigQuery"))
+        await until(lambda: bool(safe))
+        assert {row_id(number) for number in many} <= set(server.row_ids())
+        spool_dir.unlink()
+
+        def is_on_disk() -> bool:
+            rows.write(row(unused()))
+            return metric("penstock_rows_disk_up") == 1
+
+        await until(is_on_disk)
+        rows.write(*(row(unused()) for _ in range(BATCH_ROWS)), on_safe=lambda: safe.append("here"))
+        await until(lambda: len(safe) == 2)
+        assert await rows.flush(WAIT_LIMIT_S)
+        assert safe == ["in BigQuery", "here"]
 
 
 async def test_slow_disk_is_left_to_the_thread(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.usage.journal.SLOW_DISK_S", 0.0)
+    monkeypatch.setattr("shared.usage.writer.SLOW_DISK_S", 0.0)
     told: list[int] = []
     written = [unused() for _ in range(100)]
     async with writer(server, tmp_path / "spool") as rows:
         for number in written:
-            rows.write(row(number), lambda number=number: told.append(number))  # type: ignore[misc]
+            rows.write(row(number), on_safe=lambda number=number: told.append(number))  # type: ignore[misc]
         assert metric("penstock_rows_disk_up") == 0
         await until(lambda: len(told) == len(written))
         assert sorted(told) == written
-        monkeypatch.setattr("shared.usage.journal.SLOW_DISK_S", WAIT_LIMIT_S)
+        monkeypatch.setattr("shared.usage.writer.SLOW_DISK_S", WAIT_LIMIT_S)
         rows.write(row(unused()))
         await until(lambda: metric("penstock_rows_disk_up") == 1)
         assert await rows.flush(WAIT_LIMIT_S)
@@ -172,7 +197,7 @@ async def test_rows_wait_in_memory_while_neither_works_and_go_to_whichever_is_fi
     number = unused()
     async with writer_to(nowhere, spool_dir) as rows:
         safe = asyncio.Event()
-        rows.write(row(number), safe.set)
+        rows.write(row(number), on_safe=safe.set)
         assert not await rows.flush(0.3)
         assert not safe.is_set()
         assert rows.pending == 1
@@ -187,7 +212,7 @@ async def test_rows_wait_in_memory_while_neither_works_and_go_to_whichever_is_fi
 async def test_rows_beyond_the_bound_of_memory_are_given_up_and_counted_unless_a_job_waits_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.usage.journal.MEMORY_ROWS", 50)
+    monkeypatch.setattr("shared.usage.writer.MEMORY_ROWS", 50)
     spool_dir = tmp_path / "spool"
     spool_dir.write_text("no folder")
     before = metric("penstock_rows_lost_total")
@@ -197,7 +222,7 @@ async def test_rows_beyond_the_bound_of_memory_are_given_up_and_counted_unless_a
             for _ in range(60):
                 rows.write(row(unused()))
             for _ in range(5):
-                rows.write(row(unused()), lambda: None)
+                rows.write(row(unused()), on_safe=lambda: None)
             in_flight_at_most = 60 - 50
             assert metric("penstock_rows_lost_total") - before <= in_flight_at_most
             assert rows.pending == 65 - (metric("penstock_rows_lost_total") - before)

@@ -130,7 +130,7 @@ async def test_outage_under_load_costs_no_row_and_little_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """BigQuery is killed in the middle of its work, and comes back while rows go on."""
-    monkeypatch.setattr("shared.usage.journal.MEMORY_ROWS", 500)
+    monkeypatch.setattr("shared.usage.writer.MEMORY_ROWS", 500)
     server, spool_dir, number = Server(tmp_path), tmp_path / "spool", 0
     raw_bytes = 0
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from infra.local.process import free_port
-from shared.usage.journal import BATCH_ROWS
-from shared.usage.writer import SENDERS
+from shared.usage.writer import BATCH_ROWS, SENDERS
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import row, writer_to
 

@@ -22,8 +22,8 @@ from hypothesis.stateful import (
 )
 
 from shared.settings import SPOOL_MAX_BYTES
-from shared.usage.journal import Journal, RowBatch
 from shared.usage.spool import Fields, Segment, Spool
+from shared.usage.writer import Journal, RowBatch
 from tests.tiers import examples
 
 SMALL = {"BATCH_ROWS": 3, "MEMORY_ROWS": 6, "FIRST_PAUSE_S": 0.0, "MAX_PAUSE_S": 0.0}
@@ -87,7 +87,7 @@ class Rows(RuleBasedStateMachine):
         async def append() -> None:
             for number in itertools.islice(self._numbers, count):
                 self.alive.add(number)
-                self._journal.append({"row_id": number}, partial(self.safe.add, number))
+                self._journal.append([{"row_id": number}], partial(self.safe.add, number))
 
         self._loop.run_until_complete(append())
         self._turn()
@@ -197,7 +197,7 @@ class Rows(RuleBasedStateMachine):
 @pytest.mark.hypothesis
 def test_no_row_is_lost_in_any_order_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SMALL.items():
-        monkeypatch.setattr(f"shared.usage.journal.{name}", value)
+        monkeypatch.setattr(f"shared.usage.writer.{name}", value)
     run_state_machine_as_test(
         Rows, settings=settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
     )

@@ -16,10 +16,9 @@ from prometheus_client import REGISTRY
 
 from infra.bigquery import create, schema
 from shared.usage.bigquery import BigQuerySender
-from shared.usage.journal import BATCH_ROWS
 from shared.usage.row import Row
 from shared.usage.worker_hour import WorkerHour
-from shared.usage.writer import fields_of
+from shared.usage.writer import BATCH_ROWS, fields_of
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import (
     DATASET,
@@ -158,7 +157,7 @@ async def test_row_that_spoils_its_request_is_alone_in_its_fate(
 async def test_what_exceeds_memory_waits_on_disk(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.usage.journal.MEMORY_ROWS", 50)
+    monkeypatch.setattr("shared.usage.writer.MEMORY_ROWS", 50)
     with socket.create_server(("127.0.0.1", server.port)) as hanging:
         async with writer(server, tmp_path / "spool") as rows:
             rows.write(row(0))

@@ -14,7 +14,7 @@ from shared.tasks import Result
 from shared.tasks.embedding import EmbeddingResult
 from tests.workers.worker_harness import running_worker
 from workers.models.base import OnStep, PreparedItem, PreparedText
-from workers.models.gpu_type import gpu_type_of
+from workers.models.processors import gpu_type_of
 from workers.runtime.execution import StepReporter, run_batch
 from workers.runtime.protocol import RunBatch
 from workers.runtime.resident_models import ResidentModels

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shared.tenants.plan import Priority
 from tests.clock import Clock
-from workers.utilization import FADE_S, BusyRatio
+from workers.metrics import FADE_S, BusyRatio
 
 
 def test_worker_without_work_is_idle() -> None:

@@ -8,10 +8,11 @@ from typing import cast
 
 import pytest
 
+from shared.flow_control import MAX_AHEAD_S
 from shared.messages import Job
 from shared.transport import ReceivedMessage, SmoothedDuration, Subscription
 from workers.job import PulledJob, QueuedItem
-from workers.scheduling.flow_control import MAX_AHEAD_S, FlowControl
+from workers.worker import FlowControl
 
 HELD, BATCH, BATCH_S = 128, 64, 0.05
 RATE = BATCH / BATCH_S
@@ -111,6 +112,15 @@ def test_it_grows_at_once_and_shrinks_slowly() -> None:
     assert all(later <= earlier for earlier, later in zip(far.now[1:], far.now[2:], strict=False))
     assert far.now[5] > HELD + 0.9 * (full - HELD)
     assert far.now[-1] < HELD + 0.1 * (full - HELD)
+
+
+def test_a_moment_of_shorter_round_trips_changes_little() -> None:
+    far = Held(steady(0.1))
+    flow = control(far)
+    flow.batch_ended(batch_of(far), BATCH_S, 0.0)
+    far.round_trip = steady(0.001)
+    flow.batch_ended(batch_of(far), BATCH_S, 1.0)
+    assert far.now[-1] - HELD >= 0.95 * (far.now[0] - HELD)
 
 
 def test_each_priority_holds_what_it_has() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from shared.stores.record_state import record_id
+from shared.messages import record_id
 from shared.tasks.text import GenerationResult, TokenChunk
 from tests.workers.models.generation import tiny
 from tests.workers.test_steps import (

@@ -18,8 +18,7 @@ from prometheus_client import REGISTRY
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Cache, Generation, Price
 from shared.in_memory_broker import InMemoryBroker
-from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody
-from shared.stores.record_state import record_id
+from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, record_id
 from shared.tasks.text import GenerationInput, GenerationResult, TokenChunk
 from shared.tenants.plan import Priority
 from shared.topics import inbox_topic_id
@@ -27,8 +26,8 @@ from tests.limits import WAIT_LIMIT_S
 from tests.workers.speller import FIRST_LETTERS, SpellerPreparer
 from tests.workers.worker_harness import WorkerHarness, running_worker
 from workers.jobs.consumer import Clock
+from workers.metrics import FADE_S
 from workers.runtime.pool import HostedModel, ModelPool
-from workers.utilization import FADE_S
 
 pytestmark = pytest.mark.anyio
 

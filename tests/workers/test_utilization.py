@@ -19,8 +19,8 @@ from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import DATASET, PROJECT, Server
 from tests.workers.worker_harness import MODEL, running_worker
 from workers.job import WorkerInfo
+from workers.metrics import ProcessTimes, State, TimeReport, UtilizationReports, hour_of
 from workers.runtime.protocol import BatchResult, ResidencyReport
-from workers.utilization import ProcessTimes, State, TimeReport, UtilizationReports, hour_of
 
 pytestmark = pytest.mark.anyio
 START_S = 1_790_000_000.5

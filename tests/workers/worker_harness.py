@@ -19,7 +19,18 @@ from shared.catalog import Model
 from shared.catalog_entry import Batch, Cache, Price
 from shared.errors import BadInput, Canceled, ModelFailed, PenstockError, Unavailable
 from shared.in_memory_broker import InMemoryBroker
-from shared.messages import Envelope, Item, Job, JobBody, Reply, decode_reply, encode_job
+from shared.messages import (
+    Envelope,
+    Item,
+    Job,
+    JobBody,
+    Reply,
+    decode_reply,
+    decode_reply_batch,
+    decode_reply_body,
+    encode_job,
+    is_reply_batch,
+)
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
@@ -37,7 +48,7 @@ from shared.topics import (
     workers_subscription_id,
 )
 from shared.tracing.spans import TraceContext
-from shared.transport import SubscriptionSettings
+from shared.transport import ReceivedMessage, SubscriptionSettings
 from shared.usage.row import Row
 from tests.limits import WAIT_LIMIT_S
 from workers.job import WorkerInfo
@@ -45,12 +56,12 @@ from workers.jobs.canary_share import CanaryShare
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import Clock, JobConsumer
 from workers.jobs.registry import JobRegistry
+from workers.metrics import ProcessTimes
 from workers.models.base import Prepared, PreparedImage, PreparedText, Preparer
 from workers.runtime.client import OnPreviews, OnProgress
 from workers.runtime.pool import ModelPool, ModelProcessDied
 from workers.runtime.protocol import BatchResult, Failure, ResidencyReport
 from workers.tasks import WORKER_TASKS
-from workers.utilization import ProcessTimes
 from workers.worker import Worker
 
 MODEL = Model(
@@ -213,6 +224,7 @@ class WorkerHarness:
             stop,
         )
         self.replies: asyncio.Queue[Reply] = asyncio.Queue()
+        self.reply_messages: list[ReceivedMessage] = []
         self.running: asyncio.Task[None] | None = None
         self.consumer: JobConsumer | None = None
         self.registry: JobRegistry | None = None
@@ -246,16 +258,19 @@ class WorkerHarness:
         age_s: float = 0.0,
         received_ago_s: float = 0.0,
         trace: TraceContext | None = None,
+        slot: str = "0",
+        replies: str = "n",
         **body: bool,
     ) -> None:
         now_s = time.time()
         envelope = Envelope(
+            replies=replies,
             request_id=request_id,
             part=0,
             model=MODEL.name,
             tenant=tenant,
             inbox=inbox_topic_id("1"),
-            slot="0",
+            slot=slot,
             deadline_s=now_s + left_s,
             received_at_s=now_s - received_ago_s,
             published_at_s=now_s - age_s,
@@ -299,8 +314,8 @@ class RowList(list[Row]):
         super().__init__()
         self.held: list[Callable[[], None]] | None = None
 
-    def write(self, row: Row, on_safe: Callable[[], None] | None = None) -> None:
-        self.append(row)
+    def write(self, *rows: Row, on_safe: Callable[[], None] | None = None) -> None:
+        self.extend(rows)
         if on_safe is not None and self.held is not None:
             self.held.append(on_safe)
         elif on_safe is not None:
@@ -405,4 +420,17 @@ async def _receive(harness: WorkerHarness) -> None:
     async with harness.broker.subscribe(slot_subscription_id("1", 0), max_messages=100) as replies:
         async for message in replies:
             replies.ack(message)
-            harness.replies.put_nowait(decode_reply(message.data, message.attributes))
+            harness.reply_messages.append(message)
+            for reply in replies_in(message):
+                harness.replies.put_nowait(reply)
+
+
+def replies_in(message: ReceivedMessage) -> list[Reply]:
+    """The replies in a message, one or several."""
+    if not is_reply_batch(message.attributes):
+        return [decode_reply(message.data, message.attributes)]
+    slot = message.attributes.get("slot", "")
+    return [
+        Reply(one.request_id, one.part, slot, decode_reply_body(one.body))
+        for one in decode_reply_batch(message.data, message.attributes)
+    ]

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from shared.cores import usable_cores
-from workers.models.cpu import BF16_FLAGS, read_facts, this_cpu
+from workers.models.processors import BF16_FLAGS, read_facts, this_cpu
 
 KEPT_OPEN_MAX_BYTES = 256 * 1024 * 1024
 """The largest weights for which a process keeps several candidates loaded."""

@@ -38,8 +38,9 @@ from shared.messages import (
     encode_reply_body,
     error_item,
     failure,
+    record_id,
 )
-from shared.stores.record_state import Finish, record_id
+from shared.stores.record_state import Finish
 from shared.stores.records import Records
 from shared.topics import WEBHOOKS_TOPIC_ID, dead_letter_topic_id
 from shared.tracing.spans import STAGE, Attributes, span

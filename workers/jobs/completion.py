@@ -5,12 +5,14 @@ store or the broker fails. A job is acked last, so a crash at any earlier step m
 deliver it again. The first attempt to end the record decides the answer. Later attempts repeat that
 answer and write equal rows.
 
+Most jobs end in the same turn of the loop as others, with their batch, and need nothing but these
+steps. All of them with the same inbox take each step together, in one task (`_finish_together`).
+
 Pure functions turn the outcomes of a job's items into the state of its record, and the record into
 rows. A generation that ends without a result is charged by what its readers got.
 
 Results that are too large for a message are stored in the object store. Records and the cache carry
-the keys of the largest, replies also those of smaller ones. A message that is not a job gets a
-refusal and becomes a dead letter.
+the keys of the largest, replies also those of smaller ones.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import asyncio
 import logging
 import operator
 import time
+from collections import Counter
 from collections.abc import Coroutine, Sequence
 from typing import Any, Literal
 
@@ -29,11 +32,9 @@ from shared.backoff import backoff
 from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.catalog import Model
 from shared.errors import (
-    BadInput,
     Canceled,
     PenstockError,
     Unavailable,
-    UndecodableMessage,
     error_for_code,
 )
 from shared.messages import (
@@ -42,30 +43,29 @@ from shared.messages import (
     ItemError,
     ItemOutcome,
     ReplyBody,
-    decode_leniently,
     decode_reply_body,
     encode_reply_body,
-    error_item,
     failure,
-    reply_attributes,
 )
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.record_state import Claim, Finish
 from shared.stores.records import Records
 from shared.stores.token_streams import Delivered, TokenStreams
+from shared.tasks import Result
+from shared.tasks.custom import CustomInput
 from shared.tasks.text import GenerationInput
-from shared.topics import dead_letter_topic_id
-from shared.tracing.spans import entered, read_attributes, set_current
-from shared.transport import Publisher, ReceivedMessage, Subscription
+from shared.tracing.spans import entered
+from shared.transport import Publisher
 from shared.usage.charge import ENDED_BY_CALLER
-from shared.usage.row import RowSink
+from shared.usage.row import Row, RowSink
 from shared.webhook_publisher import WebhookPublisher
 from shared.webhooks import EventName
 from workers import metrics
-from workers.job import NOT_SENT, PulledJob, WorkerInfo, record_spans, reply_span, row_for
+from workers.job import NOT_SENT, PulledJob, WorkerInfo, record_spans, row_for
 from workers.jobs.canary_share import CanaryShare, Forwarding
 from workers.jobs.registry import JobRegistry
+from workers.jobs.replies import ReplyPublisher
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,9 @@ class LargeResults:
         limit_bytes = self._reply_limit_bytes
         if limit_bytes == INLINE_LIMIT_BYTES:  # it was kept when the record was made
             return body
-        outcomes = [await self._with_key(envelope, one, limit_bytes) for one in body.outcomes]
+        outcomes = await asyncio.gather(
+            *(self._with_key(envelope, one, limit_bytes) for one in body.outcomes)
+        )
         is_same = all(map(operator.is_, outcomes, body.outcomes))
         return body if is_same else msgspec.structs.replace(body, outcomes=outcomes)
 
@@ -118,13 +120,17 @@ class LargeResults:
         self, envelope: Envelope, outcome: ItemOutcome, limit_bytes: int
     ) -> ItemOutcome:
         result = outcome.result
-        blob = None if result is None else result.blob
-        if result is None or blob is None or blob.data is None or len(blob.data) <= limit_bytes:
+        if result is None or not any(_is_large(blob, limit_bytes) for blob in result.blobs):
             return outcome
-        key = f"results/{envelope.request_id}/{outcome.index}"
-        await self._put(key, blob.data, blob.media_type, envelope.deadline_s)
-        stored = result.with_blob(Blob(blob.media_type, object_key=key))
-        return msgspec.structs.replace(outcome, result=stored)
+        kept, key = [], f"results/{envelope.request_id}/{outcome.index}"
+        for number, blob in enumerate(result.blobs):
+            if _is_large(blob, limit_bytes):
+                # Not below the first: in a folder, a file has no files below it.
+                own_key = f"{key}.{number}" if number else key
+                await self._put(own_key, blob.data or b"", blob.media_type, envelope.deadline_s)
+                blob = Blob(blob.media_type, object_key=own_key)
+            kept.append(blob)
+        return msgspec.structs.replace(outcome, result=result.with_blobs(kept))
 
     async def _put(self, key: str, data: bytes, media_type: str, deadline_s: float) -> None:
         """Stores an object.
@@ -143,87 +149,17 @@ class LargeResults:
             await asyncio.sleep(pause_s)
 
 
-REASON_LIMIT_BYTES = 1000
-"""An attribute has at most 1,024."""
-
-
-class ReplyPublisher:
-    """Publishes replies, refusals and dead letters of one model.
-
-    Args:
-        model: the name of the model.
-        worker: the name of this worker.
-        publisher: sends the messages.
-    """
-
-    def __init__(self, model: str, worker: str, publisher: Publisher) -> None:
-        self._model = model
-        self._worker = worker
-        self._publisher = publisher
-
-    async def publish(self, envelope: Envelope, body: bytes) -> bool:
-        """Publishes a reply, as `encode_reply_body` wrote it, and waits until the broker has it.
-
-        Returns False if the inbox no longer exists. A job without an inbox needs no reply.
-
-        Raises:
-            PenstockError: the broker did not take it.
-        """
-        if not envelope.inbox:
-            return True
-        try:
-            with reply_span(envelope.inbox):
-                attributes = reply_attributes(envelope.request_id, envelope.part, envelope.slot)
-                await self._publisher.publish(envelope.inbox, body, attributes)
-        except BadInput as error:
-            # The API instance and its inbox are gone. Handing the job back would repeat it forever.
-            facts = {"inbox": envelope.inbox, "reason": error.message}
-            log.warning("inbox refused a reply", extra=facts)
-            metrics.REPLIES_REFUSED.inc()
-            return False
-        return True
-
-    async def publish_dead_letter(self, message: ReceivedMessage, reason: str) -> None:
-        """Copies `message` to the dead letters, with the reason it failed.
-
-        Raises:
-            PenstockError: the broker did not take it.
-        """
-        attributes = {**message.attributes, "penstock_reason": _shortened(reason)}
-        await self._publisher.publish(dead_letter_topic_id(self._model), message.data, attributes)
-
-    async def refuse(
-        self, message: ReceivedMessage, error: UndecodableMessage, subscription: Subscription
-    ) -> None:
-        """Ends a message that is not a job of this model. Replies if the attributes name an inbox.
-
-        The dead-letter function ends its record and writes its row. Runs as a task of its own.
-        """
-        set_current(read_attributes(message.attributes))
-        facts = {"message_id": message.message_id, "reason": error.message}
-        log.warning("message is not a job", extra=facts)
-        metrics.UNDECODABLE.inc()
-        envelope = decode_leniently(message.attributes)
-        try:
-            if envelope is not None:
-                reason = error_item(error)
-                body = ReplyBody([], reason, self._worker, replied_at_s=time.time())
-                await self.publish(envelope, encode_reply_body(body))
-            await self.publish_dead_letter(message, error.message)
-        except PenstockError as failed:
-            facts = {"message_id": message.message_id, "reason": failed.message}
-            log.warning("refusal not sent", extra=facts)
-            subscription.nack(message)
-            return
-        subscription.ack(message)
-
-
-def _shortened(reason: str) -> str:
-    return reason.encode(errors="replace")[:REASON_LIMIT_BYTES].decode(errors="ignore")
+def _is_large(blob: Blob, limit_bytes: int) -> bool:
+    return blob.data is not None and len(blob.data) > limit_bytes
 
 
 def is_streamed(item: Item) -> bool:
     """Returns whether the tokens of an item go to a stream."""
+    return isinstance(item.input, GenerationInput | CustomInput) and item.input.is_streamed
+
+
+def _is_charged_in_part(item: Item) -> bool:
+    """Returns whether the tokens that were read of an item are charged. Pieces have no price."""
     return isinstance(item.input, GenerationInput) and item.input.is_streamed
 
 
@@ -238,7 +174,7 @@ async def with_delivered(streams: TokenStreams, pulled: PulledJob, body: ReplyBo
     Raises:
         Unavailable: Redis did not answer.
     """
-    streamed = {item.index for item in pulled.items if is_streamed(item)}
+    streamed = {item.index for item in pulled.items if _is_charged_in_part(item)}
     ended = [
         outcome.index
         for outcome in body.outcomes
@@ -281,6 +217,18 @@ def answered_by(ours: ReplyBody, finish: Finish | None) -> ReplyBody:
         return ours
     outcomes = [failure(outcome.index, Canceled(), outcome.receipt) for outcome in ours.outcomes]
     return msgspec.structs.replace(ours, outcomes=outcomes)
+
+
+def delivered_answer(ours: ReplyBody, finish: Finish | None, *, is_sent: bool) -> ReplyBody:
+    """The answer in the record, without results if its inbox is gone.
+
+    The API writes rows of its own for what came too late. When the broker confirms that it has the
+    reply says nothing of that.
+    """
+    answered = answered_by(ours, finish)
+    if finish is None or finish.is_ours:  # otherwise the caller took another attempt's reply
+        return answered if is_sent else undelivered(answered)
+    return answered
 
 
 def in_time(pulled: PulledJob, body: ReplyBody, now_s: float) -> ReplyBody:
@@ -360,6 +308,8 @@ class Completion:
         self._rows = rows
         self._webhooks = WebhookPublisher(publisher)
         self._worker = worker
+        self._ended: dict[str, list[PulledJob]] = {}
+        """Jobs that ended in this turn of the loop, by inbox."""
 
     def settle(self, pulled: PulledJob, outcome: ItemOutcome) -> None:
         """Sets the outcome of one item. The last item finishes the job."""
@@ -368,7 +318,59 @@ class Completion:
         pulled.outcomes[outcome.index] = outcome
         if len(pulled.outcomes) == len(pulled.items):
             pulled.end()
-            self._spawn(pulled, self._finish(pulled))
+            if self._is_plain(pulled):
+                if not self._ended:
+                    asyncio.get_running_loop().call_soon(self._finish_ended)
+                self._ended.setdefault(pulled.envelope.inbox, []).append(pulled)
+            else:
+                self._spawn(pulled, self._finish(pulled))
+
+    def _is_plain(self, pulled: PulledJob) -> bool:
+        """Returns whether a job has no steps of its own, and no spans to be made of them."""
+        return (
+            self.canary is None
+            and self.forwarding is None
+            and pulled.runs is None
+            and not pulled.envelope.has_record
+            and not pulled.dead_letter_reason
+            and not any(one.result and one.result.blobs for one in pulled.outcomes.values())
+        )
+
+    def _finish_ended(self) -> None:
+        """Finishes the jobs of this turn. Those of an inbox that is slow hold up no others."""
+        ended, self._ended = self._ended, {}
+        with entered(None):  # they are of many traces
+            for jobs in ended.values():
+                self.registry.spawn(self._finish_together(jobs))
+
+    async def _finish_together(self, jobs: Sequence[PulledJob]) -> None:
+        """Does for plain jobs of one inbox what `_finish` does for one job."""
+        now_s = time.time()
+        ours = [in_time(pulled, self._body_of(pulled, now_s), now_s) for pulled in jobs]
+        encoded = [encode_reply_body(body) for body in ours]
+        ends = [
+            (pulled.record, state_of(body), data)
+            for pulled, body, data in zip(jobs, ours, encoded, strict=True)
+        ]
+        ending = asyncio.ensure_future(self._records.finish_all(ends))
+        try:
+            sent = await self.replies.publish_all(
+                [(pulled.envelope, data) for pulled, data in zip(jobs, encoded, strict=True)]
+            )
+        finally:
+            finishes = await ending
+        answers: list[tuple[PulledJob, ReplyBody]] = []
+        for pulled, body, is_sent, finish in zip(jobs, ours, sent, finishes, strict=True):
+            if isinstance(is_sent, PenstockError):
+                self._give_up(pulled, is_sent)
+            else:
+                answers.append((pulled, delivered_answer(body, finish, is_sent=is_sent)))
+        await self._fill_cache(answers)
+        self._write_rows(answers)
+
+    def _body_of(self, pulled: PulledJob, now_s: float) -> ReplyBody:
+        outcomes = [pulled.outcomes[item.index] for item in pulled.items]
+        return ReplyBody(outcomes, None, self._worker.worker, self._worker.device, now_s)
 
     def repeat(self, pulled: PulledJob, claim: Claim) -> None:
         """Ends a job whose record is over already.
@@ -402,7 +404,7 @@ class Completion:
         except PenstockError as error:
             self._give_up(pulled, error)
             return
-        self._write_rows(pulled, answered)
+        self._write_rows([(pulled, answered)])
 
     async def _finish(self, pulled: PulledJob) -> None:
         outcomes = [pulled.outcomes[item.index] for item in pulled.items]
@@ -415,7 +417,10 @@ class Completion:
             return
         record_spans(pulled, self._model, self._worker.device)
         try:
-            outcomes = [await self._large.stored(pulled.envelope, outcome) for outcome in outcomes]
+            # Together, because a store may be far away.
+            outcomes = await asyncio.gather(
+                *(self._large.stored(pulled.envelope, outcome) for outcome in outcomes)
+            )
             ours = ReplyBody(outcomes, None, self._worker.worker, self._worker.device, time.time())
             answered = await self._end(pulled, ours)
             if pulled.dead_letter_reason:
@@ -423,7 +428,7 @@ class Completion:
         except PenstockError as error:
             self._give_up(pulled, error)
             return
-        self._write_rows(pulled, answered)
+        self._write_rows([(pulled, answered)])
 
     async def _reply(self, pulled: PulledJob, answered: ReplyBody, recorded: bytes) -> None:
         """Publishes the answer in the record, or `recorded` if the reply is the same."""
@@ -444,10 +449,11 @@ class Completion:
         answered = await deliver(pulled, ours)
         # After the reply, which a caller waits for. Until then an identical item is coalesced with
         # the queued one.
-        await self._fill_cache(pulled, answered)
+        await self._fill_cache([(pulled, answered)])
         subscribed = pulled.envelope.webhook_events
-        await self._webhooks.publish(pulled.record, subscribed, "output")
-        await self._webhooks.publish(pulled.record, subscribed, "completed")
+        if subscribed:
+            await self._webhooks.publish(pulled.record, subscribed, "output")
+            await self._webhooks.publish(pulled.record, subscribed, "completed")
         return answered
 
     async def _record_and_reply(self, pulled: PulledJob, ours: ReplyBody) -> ReplyBody:
@@ -464,12 +470,7 @@ class Completion:
             is_sent = await self.replies.publish(pulled.envelope, reply_body)
         finally:
             finish = await ending
-        answered = answered_by(ours, finish)
-        if finish is None or finish.is_ours:  # otherwise the caller took another attempt's reply
-            # The API writes rows of its own for what came too late. When the broker confirms that
-            # it has the reply says nothing of that.
-            answered = answered if is_sent else undelivered(answered)
-        return answered
+        return delivered_answer(ours, finish, is_sent=is_sent)
 
     async def _record_then_reply(self, pulled: PulledJob, ours: ReplyBody) -> ReplyBody:
         """Ends the record that the API promised, and then publishes the reply. Returns the answer.
@@ -518,31 +519,35 @@ class Completion:
             for outcome in ours.outcomes:
                 slo.count_ended(self._model.public_name, outcome.status)
 
-    def _write_rows(self, pulled: PulledJob, answered: ReplyBody) -> None:
-        """Writes one row per item, and acks the job when all of them are safe."""
-        outcomes = one_for_each(pulled.items, answered)
-        left = len(outcomes)
+    def _write_rows(self, answers: Sequence[tuple[PulledJob, ReplyBody]]) -> None:
+        """Writes one row per item, and acks the jobs when all rows are safe."""
+        rows, counts = list[Row](), Counter[tuple[str, str]]()
+        for pulled, answered in answers:
+            replied_at_s = answered.replied_at_s or time.time()
+            for outcome in one_for_each(pulled.items, answered):
+                counts[outcome.status, outcome.receipt.cache] += 1
+                rows.append(
+                    row_for(self._model, self._worker, pulled.envelope, outcome, replied_at_s)
+                )
+        for labels, count in counts.items():
+            metrics.ITEMS.labels(*labels).inc(count)
 
         def on_safe() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
+            for pulled, _ in answers:
                 self.registry.ack(pulled)
 
-        for outcome in outcomes:
-            metrics.ITEMS.labels(outcome.status, outcome.receipt.cache).inc()
-            replied_at_s = answered.replied_at_s or time.time()
-            row = row_for(self._model, self._worker, pulled.envelope, outcome, replied_at_s)
-            self._rows.write(row, on_safe)
+        if rows:
+            self._rows.write(*rows, on_safe=on_safe)
 
-    async def _fill_cache(self, pulled: PulledJob, answered: ReplyBody) -> None:
-        if not pulled.to_cache or not self._model.cache.ttl_s:
-            return
-        results = {outcome.index: outcome.result for outcome in answered.outcomes}
-        computed = {key: results.get(index) for key, index in pulled.to_cache.items()}
-        kept = {key: result for key, result in computed.items() if result is not None}
+    async def _fill_cache(self, answers: Sequence[tuple[PulledJob, ReplyBody]]) -> None:
+        ttl_s, kept = self._model.cache.ttl_s, dict[str, Result]()
+        for pulled, answered in answers:
+            if pulled.to_cache and ttl_s:
+                results = {outcome.index: outcome.result for outcome in answered.outcomes}
+                computed = {key: results.get(index) for key, index in pulled.to_cache.items()}
+                kept |= {key: result for key, result in computed.items() if result is not None}
         if kept:
-            await self._cache.put_many(kept, self._model.cache.ttl_s)
+            await self._cache.put_many(kept, ttl_s)
 
     def _give_up(self, pulled: PulledJob, error: PenstockError) -> None:
         facts = {"request_id": pulled.envelope.request_id, "reason": error.message}

@@ -2,8 +2,7 @@
 
 In call order: `start` → `_pull` → `_admit` decodes, drops late jobs, claims records, asks the
 cache, fetches source images, prepares inputs, and queues. The worker takes batches from `queue`
-(model_queue.py) and passes their results to `batches` (batch_results.py). Every outcome goes to
-completion.py.
+and passes their results to `batches` (both in items.py). Every outcome goes to completion.py.
 
 Jobs that are canceled or late are dropped, in the queue or in a running batch. Each held job has a
 timer, which fires at the queue limit and at the deadline.
@@ -33,11 +32,10 @@ from shared.tasks import Input, Result
 from shared.tasks.text import TokenCount
 from shared.tracing.spans import is_recorded
 from shared.transport import ReceivedMessage, Subscription
-from workers.job import JobTimer, PulledJob, QueuedItem, Run
-from workers.jobs.batch_results import BatchResults, TokenOutput
+from workers.job import TOLERATED_CRASHES, JobTimer, PulledJob, QueuedItem, Run
 from workers.jobs.canary_share import CanaryShare
 from workers.jobs.completion import Completion
-from workers.jobs.model_queue import ModelQueue
+from workers.jobs.items import BatchResults, ModelQueue, TokenOutput
 from workers.jobs.registry import JobRegistry
 from workers.models.base import Prepared, Preparer
 from workers.tasks import WORKER_TASKS
@@ -181,8 +179,8 @@ def _items_in(batches: Iterable[Sequence[QueuedItem]], pulled: PulledJob) -> set
     return {item.index for job, item in waiters if job is pulled}
 
 
-SOURCE_LIMIT_BYTES = 32 * 1024 * 1024
-"""The largest source image that is fetched from the object store."""
+SOURCE_LIMIT_BYTES = 64 * 1024 * 1024
+"""The largest source that is fetched from the object store."""
 
 log = logging.getLogger(__name__)
 
@@ -204,25 +202,29 @@ class Preprocessor:
     async def prepare(self, items: Sequence[Item]) -> list[_Ready]:
         """One outcome per item, in order: the prepared item, or an error."""
         loaded: Sequence[Item | PenstockError] = items
-        if any(item.input.source is not None for item in items):
-            loaded = await asyncio.gather(*(self._with_source(item) for item in items))
+        if any(item.input.sources for item in items):
+            loaded = await asyncio.gather(*(self._with_sources(item) for item in items))
         return (
             await asyncio.to_thread(self._prepare, loaded)
             if self._on_thread
             else self._prepare(loaded)
         )
 
-    async def _with_source(self, item: Item) -> Item | PenstockError:
-        """`item` with its source image inline."""
-        source = item.input.source
-        if source is None or source.object_key is None:
+    async def _with_sources(self, item: Item) -> Item | PenstockError:
+        """`item` with its sources inline."""
+        if not any(source.object_key for source in item.input.sources):
             return item
         try:
-            data = await self._objects.get(source.object_key, SOURCE_LIMIT_BYTES)
+            inline = [await self._inline(source) for source in item.input.sources]
         except PenstockError as error:
             return error
-        inline = Blob(source.media_type, data=data)
-        return msgspec.structs.replace(item, input=item.input.with_source(inline))
+        return msgspec.structs.replace(item, input=item.input.with_sources(inline))
+
+    async def _inline(self, source: Blob) -> Blob:
+        if source.object_key is None:
+            return source
+        data = await self._objects.get(source.object_key, SOURCE_LIMIT_BYTES)
+        return Blob(source.media_type, data=data)
 
     def _prepare(self, items: Sequence[Item | PenstockError]) -> list[_Ready]:
         prepared = iter(
@@ -448,8 +450,7 @@ class JobConsumer:
         """Decodes, drops late and finished jobs, answers from the cache, and queues the rest."""
         decoded = [self._decode(message, subscription) for message, subscription in arrived]
         pulled_jobs = [pulled for pulled in decoded if pulled is not None]
-        await self._claims.claim(pulled_jobs)
-        cached = await self._look_up(pulled_jobs)
+        cached = await self._claim_and_look_up(pulled_jobs)
         missing = []
         for pulled in pulled_jobs:
             for item in () if pulled.is_over else pulled.items:
@@ -460,6 +461,16 @@ class JobConsumer:
                     missing.append((pulled, item))
         if missing:
             await self._enqueue(missing)
+
+    async def _claim_and_look_up(
+        self, pulled_jobs: Sequence[PulledJob]
+    ) -> dict[str, tuple[Result, Level]]:
+        """Claims jobs, and returns what the cache has of their items."""
+        if all(pulled.is_fresh for pulled in pulled_jobs):  # the cache in Redis is not asked
+            await self._claims.claim(pulled_jobs)
+            return await self._look_up(pulled_jobs)
+        _, hits = await asyncio.gather(self._claims.claim(pulled_jobs), self._look_up(pulled_jobs))
+        return hits
 
     def _decode(self, message: ReceivedMessage, subscription: Subscription) -> PulledJob | None:
         """The job of `message`. None if it is for another model or late, which ends it here."""
@@ -518,12 +529,11 @@ class JobConsumer:
         return hits | await self._cache.get_many(in_redis) if in_redis else hits
 
     async def _enqueue(self, missing: list[tuple[PulledJob, Item]]) -> None:
-        """Prepares inputs and queues them. A job that a worker died with is prepared by itself."""
+        """Prepares inputs and queues them. A job that two workers died with is by itself."""
         parts: dict[PulledJob | None, list[tuple[PulledJob, Item]]] = {}
         for pulled, item in missing:
-            parts.setdefault(pulled if pulled.unfinished_claims else None, []).append(
-                (pulled, item)
-            )
+            is_suspect = pulled.unfinished_claims > TOLERATED_CRASHES
+            parts.setdefault(pulled if is_suspect else None, []).append((pulled, item))
         for suspect, part in parts.items():
             await self._enqueue_part(part, [suspect] if suspect is not None else [])
         self.queue.on_queued()

@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from shared.tenants.plan import Priority
 from workers.job import QueuedItem
-from workers.jobs.batch_results import PROGRESS_EVERY_S, to_compute
 from workers.jobs.consumer import JobConsumer
+from workers.jobs.items import PROGRESS_EVERY_S, to_compute
+from workers.metrics import BusyRatio
 from workers.runtime.pool import ModelProcessDied, PooledProcess
 from workers.runtime.protocol import (
     BatchResult,
@@ -25,7 +26,6 @@ from workers.runtime.protocol import (
     Spare,
     StepMessage,
 )
-from workers.utilization import BusyRatio
 
 TIMEOUT_S = 300.0
 """A process that sends nothing for this time is stuck. It is killed, and its jobs are retried.

@@ -7,7 +7,7 @@ that batching needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -105,7 +105,23 @@ class PreparedPrompt(Prepared, tag="prompt", omit_defaults=True):
     written_logprobs: list[TokenLogprob] = []
 
 
-PreparedItem = PreparedText | PreparedImage | PreparedPair | PreparedPrompt
+class PreparedFile(msgspec.Struct, array_like=True):
+    """A file of an input: where it belongs, its name, and its bytes."""
+
+    at: list[str | int]
+    name: str
+    data: bytes
+
+
+class PreparedCustom(Prepared, tag="custom", omit_defaults=True):
+    """The input of a class of one's own. `length` is 1. Null stands for each file in `values`."""
+
+    values: dict[str, Any]
+    files: list[PreparedFile] = []
+    is_streamed: bool = False
+
+
+PreparedItem = PreparedText | PreparedImage | PreparedPair | PreparedPrompt | PreparedCustom
 PreparedOutcome = PreparedItem | TokenCount | BadInput
 OnStep = Callable[[int, int], None]
 """Called as on_step(step, steps) after each step of a batch, from 1."""
@@ -172,12 +188,14 @@ class InferenceModel(LoadedModel, Protocol):
 class StepEnd(msgspec.Struct):
     """The items that a step of a SteppedModel ended, by slot.
 
-    `results`: items that are done. `preempted`: items that have to wait and start over, because the
+    `results`: items that are done. `logs`: what the model printed meanwhile, of items that were
+    alone in it. `preempted`: items that have to wait and start over, because the
     device had too little memory for all. `work`: what the step computed of all items, in tokens or
     pixels. 0: not known.
     """
 
     results: dict[int, Result | PenstockError] = {}
+    logs: dict[int, str] = {}
     preempted: list[int] = []
     work: int = 0
 

@@ -31,7 +31,7 @@ from workers.models.artifact import (
     take_over,
     write_manifest,
 )
-from workers.models.cpu import this_cpu
+from workers.models.processors import this_cpu
 from workers.models.source import resolve
 from workers.optimize.options import (
     Calibration,

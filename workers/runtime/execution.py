@@ -348,6 +348,9 @@ CHUNKS_EVERY_S = 0.05
 """At most 20 events a second reach the readers of an item."""
 SPARE_EVERY_S = 0.5
 """The autoscaler looks every ten seconds."""
+ALIVE_EVERY_S = 30.0
+"""A process that takes steps but has nothing to say says this, so that it does not count as stuck:
+a class of one's own may compute for many minutes (workers/jobs/step_run.py)."""
 
 
 @dataclass(slots=True)
@@ -391,7 +394,7 @@ class StepExecution:
         self._batch = batch
         self._room = room
         self._items: dict[int, _Item] = {}
-        self._reported_s = self._spare_reported_s = clock()
+        self._reported_s = self._spare_reported_s = self._sent_s = clock()
         self._spare_s = 0.0
         """The spare seconds since the last message that reported them."""
         self._previews: StepPreviews | None = None
@@ -485,7 +488,7 @@ class StepExecution:
         if end.results or now_s - self._spare_reported_s >= SPARE_EVERY_S:
             self._report_spare(now_s)
         for slot, result in end.results.items():
-            self._end(slot, self._items.pop(slot), result)
+            self._end(slot, self._items.pop(slot), result, logs=end.logs.get(slot, ""))
         if end.preempted:
             for slot in end.preempted:
                 del self._items[slot]
@@ -496,6 +499,8 @@ class StepExecution:
             self._reported_s = now_s
             if chunks := model.take_chunks():
                 self._send(Chunks(self._batch.number, chunks))
+        if now_s - self._sent_s >= ALIVE_EVERY_S:
+            self._send(Spare(self._batch.number, 0.0))
 
     def _charge(self, work: int, step_s: float, cpu_s: float) -> None:
         """Gives each item its part of a step."""
@@ -522,6 +527,8 @@ class StepExecution:
         item: _Item,
         result: Result | Exception,
         steps_saved: int | None = None,
+        *,
+        logs: str = "",
     ) -> None:
         batch_items = max(1, round(item.item_steps / item.steps)) if item.steps else 1
         work = int(getattr(result, "tokens", 0)) or int(getattr(result, "pixel_steps", 0))
@@ -540,8 +547,10 @@ class StepExecution:
             loaded_at_s=self._resident_models.loaded_at_s(self._batch.model),
             average_items=batch_items,
             steps_saved=steps_saved,
+            logs=logs,
         )
         self._send(ItemEnded(self._batch.number, slot, done))
 
     def _send(self, message: ServerMessage) -> None:
+        self._sent_s = self._clock()
         self._connection.sendall(encode_server_message(message))

@@ -174,7 +174,9 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     spare_s: float = 0.0
     """The spare seconds of its steps that belong to it, if it was admitted to others."""
     average_items: int = 0
-    """The average number of items computed at a time, with continuous batching. 0: all."""
+    """The average number of items computed at a time, if items join between steps. 0: all."""
+    logs: str = ""
+    """What the model printed, if it computed one item alone."""
 
     @property
     def batch_items(self) -> int:

@@ -56,6 +56,8 @@ def main() -> int:
     # drains, then hangs up.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if any(Model.model_validate_json(one).definition.has_interface for one in arguments.model):
+        template.deny_inspection()  # a class of one's own runs as the same user
     loaded: dict[int, LoadedModel] = {}
     if arguments.fd is None:
         loaded = _load_ahead(arguments)

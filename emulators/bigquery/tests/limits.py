@@ -1,7 +1,7 @@
-"""How long tests wait for what must come. A limit ends a test that hangs; it never judges.
+"""How long tests wait for what must come, and how often they do what differs by chance only.
 
-Each is at least ten times what a quiet machine of two cores takes. EMULATOR_TEST_PATIENCE=3
-stretches them all, for a slower one.
+A limit ends a test that hangs; it never judges. Each is at least ten times what a quiet machine of
+two cores takes. EMULATOR_TEST_PATIENCE=3 stretches them all, for a slower one.
 """
 
 import os
@@ -12,3 +12,6 @@ WAIT_LIMIT_S = 90.0 * PATIENCE
 """For an answer, a message, a row, the end of a short program."""
 START_LIMIT_S = 240.0 * PATIENCE
 """For a server process until it is ready or gone."""
+
+KILLS = int(os.environ.get("EMULATOR_TEST_KILLS", "8"))
+"""Behind each kind of answer that confirms something. Each needs a start of the server."""

@@ -1,8 +1,9 @@
 """Long queries and what is asked for meanwhile: order of events, not times."""
 
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,7 +11,8 @@ from google.api_core.exceptions import GoogleAPICallError
 from google.cloud import bigquery
 
 from tests.connecting import rows_of
-from tests.limits import WAIT_LIMIT_S
+from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
+from tests.process import Process, free_port, listens
 
 # It would take hours.
 LONG = (
@@ -18,18 +20,36 @@ LONG = (
     " UNNEST(GENERATE_ARRAY(1, 1000000)) AS b WHERE MOD(a * b, 7) = 3"
 )
 
+MAX_QUERIES = 2
+"""Of the server here: each long query takes a core from what it must not hold up."""
+SERVER = f"""
+from bigquery_emulator import threads
+threads.MAX_QUERIES = {MAX_QUERIES}
+from bigquery_emulator.__main__ import main
+main()
+"""
 PAUSE_S = 0.02
 
 pytestmark = pytest.mark.usefixtures("dataset")
 
 
+@pytest.fixture(scope="module")
+def bigquery_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a server with room for MAX_QUERIES."""
+    port = free_port()
+    command = [sys.executable, "-c", SERVER, "--port", str(port)]
+    with Process("bigquery", command, tmp_path_factory.mktemp("bigquery")) as process:
+        process.wait_ready(lambda: listens(port), START_LIMIT_S)
+        yield f"http://127.0.0.1:{port}"
+
+
 def test_long_queries_keep_nobody_from_tables_and_rows(client: bigquery.Client) -> None:
     _make_table(client)
     # One more than there are threads: the last waits for one.
-    running = [client.query(LONG) for _ in range(9)]
+    running = [client.query(LONG) for _ in range(MAX_QUERIES + 1)]
     try:
         # A job whose bytes are known is at its rows, or waits for a thread to get at them.
-        _wait_until(lambda: sum(_is_at_its_rows(client, job) for job in running) == 8)
+        _wait_until(lambda: sum(_is_at_its_rows(client, job) for job in running) == MAX_QUERIES)
         assert not any(job.done() for job in running)
         assert client.insert_rows_json("d.t", [{"a": 1}], timeout=WAIT_LIMIT_S) == []
         assert client.get_table("d.t", timeout=WAIT_LIMIT_S).num_rows == 1
@@ -51,7 +71,7 @@ def _is_at_its_rows(client: bigquery.Client, job: bigquery.QueryJob) -> bool:
 
 
 def test_a_query_that_waits_for_a_thread_runs_out_of_time(client: bigquery.Client) -> None:
-    running = [client.query(LONG) for _ in range(8)]
+    running = [client.query(LONG) for _ in range(MAX_QUERIES)]
     try:
         late = client.query(LONG, job_config=bigquery.QueryJobConfig(job_timeout_ms=1))
         with pytest.raises(GoogleAPICallError, match="timed out"):

@@ -13,11 +13,10 @@ import pytest
 from google.cloud import bigquery
 
 from tests.connecting import connected, rows_of
-from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
+from tests.limits import KILLS, START_LIMIT_S, WAIT_LIMIT_S
 from tests.process import free_port, listens
 from tests.test_process import process
 
-KILLS = 20
 ROWS = 25
 SCHEMA = [bigquery.SchemaField("id", "INT64")]
 Change = Callable[[bigquery.Client, int, set[int]], set[int]]

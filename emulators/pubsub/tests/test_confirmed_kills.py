@@ -13,13 +13,12 @@ import pytest
 
 from pubsub_emulator.protos import message_class
 from tests.kept_server import KeptServer
-from tests.limits import WAIT_LIMIT_S
+from tests.limits import KILLS, WAIT_LIMIT_S
 from tests.wire import TOPIC, Wire, connect, refused_ids
 
 pytestmark = pytest.mark.anyio
 
 SUBSCRIPTION = "projects/p/subscriptions/once"
-KILLS = 20
 MESSAGES = 50
 
 

@@ -18,10 +18,16 @@ from infra.planning.deploy.costs import Cost, totals, without_price
 from infra.planning.deploy.plan import DeployPlan, make_plan
 from infra.planning.deploy.platform_variables import read_platform
 from infra.planning.deploy.prices import read_prices
-from infra.planning.deploy.rates import rates_of_words, read_rates
+from infra.planning.deploy.rates import (
+    BROKER_ROUND_TRIP_S,
+    DemandRates,
+    at_distance,
+    rates_of_words,
+    read_rates,
+)
 from infra.planning.deploy.sizing import Pool, Site, Workers
 from infra.text_table import table
-from shared.catalog import read_catalog
+from shared.catalog import Catalog, read_catalog
 from shared.errors import ConfigurationError
 
 
@@ -81,6 +87,7 @@ def _models(plan: DeployPlan) -> str:
         "s/item",
         "batch",
         "answer s",
+        "held",
         "processes",
         "pods",
         "GPU class",
@@ -94,6 +101,7 @@ def _models(plan: DeployPlan) -> str:
             _number(one.service_s) if one.rate.seconds_per_item else "-",
             one.batch,
             _number(one.answer_s) if one.processes_peak else "-",
+            one.held_jobs,
             f"{one.processes_mean}-{one.processes_peak}",
             f"{one.pods_mean}-{one.pods_peak}",
             "none"
@@ -348,6 +356,14 @@ def plan(
             metavar="FILE", help="prices that replace those of infra/planning/deploy/prices.yaml"
         ),
     ] = None,
+    broker_round_trip: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="to the broker and back; default: broker_round_trip_s of the rates, or "
+            f"{BROKER_ROUND_TRIP_S:g}, which is within a region",
+        ),
+    ] = None,
     buffer: Annotated[
         int, typer.Option(help="places kept warm per GPU class")
     ] = Deployment.model_fields["buffer"].default,
@@ -362,20 +378,32 @@ def plan(
         raise typer.BadParameter(f"unexpected: {' '.join(more_regions)}")
     regions = [*(region or []), *(more_regions or [])]
     try:
-        deploy_plan = _plan(
-            models, rates, rate or [], seconds or [], tfvars, regions, prices, buffer
-        )
+        rates_ = _rates(models, rates, rate or [], seconds or [])
+        if broker_round_trip is not None:
+            rates_ = at_distance(rates_, broker_round_trip)
+        deploy_plan = _plan(read_catalog(models), rates_, tfvars, regions, prices, buffer)
     except ConfigurationError as error:
         typer.echo(f"penstock deploy plan: {error.message}", err=True)
         raise typer.Exit(1) from error
     print(plan_as_json(deploy_plan) if as_json else text(deploy_plan))
 
 
+def _rates(
+    models: Path, rates_file: Path | None, rate: list[str], seconds: list[str]
+) -> DemandRates:
+    catalog = read_catalog(models)
+    if rates_file is None:
+        return rates_of_words(rate, seconds, catalog)
+    if seconds:
+        raise ConfigurationError(
+            "--seconds goes with --rate; a file of rates has seconds_per_item", field="seconds"
+        )
+    return read_rates(rates_file, catalog)
+
+
 def _plan(
-    models: Path,
-    rates_file: Path | None,
-    rate: list[str],
-    seconds: list[str],
+    catalog: Catalog,
+    rates: DemandRates,
     tfvars: Path | None,
     regions: list[str],
     prices: Path | None,
@@ -383,15 +411,6 @@ def _plan(
 ) -> DeployPlan:
     if buffer < 0:
         raise ConfigurationError("--buffer: 0 or more", field="buffer")
-    catalog = read_catalog(models)
-    if rates_file is None:
-        rates = rates_of_words(rate, seconds, catalog)
-    elif seconds:
-        raise ConfigurationError(
-            "--seconds goes with --rate; a file of rates has seconds_per_item", field="seconds"
-        )
-    else:
-        rates = read_rates(rates_file, catalog)
     platform = read_platform(tfvars)
     if regions:
         platform = platform.in_regions(list(dict.fromkeys(regions)))

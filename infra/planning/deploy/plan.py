@@ -386,6 +386,7 @@ def _notes(
             "the API is sized by its concurrency alone; give api_requests_per_s, what one instance "
             "takes"
         )
+    notes += _distance_notes(rates, sites)
     gpus: dict[str, int] = {}
     for pool in (pool for site in sites for pool in site.pools):
         key = f"{pool.gpu.type} in {pool.region}"
@@ -396,4 +397,26 @@ def _notes(
                 f"{count} GPUs of {place}, but ComputeClasses may make {AUTO_PROVISIONED_GPUS} of "
                 "a type"
             )
+    return notes
+
+
+def _distance_notes(rates: DemandRates, sites: Sequence[Site]) -> list[str]:
+    """What the distance to the broker means for workers."""
+    with_load = [one for site in sites for one in site.workers if one.processes_peak]
+    if not with_load:
+        return []
+    round_trip_s = rates.broker_round_trip_s
+    most = max(with_load, key=lambda one: one.repeated_s)
+    notes = [
+        f"held: jobs of a priority in the hands of a worker's process, {round_trip_s:g} s from the "
+        f"broker and back; most work has one of {most.model.name}, which takes "
+        f"{most.repeated_s:.2g} s again if it dies"
+    ]
+    too_far = {one.model.name: one.most_busy for one in with_load if one.most_busy < 1}
+    for name, busy in too_far.items():
+        notes.append(
+            f"{name}: the broker is too far (broker_round_trip_s: {round_trip_s:g}): a worker "
+            f"holds at most a second of work beyond two batches, so it is busy {busy:.0%} of the "
+            "time at most; its workers are counted with that"
+        )
     return notes

@@ -12,6 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from shared.catalog import Catalog
 from shared.errors import ConfigurationError
 
+BROKER_ROUND_TRIP_S = 0.05
+"""Within a region: from publish to receipt over Pub/Sub, p90 46.8 ms with Google's Go client at 100
+messages/s (https://github.com/davidxia/cloud-message-latency, "Metrics", 2021).
+"""
+MAX_BROKER_ROUND_TRIP_S = 5.0
 GIVEN_HERE = "given on the command line"
 HOW_TO_MEASURE = (
     "what a worker takes for an item on the GPU of the catalog. Where the model runs on it "
@@ -91,6 +96,11 @@ class DemandRates(_Entry):
     """The share of requests at the peak that may wait past the deadline."""
     api_requests_per_s: float | None = Field(None, gt=0)
     """The measured rate of one API instance. Without it, only its concurrency counts."""
+    broker_round_trip_s: float = Field(BROKER_ROUND_TRIP_S, ge=0, le=MAX_BROKER_ROUND_TRIP_S)
+    """Seconds from a worker to the broker and back, as `penstock_worker_round_trip_seconds` says.
+
+    A job and its reply take one each.
+    """
 
     @model_validator(mode="after")
     def _shares_add_up(self) -> Self:
@@ -114,6 +124,21 @@ def read_rates(path: Path, catalog: Catalog) -> DemandRates:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
     return _checked(document, catalog, str(path))
+
+
+def at_distance(rates: DemandRates, round_trip_s: float) -> DemandRates:
+    """The same rates with another round trip to the broker.
+
+    Raises:
+        ConfigurationError: it is out of range.
+    """
+    if not 0 <= round_trip_s <= MAX_BROKER_ROUND_TRIP_S:
+        raise ConfigurationError(
+            f"--broker-round-trip: seconds from 0 to {MAX_BROKER_ROUND_TRIP_S:g}, not "
+            f"{round_trip_s:g}",
+            field="broker_round_trip",
+        )
+    return rates.model_copy(update={"broker_round_trip_s": round_trip_s})
 
 
 def rates_of_words(rates: Sequence[str], seconds: Sequence[str], catalog: Catalog) -> DemandRates:

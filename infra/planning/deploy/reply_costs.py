@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from infra.planning.deploy.platform_variables import Platform
-from infra.planning.deploy.prices import Prices
+from infra.planning.deploy.prices import ListPrice, Prices
 from infra.planning.deploy.volumes import Volume
 from shared.catalog_entry import Replies
 
@@ -51,5 +51,16 @@ def reply_notes(volumes: Sequence[Volume], platform: Platform, prices: Prices) -
             yield (
                 f"the replies of {one.model}: about {direct_usd:,.2f} USD a month direct, "
                 f"{slots_usd:,.2f} with {platform.inboxes.made_slots} slots; "
-                f"models.yaml has {one.replies}"
+                f"models.yaml has {one.replies}{_shared(one, platform, price)}"
             )
+
+
+def _shared(volume: Volume, platform: Platform, price: ListPrice) -> str:
+    """What replies cost at least, because those of a batch for one instance share a message."""
+    count, size_bytes = volume.shared_replies, volume.shared_reply_bytes
+    if count == 1 or size_bytes is None:
+        return ""
+    times = reply_times(volume.replies, platform)
+    least = billed_tib(volume.jobs / count, size_bytes, times)
+    usd = price.cost_usd("", least, before=price.free)
+    return "" if usd is None else f", {usd:,.2f} if {count} share each message"

@@ -21,6 +21,7 @@ from infra.planning.deploy.rates import DemandRates, ModelRate
 from shared.catalog import Model
 from shared.catalog_entry import Gpu
 from shared.errors import ConfigurationError
+from shared.flow_control import held_messages, messages_ahead, refill_s
 
 
 def servers_needed(
@@ -84,8 +85,6 @@ def mean_wait_s(servers: int, load: float, service_s: float) -> float:
     return erlang_c(servers, load) * service_s / (servers - load) if load else 0.0
 
 
-TRIP_S = 0.1
-"""Pub/Sub round trip, p90, 2 x 47 ms: github.com/davidxia/cloud-message-latency (2021)."""
 CPUS_OF_A_WORKER = int(CPU_ONLY["cpu"])
 """CPUs of a worker without a GPU. It has a process for each, or one if the weights are shared."""
 
@@ -110,6 +109,14 @@ class Workers:
     pods_peak: int
     answer_s: float
     """Seconds from request to answer at the peak, without hits: network, mean wait, one batch."""
+    held_jobs: int
+    """Jobs of a priority that one of its processes holds at most (shared/flow_control.py)."""
+    most_busy: float
+    """Share of its time that it can compute, however much work there is. Below 1 if it would have
+    to hold more than it may, because the broker is too far.
+    """
+    repeated_s: float
+    """Seconds of a process for what it holds. That comes again if it dies."""
 
     @property
     def batch_s(self) -> float:
@@ -172,10 +179,13 @@ def size_workers(
     """
     service_s, batch = _service_s(model, rate), batch_items(model, rate)
     places = batch if model.definition.shares_weights else 1
-    spare_s = _spare_s(model, batch, batch * service_s)
+    trips_s = 2 * rates.broker_round_trip_s
+    spare_s = _spare_s(model, batch, batch * service_s, trips_s)
+    hand = _hand(model, rate, service_s, batch, rates.broker_round_trip_s)
 
     def processes(requests_per_s: float) -> int:
-        load = requests_per_s * rate.items_per_request * (1 - rate.hit_share) * service_s
+        computed_per_s = requests_per_s * rate.items_per_request * (1 - rate.hit_share)
+        load = computed_per_s * service_s / hand.most_busy
         return servers_needed(
             load,
             batch * service_s,
@@ -188,7 +198,7 @@ def size_workers(
     peak_per_s, mean_per_s = rate.peak * share, rate.mean_per_s * share
     computed_per_s = peak_per_s * rate.items_per_request * (1 - rate.hit_share)
     at_peak, at_mean = processes(peak_per_s), processes(mean_per_s)
-    load = computed_per_s * service_s
+    load = computed_per_s * service_s / hand.most_busy
     wait_s = mean_wait_s(at_peak * places, load * places, batch * service_s)
     return Workers(
         model=model,
@@ -203,8 +213,41 @@ def size_workers(
         processes_peak=at_peak,
         pods_mean=max(model.replicas.min, _pods(model, at_mean)),
         pods_peak=max(model.replicas.min, _pods(model, at_peak)),
-        answer_s=TRIP_S + wait_s + batch * service_s,
+        answer_s=trips_s + wait_s + batch * service_s,
+        held_jobs=hand.jobs,
+        most_busy=hand.most_busy,
+        repeated_s=hand.work_s,
     )
+
+
+@dataclass(frozen=True)
+class _Hand:
+    """What a process of a worker holds."""
+
+    jobs: int
+    most_busy: float
+    work_s: float
+
+
+def _hand(
+    model: Model, rate: ModelRate, service_s: float, batch: int, round_trip_s: float
+) -> _Hand:
+    """By the rule of workers: two batches, and the work of the time until a permit is used again.
+
+    By Little's law a process that is always busy has its rate times (the time of a batch + that
+    time) in hand. A model that computes in steps holds a fixed number.
+    """
+    in_steps = model.definition.shares_weights
+    held = held_messages(model.batch.max_items, 1, in_steps=in_steps)
+    if not service_s:
+        return _Hand(held, 1.0, 0.0)
+    job_items = min(rate.items_per_request, model.definition.largest_job(model))
+    jobs_per_s, batch_s = 1 / service_s / job_items, batch * service_s
+    gap_s = refill_s(round_trip_s) if round_trip_s else 0.0
+    if not in_steps:
+        held += messages_ahead(jobs_per_s, gap_s, batch_s)
+    most_busy = min(1.0, held / (jobs_per_s * (gap_s + batch_s)))
+    return _Hand(held, most_busy, held / jobs_per_s)
 
 
 def _service_s(model: Model, rate: ModelRate) -> float:
@@ -216,9 +259,9 @@ def _service_s(model: Model, rate: ModelRate) -> float:
     return service_s * share / rate.measured_share / rate.kept_when_sharing
 
 
-def _spare_s(model: Model, batch: int, batch_s: float) -> float:
+def _spare_s(model: Model, batch: int, batch_s: float, trips_s: float) -> float:
     """Returns how long a request may wait for its batch and still meet its deadline."""
-    spare_s = model.deadline.default_s - TRIP_S - batch_s
+    spare_s = model.deadline.default_s - trips_s - batch_s
     if spare_s <= 0:
         raise ConfigurationError(
             f"models.{model.name}: seconds_per_item: a full batch of {batch} takes "

@@ -14,6 +14,7 @@ from shared.blob import INLINE_LIMIT_BYTES
 from shared.catalog import Model
 from shared.catalog_entry import Replies
 from shared.messages import (
+    MAX_REPLY_BATCH_BYTES,
     Envelope,
     Item,
     ItemOutcome,
@@ -24,6 +25,8 @@ from shared.messages import (
     ReplyBody,
     encode_job,
     encode_reply,
+    encode_reply_batch,
+    encode_reply_body,
 )
 from shared.tasks import Input, Result
 from shared.topics import direct_id, inbox_topic_id
@@ -37,6 +40,7 @@ MESSAGE_BYTES = 20 + 16
 """Timestamp and message id are billed with each message (cloud.google.com/pubsub/pricing)."""
 KINDS: tuple[Replies, ...] = get_args(Replies)
 SLOT: Mapping[Replies, str] = {"direct": "", "slots": "7"}
+REQUEST_ID = "req_" + "0" * 32
 NOW_S = 1_790_000_000.25
 """Any moment: what counts is its length."""
 
@@ -58,6 +62,10 @@ class Volume:
     """The topic of an inbox that replies come to."""
     reply_bytes: Mapping[Replies, int | None]
     """Billed bytes of each publish or delivery of a reply, on either topic."""
+    shared_replies: int
+    """Replies that share a message, at most: those of a full batch for one instance."""
+    shared_reply_bytes: int | None
+    """Billed bytes of each publish or delivery of such a message."""
     row_bytes: int
     inputs_bytes: float
     """Size of the inputs that are too large for a message."""
@@ -85,6 +93,8 @@ def volume(model: Model, rate: ModelRate) -> Volume:
         job_bytes=None if rate.input_bytes is None else job_bytes(model, rate.input_bytes, in_job),
         replies=model.replies,
         reply_bytes=replies,
+        shared_replies=shared_replies(model, replies[model.replies], in_job),
+        shared_reply_bytes=shared_reply_bytes(model, rate.output_bytes, in_job),
         row_bytes=row_bytes(model),
         inputs_bytes=computed * _apart(model, rate.input_bytes, INLINE_LIMIT_BYTES),
         results_bytes=None
@@ -113,13 +123,42 @@ def job_bytes(model: Model, input_bytes: int, items: int) -> int:
 def reply_bytes(model: Model, output_bytes: int | None, items: int, replies: Replies) -> int | None:
     """Returns the billed bytes of each publish or delivery of a reply. None if not known."""
     model = model.model_copy(update={"replies": replies})
+    body = _reply_body(model, output_bytes, items)
+    if body is None:
+        return None
+    return _billed(*encode_reply(Reply(REQUEST_ID, 0, SLOT[replies], body)))
+
+
+def shared_reply_bytes(model: Model, output_bytes: int | None, items: int) -> int | None:
+    """Returns the billed bytes of a message with `shared_replies`. None if not known."""
+    body = _reply_body(model, output_bytes, items)
+    if body is None:
+        return None
+    count = shared_replies(model, reply_bytes(model, output_bytes, items, model.replies), items)
+    replies = [(REQUEST_ID, 0, encode_reply_body(body))] * count
+    return _billed(*encode_reply_batch(replies, SLOT[model.replies]))
+
+
+def _reply_body(model: Model, output_bytes: int | None, items: int) -> ReplyBody | None:
     receipt = Receipt("miss", NOW_S, NOW_S, NOW_S, 10.25, 100.25, 8, 100)
     result = cast(Result | None, model.definition.sample_result(model, output_bytes))
     if result is None:
         return None
     outcomes = [ItemOutcome(index, "succeeded", receipt, result) for index in range(items)]
-    body = ReplyBody(outcomes, worker="worker-" + "0" * 24, device="NVIDIA L4", replied_at_s=NOW_S)
-    return _billed(*encode_reply(Reply("req_" + "0" * 32, 0, SLOT[replies], body)))
+    return ReplyBody(outcomes, worker="worker-" + "0" * 24, device="NVIDIA L4", replied_at_s=NOW_S)
+
+
+def shared_replies(model: Model, size_bytes: int | None, items: int) -> int:
+    """Returns how many replies share a message, at most. Those that name an object share none.
+
+    Args:
+        model: its entry.
+        size_bytes: billed bytes of one reply. None: not known.
+        items: of a job.
+    """
+    if model.definition.stores_blobs or not size_bytes:
+        return 1
+    return max(1, min(model.batch.max_items // items, MAX_REPLY_BATCH_BYTES // size_bytes))
 
 
 def row_bytes(model: Model) -> int:
@@ -151,7 +190,7 @@ def row_days() -> float:
 
 def _envelope(model: Model) -> Envelope:
     return Envelope(
-        request_id="req_" + "0" * 32,
+        request_id=REQUEST_ID,
         part=0,
         model=model.name,
         tenant="default",
@@ -166,6 +205,7 @@ def _envelope(model: Model) -> Envelope:
         key_id="0" * 12,
         plan="standard",
         user_agent_family="openai-python",
+        replies="n",
     )
 
 

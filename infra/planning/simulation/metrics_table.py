@@ -16,7 +16,7 @@ Values = tuple[tuple[Labels, float], ...]
 INTERACTIVE: Labels = (("lane", "interactive"),)
 BATCH: Labels = (("lane", "batch"),)
 BUSY_DIGITS = 3
-"""Equals DIGITS of workers/utilization.py."""
+"""Equals DIGITS of workers/metrics.py."""
 
 
 def _busy_ratio(worker: SimulatedWorker, now_s: float) -> Values:

@@ -53,7 +53,7 @@ class ScenarioApi(Entry):
     max_instances: int = Field(ApiVariable().max_instances, ge=1)
     concurrency: int = Field(ApiVariable().concurrency, ge=1)
     trip_s: Seconds = 0.1
-    """Both ways over Pub/Sub, as in infra/planning/deploy/sizing.py (TRIP_S)."""
+    """Both ways over Pub/Sub: 2 x BROKER_ROUND_TRIP_S of infra/planning/deploy/rates.py."""
 
 
 class ScenarioBroker(Entry):
@@ -63,8 +63,14 @@ class ScenarioBroker(Entry):
     """`random`: to any worker whose flow control has room. Pub/Sub promises nothing better."""
     lease_s: Seconds = 20.0
     """Lease of a job that a worker holds (PubSubTransport.subscribe), renewed after each third."""
-    batches_held: int = Field(2, ge=1)
-    """Flow control of a worker, in full batches: one that runs, the others wait for it."""
+    round_trip_s: Seconds = 0.0
+    """From a worker to its broker and back. The permit of a job that ends is used again after two
+    of them (shared/flow_control.py). 0: at once. The time of one request is `api.trip_s`.
+    """
+    batches_held: int | None = Field(None, ge=1)
+    """Full batches that a worker holds at any distance. None: what workers do, which is two near
+    the broker, and as much more as the distance asks for (shared/flow_control.py).
+    """
 
 
 class Metrics(Entry):

@@ -21,6 +21,7 @@ from infra.planning.simulation.recorder import ModelRecord, RequestEnd
 from infra.planning.simulation.scenario import ScenarioBroker
 from infra.planning.simulation.worker import Inside, SimulatedWorker, Steps
 from shared.catalog import Model
+from shared.flow_control import held_messages, refill_s
 from shared.step_time import StepTime
 
 INTERACTIVE, BATCH = 0, 1
@@ -94,7 +95,7 @@ class WholeBatches:
             while held and (items == 0 or items + held[0].items <= self._most_items):
                 job = held.popleft()
                 if job.has_ended:
-                    worker.held_items[priority] -= job.items
+                    worker.held_jobs[priority] -= 1
                     continue
                 items += job.items
                 yield job
@@ -180,7 +181,7 @@ class SteppedBatches:
             while held and held[0].items <= free:
                 job = held.popleft()
                 if job.has_ended:
-                    worker.held_items[priority] -= job.items
+                    worker.held_jobs[priority] -= 1
                     continue
                 has_callers = has_callers or priority == INTERACTIVE
                 free -= job.items
@@ -306,8 +307,14 @@ class Service:
         self._chance = chance
         self._is_idle_first = broker.delivery == "idle_first"
         self._lease_s = broker.lease_s
-        self._most_held = broker.batches_held * model.batch.max_items
-        """Maximum held items in each priority, including the running batch."""
+        self._refill_s = refill_s(broker.round_trip_s) if broker.round_trip_s else 0.0
+        held = held_messages(model.batch.max_items, 1, in_steps=load.steps is not None)
+        if broker.batches_held is not None:
+            held = broker.batches_held * model.batch.max_items
+        self._held = held
+        """Held jobs of each priority, including the running batch, of a worker near its broker."""
+        # A model that computes in steps holds a fixed number (workers/worker.py).
+        self._holds_more = broker.batches_held is None and load.steps is None
         self.queues: tuple[deque[SimulatedJob], deque[SimulatedJob]] = (deque(), deque())
         """Published, and with no worker."""
         self._open: list[SimulatedWorker] = []
@@ -383,25 +390,25 @@ class Service:
         for number in range(first, first + count):
             worker = self._open[number % count]
             # Workers are open by their room for `interactive` priority.
-            if worker.held_items[priority] < self._most_held:
+            if worker.has_room(priority):
                 return worker
         return None
 
     def _hold(self, worker: SimulatedWorker, job: SimulatedJob, priority: int) -> None:
         worker.held[priority].append(job)
-        worker.held_items[priority] += job.items
-        if priority == INTERACTIVE and worker.held_items[priority] >= self._most_held:
+        worker.held_jobs[priority] += 1
+        if priority == INTERACTIVE and not worker.has_room(priority):
             self._close(worker)
 
     def _refill(self, worker: SimulatedWorker) -> None:
         for priority, queue in enumerate(self.queues):
-            while queue and worker.held_items[priority] < self._most_held:
+            while queue and worker.has_room(priority):
                 job = queue.popleft()
                 if not job.has_ended:
                     self._hold(worker, job, priority)
 
     def _open_up(self, worker: SimulatedWorker) -> None:
-        if worker.open_at < 0 and worker.held_items[INTERACTIVE] < self._most_held:
+        if worker.open_at < 0 and worker.has_room(INTERACTIVE):
             worker.open_at = len(self._open)
             self._open.append(worker)
 
@@ -424,13 +431,34 @@ class Service:
 
     def _ended(self, worker: SimulatedWorker, jobs: list[SimulatedJob], took_s: float) -> None:
         """A worker is done with jobs, for which the model took this time. It continues."""
+        ended = [0, 0]
         for job in jobs:
-            priority = BATCH if job.is_batch_priority else INTERACTIVE
-            worker.held_items[priority] -= job.items
+            ended[BATCH if job.is_batch_priority else INTERACTIVE] += 1
             worker.items += job.items
             if not job.has_ended:
                 self._serve(job, took_s)
+        if self._holds_more:
+            for priority, count in enumerate(ended):
+                ahead = worker.ahead[priority].batch_ended(
+                    count / max(took_s, 1e-3), took_s, self._refill_s, self._env.now
+                )
+                worker.most_held[priority] = self._held + ahead
         self._compute(worker)
+        if self._refill_s:
+            self._env.process(self._free_later(worker, ended))
+        else:
+            self._free(worker, ended)
+
+    def _free_later(self, worker: SimulatedWorker, ended: list[int]) -> Steps:
+        """Frees permits when the replies and acks have traveled, and the next jobs come."""
+        yield self._env.timeout(self._refill_s)
+        if not worker.is_gone:
+            self._free(worker, ended)
+
+    def _free(self, worker: SimulatedWorker, ended: list[int]) -> None:
+        """Takes the next jobs of each priority in the place of those that ended."""
+        for priority, count in enumerate(ended):
+            worker.held_jobs[priority] -= count
         if not worker.is_draining:
             self._refill(worker)
             self._compute(worker)
@@ -458,6 +486,7 @@ class Service:
     def add_worker(self, worker: SimulatedWorker) -> None:
         """A worker is warm: it pulls."""
         worker.is_ready, worker.ready_s = True, self._env.now
+        worker.most_held[:] = [self._held, self._held]
         self._refill(worker)
         self._compute(worker)
         self._open_up(worker)
@@ -492,7 +521,7 @@ class Service:
         for held in worker.held:
             back += held
             held.clear()
-        worker.held_items[:] = [0, 0]
+        worker.held_jobs[:] = [0, 0]
         return [job for job in back if not job.has_ended]
 
     def _hand_back(self, jobs: Iterable[SimulatedJob]) -> None:

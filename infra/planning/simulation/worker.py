@@ -12,10 +12,11 @@ from typing import Any
 import simpy
 
 from infra.planning.simulation.api_site import SimulatedJob
+from shared.flow_control import HeldAhead
 from shared.step_time import StepTime
 
 BUSY_FADE_S = 30.0
-"""Equals FADE_S of workers/utilization.py."""
+"""Equals FADE_S of workers/metrics.py."""
 
 Steps = Generator[simpy.Event, Any, None]
 """A process of the simulation."""
@@ -76,6 +77,7 @@ class SimulatedWorker:
     """One pod. It pulls jobs up to its flow control, and runs what it holds in batches."""
 
     __slots__ = (
+        "ahead",
         "batch_done",
         "batches",
         "busy_average",
@@ -85,7 +87,7 @@ class SimulatedWorker:
         "drained",
         "evict",
         "held",
-        "held_items",
+        "held_jobs",
         "inference_s",
         "inside",
         "is_draining",
@@ -95,6 +97,7 @@ class SimulatedWorker:
         "is_spread",
         "items",
         "model",
+        "most_held",
         "name",
         "node",
         "open_at",
@@ -134,7 +137,12 @@ class SimulatedWorker:
         self.ready_s = -1.0
         self.held: tuple[deque[SimulatedJob], deque[SimulatedJob]] = (deque(), deque())
         """Jobs of each priority that wait here: interactive, batch."""
-        self.held_items = [0, 0]
+        self.held_jobs = [0, 0]
+        """Of each priority: those that wait or run here, and those whose acks are on their way."""
+        self.most_held = [0, 0]
+        """Jobs of each priority that it holds at most."""
+        self.ahead = (HeldAhead(), HeldAhead())
+        """What it measures of each priority."""
         self.running: list[SimulatedJob] = []
         self.running_s = 0.0
         self.started_s = 0.0
@@ -157,6 +165,10 @@ class SimulatedWorker:
         """The share of each priority in what it computes."""
         self.busy_average = (0.0, 0.0)
         self.busy_since_s = 0.0
+
+    def has_room(self, priority: int) -> bool:
+        """Returns whether its flow control takes another job."""
+        return self.held_jobs[priority] < self.most_held[priority]
 
     def occupy(self, now_s: float) -> None:
         """It begins to compute on its GPU."""

@@ -69,6 +69,8 @@ class Parts:
 
 
 BROKER_WAIT_S = float(ApiSettings.model_fields["broker_wait_s"].default)
+ROUND_TRIPS = 2
+"""Equals ROUND_TRIPS of api/dispatch/model_window.py."""
 
 FORGET_EVERY_S = 300.0
 
@@ -81,15 +83,22 @@ class Scraper:
         series: gets the samples.
         metrics: intervals and ages.
         parts: the scraped parts.
+        broker_wait_s: how long published jobs may be on their way and wait at the broker.
     """
 
     def __init__(
-        self, env: simpy.Environment, series: TimeSeries, metrics: Metrics, parts: Parts
+        self,
+        env: simpy.Environment,
+        series: TimeSeries,
+        metrics: Metrics,
+        parts: Parts,
+        broker_wait_s: float = BROKER_WAIT_S,
     ) -> None:
         self._env = env
         self._series = series
         self._metrics = metrics
         self._parts = parts
+        self._broker_wait_s = broker_wait_s
         self.away: list[tuple[str, ...]] = []
         """Outages: beginnings of the names that are not scraped. An empty one is any name."""
         self._forget_s = 0.0
@@ -145,7 +154,7 @@ class Scraper:
         while True:
             for name, service in self._parts.services.items():
                 sites = [site for key, site in self._parts.sites.items() if key[0] == name]
-                published = sum(site.published(BROKER_WAIT_S) for site in sites)
+                published = sum(site.published(self._broker_wait_s) for site in sites)
                 in_flight = sum(site.in_flight for site in sites)
                 batch = sum(site.batch for site in sites)
                 share = published / in_flight if in_flight else 0.0
@@ -410,7 +419,9 @@ class World:
         looks_back_s = max(one.looks_back_s for one in self.parts.autoscalers.values())
         self.series.kept_s = looks_back_s + scenario.metrics.pubsub_age_s + MARGIN_S
         self._start_workers()
-        scraper = Scraper(self.env, self.series, scenario.metrics, self.parts)
+        # As api/dispatch/model_window.py.
+        stay_s = BROKER_WAIT_S + ROUND_TRIPS * scenario.broker.round_trip_s
+        scraper = Scraper(self.env, self.series, scenario.metrics, self.parts, stay_s)
         for number, (name, stream) in enumerate(
             (name, stream) for name, load in scenario.models.items() for stream in load.arrivals
         ):

@@ -5,12 +5,12 @@
 -- column tenant: who owes
 -- column month: the first day of the month, in the time zone
 -- column model: its name in the catalog
--- column unit: tokens or pixel-steps
+-- column unit: tokens or pixel-steps; items of models of one's own
 -- column price_version: which price of the catalog; NULL in rows of releases that did not have it
 -- column unit_price_usd: of a million units, before any share; of texts, whose tokens have several prices, the average of the line; NULL where an old row was charged nothing and does not say
 -- column kind: computed, cached (from the cache, or joined), failed, expired or canceled
 -- column charged_share: the part of the price that is charged
--- column items: texts or images
+-- column items: texts, images or predictions
 -- column quantity: units
 -- column list_usd: quantity times unit price
 -- column amount_usd: what is charged: the sum of the rows' cost; quantity x unit price x share but for the last digits
@@ -25,8 +25,8 @@ WITH once AS (
     cost_usd,
     COALESCE(list_price_usd, SAFE_DIVIDE(cost_usd, COALESCE(charged_share, IF(cost_usd > 0, 1.0, 0.0)))) AS item_list_usd,
     output_tokens IS NOT NULL AS is_written,
-    IF(pixel_steps IS NULL, 'tokens', 'pixel-steps') AS unit,
-    COALESCE(pixel_steps, tokens, 0) AS units,
+    IF(task = 'custom', 'items', IF(pixel_steps IS NULL, 'tokens', 'pixel-steps')) AS unit,
+    IF(task = 'custom', IF(status = 'succeeded', 1, 0), COALESCE(pixel_steps, tokens, 0)) AS units,
     -- Rows from before the column: what was charged was charged in full.
     COALESCE(charged_share, IF(cost_usd > 0, 1.0, 0.0)) AS share
   FROM `rows`

@@ -11,7 +11,7 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -29,9 +29,11 @@ from api.limits.store import LimitStore
 from api.predictions.follower import PredictionFollower
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Generation, Price
+from shared.errors import Unavailable
 from shared.messages import ItemOutcome, Receipt, ReplyBody, encode_reply_body
 from shared.predictions import Prediction
 from shared.stores.records import Records
+from shared.stores.redis_client import Script
 from shared.tasks import Input
 from shared.tasks.embedding import TextInput, TokensInput
 from shared.tasks.image import ImageInput
@@ -140,6 +142,9 @@ class Ledger(RuleBasedStateMachine):
         self.rows: dict[float, float] = defaultdict(float)
         self.open: list[Open] = []
         self.predictions: list[Open] = []
+        self.giving: list[asyncio.Task[None]] = []
+        self.lost: set[float] = set()
+        """The months in which answers of Redis were lost."""
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(coroutine)
@@ -150,6 +155,10 @@ class Ledger(RuleBasedStateMachine):
         limiter = Limiter(await self.opened.enter_async_context(store), clock=self.clock)
         predictions: Any = NoPredictions()
         return limiter, PredictionFollower(predictions, self.records.holds, limiter)
+
+    async def until_given_back(self) -> None:
+        await asyncio.gather(*self.giving, return_exceptions=True)
+        self.giving.clear()
 
     def teardown(self) -> None:
         self.all_end()
@@ -176,11 +185,13 @@ class Ledger(RuleBasedStateMachine):
         asked = Open(limited, model, inputs, received_at_s, price_share, instance)
         try:
             self.run(limited.__aenter__())
-        except RateLimited:
+        except (RateLimited, Unavailable):
             return None
         others = [one for one in (*self.open, *self.predictions) if one.month == asked.month]
         reserved = sum(one.highest_usd for one in (*others, asked))
         budget = self.plan.budget_usd_per_month or 0.0
+        if asked.month in self.lost:  # an instance spends what it knows is left
+            budget *= 1 + INSTANCES
         assert self.rows[asked.month] + reserved <= budget + 1e-8
         return asked
 
@@ -279,15 +290,52 @@ class Ledger(RuleBasedStateMachine):
     def die(self, instance: int) -> None:
         """An instance dies, with no request in flight. Its predictions go on."""
         if not any(one.instance == instance for one in self.open):
-            self.run(self.instances[instance][0].give_back(self.clock() + 1))
+            for _ in range(4):
+                with suppress(Unavailable):
+                    self.run(self.instances[instance][0].give_back(self.clock() + 1))
             self.instances[instance] = self.run(self.start())
+
+    @rule(instance=st.integers(0, INSTANCES - 1), calls=st.integers(1, 2), is_counted=st.booleans())
+    def lose_answers(self, instance: int, calls: int, is_counted: bool) -> None:
+        """The next calls of an instance count or not, and it does not hear which.
+
+        The settlement of a prediction is another's if it fails (test_holds.py).
+        """
+        commands = self.instances[instance][0].store._commands
+        left, run_script = itertools.count(-calls + 1), type(commands).run_script
+
+        async def lost(script: Script, keys: list[str], *args: Any) -> Any:
+            if args[4] == 0:
+                return await run_script(commands, script, keys, *args)
+            if next(left) >= 0:
+                commands.__dict__.pop("run_script", None)
+            if is_counted:
+                await run_script(commands, script, keys, *args)
+            raise Unavailable("the test says so")
+
+        commands.run_script = lost  # type: ignore[assignment,method-assign]
+        now = month_of(self.clock())
+        self.lost |= {now - 1, now}
 
     @rule(seconds=st.sampled_from([0.1, 0.3, 5.0, 40_000.0]))
     def wait(self, seconds: float) -> None:
         """In the last case up to the next month, if that is near."""
         self.clock.advance(seconds)
         for limiter, _ in self.instances:
-            self.run(limiter.give_back(self.clock()))
+            with suppress(Unavailable):
+                self.run(limiter.give_back(self.clock()))
+
+    @rule(instance=st.integers(0, INSTANCES - 1), steps=st.integers(1, 20))
+    def begin_to_give_back(self, instance: int, steps: int) -> None:
+        """As an instance does every quarter of a second, beside whatever comes next."""
+
+        async def begin() -> None:
+            giving = self.instances[instance][0].give_back(self.clock())
+            self.giving.append(asyncio.create_task(giving))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+
+        self.run(begin())
 
     @rule()
     def turn_the_month(self) -> None:
@@ -310,9 +358,12 @@ class Ledger(RuleBasedStateMachine):
             self.answer(0, (0.4, 1.0, 0.0, 1.0), "miss")
         while self.predictions:
             self.end_prediction(0, 1.0, 0)
+        self.run(self.until_given_back())
         self.clock.advance(0.3)
         for limiter, _ in self.instances:
-            self.run(limiter.give_back(self.clock() + 1))
+            for _ in range(4):
+                with suppress(Unavailable):
+                    self.run(limiter.give_back(self.clock() + 1))
         found = self.redis.hgetall("penstock:limits:month:t:acme:usd")
         if found:
             newest = float(found[b"month"])

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from google.cloud import bigquery
 
-from shared.reports.definitions import find_report, reports
-from shared.reports.question import ask
+from shared.reports.definitions import ask, find_report, reports
 from shared.reports.runner import ReportRunner
 from tests.api.usage.world import World
 

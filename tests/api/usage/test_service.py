@@ -8,8 +8,7 @@ import threading
 import pytest
 
 from api.usage.rows import UsageLine, UsageQuery, UsageRows
-from api.usage.service import KEEP_S, UsageService
-from api.usage.turns import MAX_OF_ONE_TENANT, MAX_RUNNING, QueryPermits
+from api.usage.service import KEEP_S, MAX_OF_ONE_TENANT, MAX_RUNNING, QueryPermits, UsageService
 from shared.errors import Overloaded, Unavailable
 from tests.limits import WAIT_LIMIT_S
 

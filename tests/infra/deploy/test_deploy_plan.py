@@ -45,6 +45,17 @@ def test_rates_can_be_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["stable-diffusion-tiny"]["pods_peak"] == 0
 
 
+def test_distance_to_the_broker_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--rate", f"{MINILM}=50", "--seconds", f"{MINILM}=0.0005"]
+    held = {}
+    for seconds in ("0.05", "0.2"):
+        assert main(["plan", *words, "--broker-round-trip", seconds, "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        (held[seconds],) = (one["held_jobs"] for one in plan["models"] if one["model"] == MINILM)
+        assert any(f"{seconds} s from the broker and back" in note for note in plan["notes"])
+    assert held["0.2"] > held["0.05"]
+
+
 def test_regions_can_be_words(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--rate",
@@ -240,6 +251,7 @@ def test_wrong_rates_are_refused_with_field_and_reason(
         (["--rate", f"{MINILM}=1", "--seconds", "other=1"], "no --rate for 'other'"),
         (["--rates", EXAMPLE, "--seconds", f"{MINILM}=1"], "--seconds goes with --rate"),
         (["--rates", EXAMPLE, "--buffer", "-1"], "--buffer: 0 or more"),
+        (["--rates", EXAMPLE, "--broker-round-trip", "9"], "seconds from 0 to 5, not 9"),
         (["--rates", "nowhere.yaml"], "nowhere.yaml: No such file"),
         (["--rates", EXAMPLE, "--prices", "nowhere.yaml"], "nowhere.yaml: No such file"),
         (["--rates", EXAMPLE, "--tfvars", "nowhere.json"], "nowhere.json: No such file"),

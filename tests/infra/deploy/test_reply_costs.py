@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 import pytest
 
 from infra.planning.deploy.plan import DeployPlan
@@ -71,4 +74,25 @@ def test_a_direct_image_travels_in_its_reply_if_it_is_small() -> None:
 def test_both_costs_are_told() -> None:
     (note,) = (note for note in planned(entry(), 5000).notes if "the replies of" in note)
     assert note.startswith("the replies of texts: about ")
-    assert note.endswith(" with 8 slots; models.yaml has direct")
+    assert " with 8 slots; models.yaml has direct, " in note
+
+
+def test_it_is_told_what_replies_that_share_messages_cost() -> None:
+    direct, shared, count = told(planned(entry(), 5000).notes)
+    assert 1 < count <= entry().batch.max_items
+    # A vector is larger than the least that is billed, so only attributes are saved.
+    assert 0.9 * direct < shared < direct
+
+
+def told(notes: Sequence[str]) -> tuple[float, float, int]:
+    """What replies cost direct, and if they share messages, and how many share one."""
+    (note,) = (note for note in notes if "the replies of" in note)
+    found = re.search(r"about ([\d,.]+) USD a month direct.*, ([\d,.]+) if (\d+) share", note)
+    assert found is not None, note
+    direct, shared = (float(one.replace(",", "")) for one in found.groups()[:2])
+    return direct, shared, int(found[3])
+
+
+def test_images_share_no_message() -> None:
+    (note,) = (note for note in planned(painter(), 40_000).notes if "the replies of" in note)
+    assert note.endswith("models.yaml has slots")

@@ -39,6 +39,34 @@ def test_a_short_deadline_takes_more_workers() -> None:
     assert (easy.processes_peak, hard.processes_peak) == (2, 6)
 
 
+def test_distance_to_the_broker_is_held_and_counted() -> None:
+    # 16 items in 16 x 3.125 ms = 50 ms, 1 item a job: 320 jobs a second.
+    given = {"texts": rate(100, seconds_per_item=1 / 320)}
+    near, usual, far, moon = (
+        plan_of(entry(), rates=given, broker_round_trip_s=trip_s).sites[0].workers[0]
+        for trip_s in (0.0, 0.05, 1.0, 5.0)
+    )
+    assert near.held_jobs == 2 * 16
+    # A permit is used again after two round trips and 20 ms. Half of a waiting batch covers 25 ms.
+    assert usual.held_jobs == 2 * 16 + math.ceil(320 * (0.1 + 0.02 - 0.025))
+    assert far.held_jobs == moon.held_jobs == 2 * 16 + 320, "at most a second of work"
+    assert usual.repeated_s == pytest.approx(usual.held_jobs / 320)
+    assert (near.most_busy, usual.most_busy) == (1.0, 1.0)
+    # By Little's law: 352 jobs in hand, each for 10.02 s and a batch of 50 ms.
+    assert moon.most_busy == pytest.approx(352 / (320 * 10.07))
+    assert moon.processes_peak > usual.processes_peak
+    assert far.answer_s - near.answer_s == pytest.approx(2.0, abs=0.1), (
+        "one for the job, one for its reply"
+    )
+
+
+def test_a_broker_that_is_too_far_is_in_the_notes() -> None:
+    given = {"texts": rate(100, seconds_per_item=1 / 320)}
+    notes = "\n".join(plan_of(entry(), rates=given, broker_round_trip_s=5.0).notes)
+    assert "texts: the broker is too far (broker_round_trip_s: 5): " in notes
+    assert "too far" not in "\n".join(plan_of(entry(), rates=given).notes)
+
+
 def test_a_batch_beyond_the_deadline_is_refused_with_the_field() -> None:
     with pytest.raises(ConfigurationError, match="full batch of 16 takes 16 s") as refused:
         plan_of(entry(deadline={"default_s": 10}), rates={"texts": rate(seconds_per_item=1.0)})

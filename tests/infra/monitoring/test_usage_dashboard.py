@@ -19,7 +19,7 @@ from grafana_foundation_sdk.models import dashboard as grafana_models
 from infra import bigquery as tables
 from infra.monitoring.grafana_usage import usage_dashboard
 from shared.reports.day_tables import BillingDay, DayTables
-from shared.reports.question import ReportQuestion
+from shared.reports.definitions import ReportQuestion
 from tests.bigquery_client import connected
 from tests.infra.monitoring.test_files import missing
 from tests.infra.reports import expected, generated

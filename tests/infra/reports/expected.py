@@ -12,7 +12,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from shared.reports.question import ReportQuestion
+from shared.reports.definitions import ReportQuestion
 from tests.infra.reports.generated import Fields
 
 Lines = dict[tuple[Any, ...], Fields]

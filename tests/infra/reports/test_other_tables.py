@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from google.cloud import bigquery
 
-from shared.reports.definitions import find_report
-from shared.reports.question import ReportQuestion, ask
+from shared.reports.definitions import ReportQuestion, ask, find_report
 from shared.reports.runner import ReportRunner
 from tests.infra.reports import expected
 from tests.infra.reports.conftest import BUDGETS_USD, DATASET, load

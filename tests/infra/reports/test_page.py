@@ -9,9 +9,8 @@ from google.cloud import bigquery
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from infra.reports.page import as_html
-from shared.reports.definitions import find_report, reports
+from shared.reports.definitions import ask, find_report, reports
 from shared.reports.invoice import invoice_page, invoices
-from shared.reports.question import ask
 from shared.reports.runner import ReportRunner
 from tests.infra.reports.conftest import DATASET, load
 from tests.infra.reports.test_other_tables import QUESTION, row

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 from google.cloud import bigquery
 
-from shared.reports.definitions import find_report, reports
-from shared.reports.question import ReportQuestion, ask
+from shared.reports.definitions import ReportQuestion, ask, find_report, reports
 from shared.reports.runner import ReportResult, ReportRunner
 from tests.infra.reports import expected
 from tests.infra.reports.conftest import DATASET

@@ -20,8 +20,7 @@ from infra import bigquery as usage
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Price
 from shared.messages import Envelope, ItemOutcome, Receipt
-from shared.reports.definitions import find_report
-from shared.reports.question import ReportQuestion
+from shared.reports.definitions import ReportQuestion, find_report
 from shared.reports.runner import ReportRunner
 from shared.usage.row import Row, row_of
 from shared.usage.writer import fields_of

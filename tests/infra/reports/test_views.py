@@ -10,7 +10,7 @@ from google.cloud import bigquery
 
 from infra import bigquery as tables
 from shared.reports.day_tables import BillingDay, DayTables
-from shared.reports.question import ReportQuestion
+from shared.reports.definitions import ReportQuestion
 from tests.bigquery_client import rows_of
 from tests.infra.reports import expected
 from tests.infra.reports.conftest import DATASET, load

@@ -17,8 +17,7 @@ from infra import bigquery as tables
 from infra.row_archive.archive import ArchivedDays, RowArchive
 from infra.row_archive.loads import BigQueryLoader
 from shared.errors import Unavailable
-from shared.reports.definitions import reports
-from shared.reports.question import ReportQuestion
+from shared.reports.definitions import ReportQuestion, reports
 from shared.reports.runner import ReportRunner
 from shared.stores.objects import ObjectStore
 from shared.usage.bigquery import BigQuerySender

@@ -18,9 +18,9 @@ from infra.planning.simulation.timeseries import TimeSeries
 from infra.planning.simulation.worker import SimulatedWorker
 from shared.errors import ConfigurationError
 from shared.tenants.plan import Priority
+from workers.metrics import BusyRatio
 from workers.runtime import execution
 from workers.scheduling import priority_queue
-from workers.utilization import BusyRatio
 
 
 def test_each_metric_is_one_of_the_product() -> None:

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infra.planning.deploy.prices import read_prices
 from infra.planning.deploy.sizing import erlang_c, mean_wait_s
 from infra.planning.simulation.result import SimulationResult
 from infra.planning.simulation.scenario import Scenario
-from infra.planning.simulation.world import simulate
+from infra.planning.simulation.world import World, deployed_rules, simulate
 from tests.infra.simulation.worlds import scenario
 from tests.tiers import examples
 
@@ -211,3 +212,41 @@ def test_jobs_of_a_killed_worker_are_answered_when_their_leases_end() -> None:
     assert 13 < max(waits(killed)) < 40
     assert killed.summary.workers_lost == {"killed": 1}
     assert [sample.replicas for sample in killed.recorder.samples][-1] == 1
+
+
+def fast_and_far(round_trip_s: float, **broker: object) -> Scenario:
+    """One worker that has twice the work that it can do, at a distance from its broker."""
+    return scenario(
+        entry={
+            "batch": {"max_tokens": 2048, "max_items": 16},
+            "deadline": {"default_s": 2, "longest_s": 300},
+            "replicas": {"min": 1, "max": 1},
+        },
+        load={
+            "arrivals": [{"kind": "constant", "per_s": 640}],
+            "seconds_per_item": 1 / 320,
+            "start_replicas": 1,
+        },
+        broker={"round_trip_s": round_trip_s} | broker,
+        duration_s=20,
+    )
+
+
+def served(given: Scenario) -> int:
+    return simulate(given).summary.models[0].served
+
+
+def test_a_worker_far_from_its_broker_does_as_much_as_one_near_it() -> None:
+    near = served(fast_and_far(0.0))
+    assert served(fast_and_far(0.1)) >= 0.95 * near
+    least = served(fast_and_far(0.1, batches_held=2))
+    assert least <= 0.6 * near, "else the distance would cost nothing here"
+
+
+def test_at_most_a_second_of_work_is_held_beyond_two_batches() -> None:
+    given = fast_and_far(5.0)
+    catalog, rules = deployed_rules(given)
+    world = World(given, catalog, rules, read_prices())
+    world.env.run(until=given.duration_s)
+    (replicas,) = world.parts.replicas.values()
+    assert replicas.workers[0].most_held[0] == 2 * 16 + 320

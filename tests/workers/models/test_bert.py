@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 
-from workers.models.embedding.encoder_torch import bert_encoder, computes_bf16
+from workers.models.device import computes_bf16
+from workers.models.embedding.encoder_torch import bert_encoder
 
 pytestmark = pytest.mark.slow
 

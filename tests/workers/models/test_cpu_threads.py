@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.models.cpu_threads import CpuThreads, idle_s
+from workers.models.device import CpuThreads, idle_s
 
 pytestmark = pytest.mark.slow
 

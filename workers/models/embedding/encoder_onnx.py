@@ -15,8 +15,8 @@ import onnxruntime
 
 from shared.errors import ConfigurationError, ModelFailed
 from workers.models.base import OutOfMemory
-from workers.models.cpu import has_vnni
 from workers.models.embedding.model_folder import SentenceFolder
+from workers.models.processors import has_vnni
 
 _ASK_GPU_LIMIT_S = 10.0
 _SLOW_ON_CPU = ["SkipLayerNormFusion"]

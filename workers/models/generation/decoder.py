@@ -27,12 +27,17 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.utils import logging
 
 from shared.errors import ConfigurationError
-from workers.models.cpu import BF16_FLAGS, this_cpu
-from workers.models.cpu_threads import CpuThreads
-from workers.models.device import DTYPES, Device, memory_errors
-from workers.models.embedding.encoder_torch import computes_bf16, pack_linear_layers
-from workers.models.generation.sampling import Row
+from workers.models.device import (
+    DTYPES,
+    CpuThreads,
+    Device,
+    computes_bf16,
+    memory_errors,
+    pack_linear_layers,
+)
 from workers.models.generation.slots import ATTENTION, ForwardPass, SlotCache, attend
+from workers.models.generation.writing import Row
+from workers.models.processors import BF16_FLAGS, this_cpu
 
 _ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj")
 _MLP_PARTS = ("gate_proj", "up_proj")

@@ -15,8 +15,9 @@ import anyio
 from bigquery_emulator.errors import BusyError
 
 _Found = TypeVar("_Found")
+MAX_QUERIES = 8
+"""That read rows at the same time."""
 _READERS = 8
-_QUERIES = 8
 _LONGEST_WAIT_S = 60.0
 _INTERRUPT_EVERY_S = 0.05
 
@@ -30,7 +31,7 @@ class Threads:
 
     def __init__(self) -> None:
         self._readers = ThreadPoolExecutor(_READERS, "bigquery-read")
-        self._queries = ThreadPoolExecutor(_QUERIES, "bigquery-query")
+        self._queries = ThreadPoolExecutor(MAX_QUERIES, "bigquery-query")
         self._writer = ThreadPoolExecutor(1, "bigquery-write")
         self._appender = ThreadPoolExecutor(1, "bigquery-append")
 

@@ -19,7 +19,7 @@ from transformers import (
 
 from tests.tiers import examples
 from tests.workers.models.generation.tiny import prompt
-from workers.models.generation.sampling import adjust, choose, largest, log_probabilities, uniform
+from workers.models.generation.writing import adjust, choose, largest, log_probabilities, uniform
 
 pytestmark = pytest.mark.slow
 

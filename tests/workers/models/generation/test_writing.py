@@ -111,8 +111,9 @@ def test_a_stop_sequence_over_several_tokens_is_never_shown(model: GenerationMod
     stop = free.text[10:16]
     chunks, result = write(model, tiny.prompt(PROMPT, 40, stop=[stop], is_streamed=True))
     assert result.text == free.text[: free.text.index(stop)]
-    assert result.finish_reason == "stop"
+    assert (result.finish_reason, result.stop_sequence) == ("stop", stop)
     assert result.output_tokens < free.output_tokens
+    assert free.stop_sequence == ""
     shown = "".join(chunk.text for chunk in chunks)
     assert shown
     assert result.text.startswith(shown)
@@ -165,9 +166,11 @@ def test_stops_are_found_as_by_looking_at_the_whole_text(text: str, stops: list[
         part = text[:length]
         found = finder.find(part, length - 1)
         if found is not None:
-            assert shown <= found
+            at, stop = found
+            assert shown <= at
             # The first that is complete, which may not be the first that begins.
-            assert any(part.endswith(stop) for stop in stops)
+            assert stop in stops
+            assert part[at:] == stop
             return
         shown = finder.visible(part)
         rest = part[shown:]

@@ -1,0 +1,348 @@
+"""One worker and its callers at a distance from their broker, each in a process of its own.
+
+A real worker with a model that takes a fixed time for a batch (bench/fairness/timed.py), and
+callers that keep a number of jobs in flight, both behind a proxy (bench/distant_link.py). Redis is
+near. As the model computes nothing, a difference to no delay is time in which it waited for the
+broker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+from urllib.parse import urlsplit
+
+import uvloop
+
+from bench.distant_link import distant
+from bench.fairness.timed import MODEL, BrokerSite, Callers, TimedWorker, WorkerCounts
+from bench.load.generator import percentiles
+from shared.errors import PenstockError
+
+Broker = Literal["pubsub", "rabbitmq"]
+FULL = MODEL.batch.max_items
+START_LIMIT_S = 60.0
+SAMPLES = 10
+"""Of the messages held, in one measurement."""
+
+
+@dataclass(frozen=True, slots=True)
+class FarLoad:
+    """A model and its callers."""
+
+    name: str
+    batch_s: float
+    """Time of a batch, whatever is in it."""
+    job_items: int
+    jobs: int
+    """Jobs in flight."""
+    max_items: int = FULL
+    """Of a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The way to the broker. See bench/distant_link.py."""
+
+    delay_ms: float = 0.0
+    jitter: float = 0.0
+    cut_every_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one run showed."""
+
+    items_per_s: float
+    busy: float
+    """Share of the time in which the model ran, 0 to 1."""
+    fill: float
+    """Items of a batch, as a share of the most."""
+    p50_ms: float
+    p99_ms: float
+    cpu: float
+    """Cores that the worker's process used."""
+    held: float
+    """Messages that the worker held, on average."""
+    redelivered: int
+    """Messages that came again."""
+    failed: int
+    """Publishes that failed, and were tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """What a worker's death cost."""
+
+    items_per_s: float
+    """Of the worker before."""
+    held: int
+    """Messages that it held when it was killed."""
+    redelivered: int
+    """Messages that the next worker got again."""
+    redelivered_s: float
+    """The time that their computation takes in full batches."""
+    asked: int
+    """Requests in all. Each was answered."""
+    healed_s: float
+    """From the kill to the last answer of those that were in flight."""
+
+
+@contextmanager
+def far_site(
+    broker: Broker, address: str, redis_url: str, link: Link, folder: Path
+) -> Iterator[BrokerSite]:
+    """The broker at a distance.
+
+    Args:
+        broker: which one.
+        address: its endpoint (Pub/Sub), or its URL (RabbitMQ).
+        redis_url: of the Redis, which is near.
+        link: the way to the broker.
+        folder: of logs.
+    """
+    port = urlsplit(address if broker == "rabbitmq" else f"//{address}").port or 0
+    with distant(
+        port, link.delay_ms, folder, jitter=link.jitter, cut_every_s=link.cut_every_s
+    ) as far_port:
+        far = address.replace(f":{port}", f":{far_port}")
+        if broker == "rabbitmq":
+            yield BrokerSite(redis_url, rabbitmq_url=far, near=address)
+        else:
+            yield BrokerSite(redis_url, pubsub_endpoint=far, near=address)
+
+
+class WorkerProcess:
+    """A worker in a process of its own. A context manager that starts and ends it.
+
+    Args:
+        site: its servers.
+        project: as provisioned.
+        load: has its model.
+        hand: as of TimedWorker.
+    """
+
+    def __init__(self, site: BrokerSite, project: str, load: FarLoad, hand: int = 0) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, there = context.Pipe()
+        self._process: SpawnProcess = context.Process(
+            target=_work, args=(site, project, load, hand, there), daemon=True
+        )
+
+    def __enter__(self) -> Self:
+        self._process.start()
+        if not self._pipe.poll(START_LIMIT_S):
+            raise TimeoutError("the worker did not start")
+        self._pipe.recv()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """Kills it, with what it holds."""
+        self._process.kill()
+        self._process.join()
+
+    async def counts(self) -> WorkerCounts:
+        """What it did so far."""
+        self._pipe.send("")
+        counted: WorkerCounts = await asyncio.to_thread(self._pipe.recv)
+        return counted
+
+
+def _work(site: BrokerSite, project: str, load: FarLoad, hand: int, pipe: Connection) -> None:
+    """The process of the worker. Answers each message on the pipe with its counts."""
+    with suppress(EOFError):
+        uvloop.run(_work_until_killed(site, project, load, hand, pipe))
+
+
+async def _work_until_killed(
+    site: BrokerSite, project: str, load: FarLoad, hand: int, pipe: Connection
+) -> None:
+    async with TimedWorker(
+        site, project, batch_s=load.batch_s, max_items=load.max_items, hand=hand
+    ) as worker:
+        pipe.send("ready")
+        while True:
+            await asyncio.to_thread(pipe.recv)
+            pipe.send(worker.counts())
+
+
+class _Calling:
+    """Callers that keep jobs in flight until `finish`."""
+
+    def __init__(self, callers: Callers, load: FarLoad) -> None:
+        self._callers = callers
+        self._load = load
+        self._is_over = False
+        self.waits_ms = list[float]()
+        self.asked = self.failed = 0
+        self._tasks = [asyncio.create_task(self._again()) for _ in range(load.jobs)]
+
+    async def _again(self) -> None:
+        while not self._is_over:
+            began_s = time.perf_counter()
+            await self._until_sent()
+            self.waits_ms.append(1000 * (time.perf_counter() - began_s))
+
+    async def _until_sent(self) -> None:
+        self.asked += 1
+        while True:
+            try:
+                await self._callers.ask("one", [1] * self._load.job_items)
+            except PenstockError:  # the link was cut, and the job may have been sent or not
+                self.failed += 1
+            else:
+                return
+
+    async def finish(self, limit_s: float) -> None:
+        """Asks no more, and waits for the last answers.
+
+        Raises:
+            TimeoutError: some did not come.
+        """
+        self._is_over = True
+        async with asyncio.timeout(limit_s):
+            await asyncio.gather(*self._tasks)
+
+    async def cancel(self) -> None:
+        """Asks no more, and waits for nothing."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _calling(site: BrokerSite, project: str, load: FarLoad) -> AsyncIterator[_Calling]:
+    async with site.transport(project) as transport:
+        callers = Callers(transport)
+        receiving = asyncio.create_task(callers.receive())
+        calling = _Calling(callers, load)
+        try:
+            yield calling
+        finally:
+            await calling.cancel()
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+
+
+def provisioned(site: BrokerSite) -> str:
+    """Makes a project of its own, and returns its name."""
+    project = f"far-{time.time_ns()}"
+    uvloop.run(_provision(site, project))
+    return project
+
+
+async def _provision(site: BrokerSite, project: str) -> None:
+    await site.provision(project)
+
+
+def measure(
+    site: BrokerSite, load: FarLoad, *, lead_s: float, seconds: float, hand: int = 0
+) -> Seen:
+    """Runs one worker for `lead_s` and `seconds`. `hand`: as of TimedWorker."""
+    project = provisioned(site)
+    with WorkerProcess(site, project, load, hand) as worker:
+        return uvloop.run(_measure(site, project, load, lead_s, seconds, worker))
+
+
+async def _measure(
+    site: BrokerSite,
+    project: str,
+    load: FarLoad,
+    lead_s: float,
+    seconds: float,
+    worker: WorkerProcess,
+) -> Seen:
+    async with _calling(site, project, load) as calling:
+        await asyncio.sleep(lead_s)
+        before = await worker.counts()
+        calling.waits_ms.clear()
+        held = list[int]()
+        for _ in range(SAMPLES):
+            await asyncio.sleep(seconds / SAMPLES)
+            after = await worker.counts()
+            held.append(after.held)
+        waits = percentiles(calling.waits_ms) if calling.waits_ms else {"p50": 0.0, "p99": 0.0}
+    spent_s, batches = after.at_s - before.at_s, after.batches - before.batches
+    items = after.items - before.items
+    return Seen(
+        items_per_s=items / spent_s,
+        busy=(after.busy_s - before.busy_s) / spent_s,
+        fill=items / max(1, batches) / load.max_items,
+        p50_ms=waits["p50"],
+        p99_ms=waits["p99"],
+        cpu=(after.cpu_s - before.cpu_s) / spent_s,
+        held=sum(held) / len(held),
+        redelivered=after.redelivered - before.redelivered,
+        failed=calling.failed,
+    )
+
+
+def kill_with_full_hand(
+    site: BrokerSite, load: FarLoad, *, lead_s: float, limit_s: float
+) -> Killed:
+    """Kills a worker under load, and starts another.
+
+    Args:
+        site: its servers.
+        load: more jobs in flight than a worker holds.
+        lead_s: time of load before the kill.
+        limit_s: for the answers of all that were in flight.
+
+    Raises:
+        TimeoutError: some did not come.
+    """
+    project = provisioned(site)
+    with (
+        WorkerProcess(site, project, load) as first,
+        WorkerProcess(site, project, load) as second,
+    ):
+        return uvloop.run(_kill(site, project, load, lead_s, limit_s, first, second))
+
+
+async def _kill(
+    site: BrokerSite,
+    project: str,
+    load: FarLoad,
+    lead_s: float,
+    limit_s: float,
+    first: WorkerProcess,
+    second: WorkerProcess,
+) -> Killed:
+    async with _calling(site, project, load) as calling:
+        await asyncio.sleep(lead_s / 2)
+        before = await first.counts()
+        await asyncio.sleep(lead_s / 2)
+        then, already = await asyncio.gather(first.counts(), second.counts())
+        first.kill()
+        killed_s = time.perf_counter()
+        await calling.finish(limit_s)
+        healed_s = time.perf_counter() - killed_s
+        after = await second.counts()
+        asked = calling.asked
+    rate = (then.items - before.items) / (then.at_s - before.at_s)
+    redelivered = after.redelivered - already.redelivered
+    return Killed(
+        items_per_s=rate,
+        held=then.held,
+        redelivered=redelivered,
+        redelivered_s=redelivered * load.job_items / load.max_items * load.batch_s,
+        asked=asked,
+        healed_s=healed_s,
+    )

@@ -1,0 +1,434 @@
+"""The output of one item: chooses its next token from logits, and ends its text.
+
+It finds where a text stops, and how much of it readers may see before that is known. It also bounds
+the length of a number at the end of unfinished JSON.
+
+Randomness is a function of the item's seed and of the position of the token alone. So an item gets
+the same numbers alone, in company, and on the worker that goes on with it.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher
+
+from shared.errors import BadInput, ModelFailed
+from shared.tasks.text import FinishReason, GenerationResult, TokenChunk, TokenLogprob
+from workers.models.base import PreparedPrompt
+from workers.models.generation.schemas import why_not_matched
+from workers.models.generation.vocabulary import Vocabulary
+
+IdArray = npt.NDArray[np.int64]
+Row = npt.NDArray[np.float32]
+"""One number per token of the vocabulary."""
+_FIRST_TRY = 64
+"""Tokens that are sorted at first for top_p. Mostly they are enough."""
+
+
+def uniform(seed: int, position: int) -> float:
+    """The random number for the token at `position` of an item, from 0 to 1 (excluded).
+
+    Philox 4x64-10 with the seed as its key and the position as its counter (Salmon et al., Parallel
+    random numbers: as easy as 1, 2, 3, 2011).
+    """
+    numbers = np.random.Philox(key=seed & (2**64 - 1), counter=[0, 0, position, 0])
+    return float(np.random.Generator(numbers).random())
+
+
+def adjust(logits: Row, written: Sequence[int], prompt: IdArray, item: PreparedPrompt) -> Row:
+    """The logits with the bias and the penalties of an item, in vLLM's order.
+
+    First logit_bias is added. Then repetition_penalty divides or multiplies the logits of tokens
+    that the prompt or the text has (Keskar et al., CTRL, 2019, section 4.1). Last go OpenAI's
+    penalties for tokens of the text: count * frequency_penalty + (count > 0) * presence_penalty.
+
+    Args:
+        logits: float32 [vocabulary].
+        written: the tokens of the text so far.
+        prompt: the tokens of the prompt, each once.
+        item: what is asked for.
+    """
+    repeats = item.repetition_penalty != 1
+    penalizes = bool(written) and bool(item.frequency_penalty or item.presence_penalty)
+    if not (item.logit_bias or repeats or penalizes):
+        return logits
+    logits = logits.copy()
+    if item.logit_bias:
+        biased = np.fromiter(item.logit_bias, np.int64, len(item.logit_bias))
+        logits[biased] += np.fromiter(item.logit_bias.values(), np.float32, len(biased))
+    tokens, counts = np.unique(np.asarray(written, np.int64), return_counts=True)
+    if repeats:
+        seen = np.union1d(prompt, tokens)
+        values, penalty = logits[seen], np.float32(item.repetition_penalty)
+        logits[seen] = np.where(values < 0, values * penalty, values / penalty)
+    if penalizes:
+        less = item.frequency_penalty * counts + item.presence_penalty
+        logits[tokens] -= less.astype(np.float32)
+    return logits
+
+
+def choose(logits: Row, item: PreparedPrompt, position: int) -> int:
+    """The token for `position`. Tokens that are not allowed have logits of -inf.
+
+    top_k is applied first, then top_p to what it leaves, then min_p, as transformers does. (vLLM
+    applies min_p first.)
+    """
+    if item.temperature == 0 or item.top_k == 1:
+        return int(np.argmax(logits))
+    # Smaller ones overflow. They make a difference of 1e-3 in logits certain, as 0 does.
+    temperature = max(item.temperature, 1e-5)
+    scaled = (logits.astype(np.float64) - float(logits.max())) / temperature
+    tokens = _top_k(scaled, item.top_k)
+    weights = np.exp(scaled if tokens is None else scaled[tokens])
+    if item.top_p < 1:
+        kept = _top_p(weights, item.top_p)
+        tokens, weights = kept if tokens is None else tokens[kept], weights[kept]
+    if item.min_p > 0:
+        weights = np.where(weights >= item.min_p * weights.max(), weights, 0.0)
+    sums = np.cumsum(weights)
+    # A token without weight is never chosen: its sum does not exceed that of the one before.
+    at = int(np.searchsorted(sums, uniform(item.seed, position) * sums[-1], side="right"))
+    at = min(at, int(np.flatnonzero(weights)[-1]))
+    return at if tokens is None else int(tokens[at])
+
+
+def _top_k(scaled: npt.NDArray[np.float64], top_k: int) -> npt.NDArray[np.int64] | None:
+    """The `top_k` most likely tokens, in order of their ids. None: all."""
+    if not 0 < top_k < len(scaled):
+        return None
+    return np.sort(largest(scaled, top_k))
+
+
+def _top_p(weights: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.int64]:
+    """The fewest positions whose weights are `top_p` of all, in order. At least one."""
+    wanted = top_p * float(weights.sum())
+    count = min(_FIRST_TRY, len(weights))
+    while True:
+        best = largest(weights, count)
+        sums = np.cumsum(weights[best])
+        if sums[-1] >= wanted or count == len(weights):
+            return np.sort(best[: int(np.searchsorted(sums, wanted)) + 1])
+        count = min(8 * count, len(weights))
+
+
+def largest(values: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.int64]:
+    """The positions of the `count` largest values, the largest first.
+
+    Of equals, the first positions.
+    """
+    if count >= len(values):
+        return np.argsort(-values, kind="stable")
+    edge = values[np.argpartition(values, -count)[-count:]].min()
+    above = np.flatnonzero(values > edge)
+    level = np.flatnonzero(values == edge)[: count - len(above)]
+    above = above[np.argsort(-values[above], kind="stable")]
+    return np.concatenate([above, level])
+
+
+def log_probabilities(logits: Row) -> Row:
+    """The natural logarithms of the probabilities, before temperature, penalties and masks."""
+    shifted = logits - logits.max()
+    found: Row = shifted - np.log(np.exp(shifted, dtype=np.float32).sum(dtype=np.float64))
+    return found
+
+
+MAX_DIGITS = 20
+"""A double holds 17. A model that repeats itself would write a longer one until its tokens end."""
+_IN_NUMBERS = frozenset("+-.eE")
+
+
+class NumberLength:
+    """Reads JSON as it comes, and counts the digits at its end. Digits in strings do not count."""
+
+    def __init__(self) -> None:
+        self._is_in_string = False
+        self._is_escaped = False
+        self._digits = 0
+
+    @property
+    def is_full(self) -> bool:
+        """True if the number at the end should not get another digit."""
+        return self._digits >= MAX_DIGITS
+
+    def read(self, text: str) -> None:
+        """Takes more of the text in."""
+        for character in text:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._is_in_string and character == "\\":
+                self._is_escaped = True
+            elif character == '"':
+                self._is_in_string = not self._is_in_string
+            if self._is_in_string or character not in _IN_NUMBERS:
+                is_digit = not self._is_in_string and "0" <= character <= "9"
+                self._digits = self._digits + 1 if is_digit else 0
+
+
+class StopFinder:
+    """Looks for the first of some stop sequences in a text that grows."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._longest = max((len(stop) for stop in self._stops), default=0)
+
+    def find(self, text: str, known: int) -> tuple[int, str] | None:
+        """Returns where the first stop sequence begins, with that sequence, or None.
+
+        Args:
+            text: all of the text so far.
+            known: its first characters, which have no whole stop sequence.
+        """
+        start = max(0, known - self._longest + 1)
+        starts = [(at, stop) for stop in self._stops if (at := text.find(stop, start)) >= 0]
+        # Of two that begin there, the shorter one was there first.
+        return min(starts, default=None)
+
+    def visible(self, text: str) -> int:
+        """Returns how many characters can't be part of a stop sequence that ends later."""
+        first = max(0, len(text) - self._longest + 1) if self._stops else len(text)
+        for at in range(first, len(text)):
+            tail = text[at:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return at
+        return len(text)
+
+
+IDS = np.dtype("<u4")
+
+
+class Writing:
+    """The tokens of one item, one after another.
+
+    Those of `item.written_ids` are taken over as if they had been written here.
+
+    Args:
+        item: what is asked for.
+        vocabulary: the model's.
+        checks_schema: whether the tokens are held to the item's schema here. An engine may do that.
+
+    Raises:
+        BadInput: the schema can't be used.
+        ModelFailed: the tokens that were written before don't match the schema.
+    """
+
+    def __init__(
+        self, item: PreparedPrompt, vocabulary: Vocabulary, *, checks_schema: bool = True
+    ) -> None:
+        self._item = item
+        self._vocabulary = vocabulary
+        self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._stops = StopFinder(item.stop)
+        self._matcher = _matcher(item, vocabulary) if checks_schema else None
+        if self._matcher is not None:
+            self._mask = np.empty(-(-vocabulary.grammar_size // 32), np.uint32)
+        self._number = NumberLength()
+        self._prompt_ids: list[int] = []
+        self._prompt: IdArray = np.empty(0, np.int64)
+        """Its tokens, each once."""
+        self._prompt_logprobs: list[TokenLogprob] = []
+        if item.is_echoed or item.repetition_penalty != 1:
+            self._prompt_ids = np.frombuffer(item.ids, IDS).tolist()
+            self._prompt = np.unique(np.array(self._prompt_ids, np.int64))
+        self.ids: list[int] = []
+        self._text = ""
+        self._logprobs = list(item.written_logprobs)
+        self.finish: FinishReason | None = None
+        """Why the text ended. None: it has not."""
+        self._stop_sequence = ""
+        try:
+            for token in np.frombuffer(item.written_ids, IDS).tolist():
+                self.add(token)
+        except BadInput as error:
+            raise ModelFailed(error.message) from error
+        # What the readers of another worker have seen.
+        self._reported_ids = len(self.ids)
+        self._reported_text = len(item.written_text)
+        self._reported_logprobs = len(self._logprobs)
+
+    def write(self, logits: Row) -> int:
+        """Chooses the next token from its logits (float32 [vocabulary]), and returns it.
+
+        Raises:
+            ModelFailed: the logits are not numbers.
+            BadInput: the schema can't be followed.
+        """
+        logits = logits[: self._vocabulary.size]
+        if not np.isfinite(logits.max()) or np.isnan(logits).any():
+            raise ModelFailed("the model computed no numbers for this text")
+        adjusted = adjust(logits, self.ids, self._prompt, self._item)
+        token = choose(self._allowed(adjusted), self._item, self._at)
+        if self._item.logprobs >= 0 and token not in self._vocabulary.ends:
+            self._logprobs.append(self._logprob_in(log_probabilities(logits), token))
+        self.add(token)
+        return token
+
+    def echo(self, logits: Any, tokens: Sequence[int]) -> None:
+        """Takes in log probabilities of the prompt.
+
+        Args:
+            logits: float32 [tokens, vocabulary], from which the tokens follow.
+            tokens: the next ones of the prompt.
+        """
+        for row, token in zip(logits, tokens, strict=True):
+            chances = log_probabilities(row[: self._vocabulary.size])
+            self._prompt_logprobs.append(self._logprob_in(chances, token))
+
+    def echo_chosen(self, chances: Sequence[dict[int, float] | None]) -> None:
+        """Takes in log probabilities of the prompt, as an engine gives them.
+
+        Args:
+            chances: for each token those of the likeliest ones and of itself. The first has none.
+        """
+        for token, row in zip(self._prompt_ids, chances, strict=False):
+            if row is not None:
+                self._prompt_logprobs.append(self._chosen(token, row))
+
+    def _logprob_in(self, row: Row, token: int) -> TokenLogprob:
+        most = self._item.logprobs
+        return self._logprob_of(row, token, largest(row, most).tolist() if most > 0 else [])
+
+    def add_chosen(self, token: int, chances: dict[int, float] | None) -> None:
+        """Takes in a token that an engine chose.
+
+        Args:
+            token: the token.
+            chances: the log probabilities of the likeliest tokens and of this one. None: not asked.
+        """
+        if chances is not None and token not in self._vocabulary.ends:
+            self._logprobs.append(self._chosen(token, chances))
+        self.add(token)
+
+    def _chosen(self, token: int, chances: dict[int, float]) -> TokenLogprob:
+        best = sorted(chances, key=lambda one: (-chances[one], one))[: self._item.logprobs]
+        return self._logprob_of(chances, token, best)
+
+    @property
+    def _at(self) -> int:
+        return len(self.ids)
+
+    def _allowed(self, logits: Row) -> Row:
+        if self._matcher is None:
+            return logits
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")[: len(logits)]
+        allowed: Row = np.where(bits.view(np.bool_), logits, np.float32(-np.inf))
+        if not np.isfinite(allowed.max()):
+            raise self._cannot_follow()
+        return self._without_digits(allowed) if self._number.is_full else allowed
+
+    def _without_digits(self, allowed: Row) -> Row:
+        """Masks digits to end a long number. If it can't end yet, as 0.000 above 0, masks zeros."""
+        for unwanted in (self._vocabulary.digits, self._vocabulary.zeros):
+            left: Row = np.where(unwanted, np.float32(-np.inf), allowed)
+            if np.isfinite(left.max()):
+                return left
+        return allowed
+
+    def _cannot_follow(self) -> BadInput:
+        """It contradicts itself, or takes more work than a token may: llguidance has limits."""
+        return BadInput(
+            "the JSON schema can't be followed: no text goes on from here, or finding one takes "
+            "too long; make the schema simpler",
+            field=self._item.schema_field,
+        )
+
+    def add(self, token: int) -> None:
+        """Takes a token in, and finds out whether the text ends with it.
+
+        Raises:
+            BadInput: the schema does not allow it.
+            ModelFailed: the text has ended, and does not match the schema.
+        """
+        self.ids.append(token)
+        if self._matcher is not None and not self._matcher.consume_token(token):
+            raise self._cannot_follow()
+        known = len(self._text)
+        self._text += self._characters.decode(self._vocabulary.token_bytes(token))
+        if self._matcher is not None:
+            self._number.read(self._text[known:])
+        ended = token in self._vocabulary.ends
+        if ended or len(self.ids) >= self._item.max_tokens:
+            self._text += self._characters.decode(b"", final=True)
+            self.finish = "stop" if ended else "length"
+            if ended and self._item.checked_schema:
+                self._check_whole()
+        found = self._stops.find(self._text, known)
+        if found is not None:
+            at, self._stop_sequence = found
+            self._text = self._text[:at]
+            self.finish = "stop"
+
+    def _check_whole(self) -> None:
+        reason = why_not_matched(self._text, self._item.checked_schema)
+        if reason:
+            raise ModelFailed(
+                f"the model wrote a text that does not match the JSON schema: {reason}. Ask again, "
+                "or with another seed"
+            )
+
+    def take_chunk(self) -> TokenChunk | None:
+        """Returns what is new since the last call. None if nothing."""
+        visible = self._stops.visible(self._text) if self.finish is None else len(self._text)
+        chunk = TokenChunk(
+            self._reported_ids,
+            self.ids[self._reported_ids :],
+            self._text[self._reported_text : visible],
+            self._logprobs[self._reported_logprobs :],
+        )
+        if not chunk.ids and not chunk.text:
+            return None
+        self._reported_ids = len(self.ids)
+        self._reported_text = max(self._reported_text, visible)
+        self._reported_logprobs = len(self._logprobs)
+        return chunk
+
+    def result(self, input_tokens: int, cached_tokens: int) -> GenerationResult:
+        """The result of an item that has ended."""
+        assert self.finish is not None, "the text has not ended; this is a bug"
+        return GenerationResult(
+            text=self._text,
+            finish_reason=self.finish,
+            tokens=input_tokens + len(self.ids),
+            input_tokens=input_tokens,
+            output_tokens=len(self.ids),
+            cached_tokens=cached_tokens,
+            logprobs=self._logprobs,
+            prompt_text=self._prompt_text() if self._item.is_echoed else "",
+            prompt_logprobs=self._echoed(),
+            stop_sequence=self._stop_sequence,
+        )
+
+    def _prompt_text(self) -> str:
+        data = b"".join(map(self._vocabulary.shown_bytes, self._prompt_ids))
+        return data.decode(errors="replace")
+
+    def _echoed(self) -> list[TokenLogprob]:
+        if not self._item.is_echoed or self._item.logprobs < 0:
+            return []
+        return [
+            self._named({self._prompt_ids[0]: 0.0}, self._prompt_ids[0]),
+            *self._prompt_logprobs,
+        ]
+
+    def _logprob_of(self, row: Row | dict[int, float], token: int, best: list[int]) -> TokenLogprob:
+        named = self._named(row, token)
+        named.top = [self._named(row, one) for one in best]
+        return named
+
+    def _named(self, row: Row | dict[int, float], token: int) -> TokenLogprob:
+        data = self._vocabulary.shown_bytes(token)
+        return TokenLogprob(data.decode(errors="replace"), float(row[token]), data)
+
+
+def _matcher(item: PreparedPrompt, vocabulary: Vocabulary) -> LLMatcher | None:
+    if not item.json_schema:
+        return None
+    try:
+        return vocabulary.matcher(item.json_schema)
+    except ValueError as error:
+        raise BadInput(str(error), field=item.schema_field) from error

@@ -1,0 +1,106 @@
+"""What a model of one's own takes and gives: the content of `schema.json`.
+
+`penstock models check FOLDER` writes it beside the class. API, console and reports read it, so none
+of them carries the code of a model. A worker whose code says something else refuses to start.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shared.errors import ConfigurationError
+
+FILE_NAME = "schema.json"
+MAX_BYTES = 64 * 1024
+"""A catalog entry travels to the model processes with it, as an argument of a program."""
+MAX_INPUTS = 100
+FILE_FORMAT = "uri"
+SECRET_FORMAT = "password"
+
+
+class ModelInterface(BaseModel):
+    """The inputs and the output of a class, as its inspection found them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    inputs: dict[str, Any]
+    """JSON Schema of the object with all inputs."""
+    output: dict[str, Any]
+    """JSON Schema of the output, with Cog's `x-cog-array-type` of what is streamed."""
+    streams: Literal["", "text", "items"] = ""
+    """How the output comes. Empty: as a whole. `text`: pieces of one text. `items`: elements of a
+    list."""
+    concurrency: int = Field(1, ge=1, le=1024)
+    """The predictions that run at a time in one process. Above 1 for asynchronous classes only."""
+    cog_version: str
+    sources_sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    """The digest of the files that were inspected."""
+
+    @cached_property
+    def as_json(self) -> str:
+        """The content of the file."""
+        return json.dumps(self.model_dump(), indent=2, sort_keys=True) + "\n"
+
+    def __hash__(self) -> int:
+        return hash(self.as_json)
+
+    @property
+    def properties(self) -> dict[str, dict[str, Any]]:
+        """The JSON Schema of each input."""
+        properties: dict[str, dict[str, Any]] = self.inputs.get("properties", {})
+        return properties
+
+    def difference(self, other: ModelInterface) -> str:
+        """Names the first field that another interface has otherwise. Empty: there is none."""
+        for name in sorted({*self.properties, *other.properties}):
+            ours, theirs = self.properties.get(name), other.properties.get(name)
+            if ours is None or theirs is None:
+                return f"inputs.{name}: {_there(ours)} in {FILE_NAME}, {_there(theirs)} in the code"
+            for keyword in sorted({*ours, *theirs}):
+                if ours.get(keyword) != theirs.get(keyword):
+                    return (
+                        f"inputs.{name}.{keyword}: {_short(ours.get(keyword))} in {FILE_NAME}, "
+                        f"{_short(theirs.get(keyword))} in the code"
+                    )
+        for field in ("inputs", "output", "streams", "concurrency"):
+            if (mine := getattr(self, field)) != (its := getattr(other, field)):
+                return f"{field}: {_short(mine)} in {FILE_NAME}, {_short(its)} in the code"
+        return ""
+
+
+def _there(value: object) -> str:
+    return "missing" if value is None else "there"
+
+
+def _short(value: object) -> str:
+    return json.dumps(value)[:200]
+
+
+def read_interface(path: Path) -> ModelInterface:
+    """Reads a schema.json.
+
+    Raises:
+        ConfigurationError: it is missing, or is something else.
+    """
+    hint = f"write it with: penstock models check {path.parent}"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}; {hint}", field="source") from error
+    if len(data) > MAX_BYTES:
+        raise ConfigurationError(
+            f"{path}: {len(data)} bytes; at most {MAX_BYTES} are allowed", field="source"
+        )
+    try:
+        return ModelInterface.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ConfigurationError(
+            f"{path}: {where}: {first['msg']}; {hint}", field="source"
+        ) from error

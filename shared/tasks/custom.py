@@ -1,0 +1,240 @@
+"""Custom: a model of one's own, in the interface of Cog. Its schema.json says what it takes."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import msgspec
+
+from shared.blob import INLINE_LIMIT_BYTES, Blob
+from shared.catalog_entry import CatalogEntry
+from shared.model_interface import FILE_FORMAT, ModelInterface
+from shared.tasks.base import ExampleRequest, FirstGuesses, LinkTo, Task, TaskInput, TaskResult
+
+
+class FilePlace(msgspec.Struct, frozen=True, array_like=True):
+    """The place of a file in an input or an output, where null stands for it."""
+
+    at: list[str | int]
+    """The path to it: names of fields and numbers of elements."""
+    name: str = "file"
+
+
+class CustomInput(TaskInput, tag="custom"):
+    """The input of one prediction: plain values, and files in their places."""
+
+    values: dict[str, Any]
+    files: list[Blob] = msgspec.field(default_factory=list)
+    places: list[FilePlace] = msgspec.field(default_factory=list)
+    """Of each file."""
+    is_streamed: bool = False
+    """Whether its pieces go to a stream while they are made."""
+
+    @property
+    def sources(self) -> Sequence[Blob]:
+        """The files."""
+        return self.files
+
+    def with_sources(self, sources: Sequence[Blob]) -> Self:
+        """The same input with its files in other places."""
+        return msgspec.structs.replace(self, files=list(sources))
+
+    def estimate_work(self) -> int:
+        """One item."""
+        return 1
+
+    def cache_form(self) -> tuple[object, ...]:
+        """All values, and the files by their digests."""
+        written = json.dumps(self.values, sort_keys=True)
+        files = (
+            (json.dumps(place.at), place.name, _digest(file))
+            for place, file in zip(self.places, self.files, strict=True)
+        )
+        return ("custom", written, *files)
+
+
+class CustomResult(TaskResult, tag="custom"):
+    """The output of one prediction."""
+
+    output: Any
+    files: list[Blob] = msgspec.field(default_factory=list)
+    places: list[FilePlace] = msgspec.field(default_factory=list)
+    """Of each file in the output."""
+    streams: str = ""
+    """As in the interface of the model."""
+    metrics: dict[str, Any] = msgspec.field(default_factory=dict)
+    """What the class recorded."""
+
+    @property
+    def recorded_metrics(self) -> Mapping[str, Any]:
+        """As recorded."""
+        return self.metrics
+
+    @classmethod
+    def count_truncated(cls, results: Sequence[TaskResult], *, is_asked: bool) -> int | None:
+        """None: a class has no tokens that we know."""
+        return None
+
+    @property
+    def blobs(self) -> Sequence[Blob]:
+        """The files."""
+        return self.files
+
+    def with_blobs(self, blobs: Sequence[Blob]) -> Self:
+        """The same output with its files in other places."""
+        return msgspec.structs.replace(self, files=list(blobs))
+
+    def to_output(self, media_type: str, link_to: LinkTo) -> Any:
+        """The output, with `data:` URIs of small files and URLs of others."""
+        if not self.files:
+            return self.output
+        # A copy: a link is valid for an hour, and the output may be shown again.
+        whole: dict[str, Any] = {"output": msgspec.json.decode(msgspec.json.encode(self.output))}
+        for place, file in zip(self.places, self.files, strict=True):
+            container: Any = whole
+            path = ["output", *place.at]
+            for part in path[:-1]:
+                container = container[part]
+            container[path[-1]] = _shown(file, link_to)
+        return whole["output"]
+
+    @property
+    def text(self) -> str:
+        """A streamed output as its stream has it: a text, or a line of JSON for each element."""
+        if self.streams == "text":
+            return "".join(self.output)
+        return "".join(map(piece_text, self.output))
+
+    @property
+    def logprobs(self) -> list[Any]:
+        """None: the pieces of an output are no tokens."""
+        return []
+
+    @property
+    def streamed_tokens(self) -> int:
+        """The number of its pieces."""
+        return len(self.output)
+
+
+def piece_text(piece: Any) -> str:
+    """An element of a streamed list as a line."""
+    return msgspec.json.encode(piece).decode() + "\n"
+
+
+def _shown(file: Blob, link_to: LinkTo) -> str:
+    if file.data is not None:
+        return f"data:{file.media_type};base64,{base64.b64encode(file.data).decode()}"
+    return link_to(file.object_key, file.media_type)
+
+
+def _digest(file: Blob) -> tuple[str, object]:
+    if file.data is not None:
+        return ("bytes", hashlib.blake2b(file.data, digest_size=32).digest())
+    return ("object", file.object_key)
+
+
+class CustomTask(Task):
+    """Classes of one's own. Their unit of work and price is the item: one prediction."""
+
+    name = "custom"
+    noun = "a model of one's own"
+    unit = "items"
+    precisions = ("auto",)
+    first_guesses: ClassVar = FirstGuesses(item_s=1.0, gap_s=0.05, batch_s=0.1)
+    stores_blobs = True
+    has_interface = True
+
+    def entry_defaults(self) -> Mapping[str, Any]:
+        """One item at a time. No cache: only its author knows whether a class repeats itself."""
+        return {"batch": {"max_items": 1}, "cache": {"ttl_s": 0}}
+
+    def check_entry(self, entry: CatalogEntry) -> None:
+        """The class decides how many items it computes at a time."""
+        if entry.backend != "auto":
+            raise ValueError(f"{self.noun} has no backend; leave it out")
+        interface = interface_of(entry)
+        if entry.batch.max_items > interface.concurrency:
+            raise ValueError(
+                f"batch.max_items: the class computes {interface.concurrency} at a time "
+                "(concurrency.max of its cog.yaml)"
+            )
+
+    def budget(self, entry: CatalogEntry) -> int:
+        """Items."""
+        return entry.batch.max_items
+
+    def tolerance(self, entry: CatalogEntry) -> float:
+        """None: results are not compared."""
+        return 0.0
+
+    def usual_work(self, entry: CatalogEntry, tokens: float | None) -> float | None:
+        """One item."""
+        return 1
+
+    def sample_input(self, entry: CatalogEntry, size_bytes: int) -> TaskInput:
+        """A text, or a file in the object store."""
+        if size_bytes > INLINE_LIMIT_BYTES:
+            file = Blob("application/octet-stream", object_key="0" * 64)
+            return CustomInput({"file": None}, [file], [FilePlace(["file"])])
+        return CustomInput({"text": "x" * size_bytes})
+
+    def sample_result(self, entry: CatalogEntry, size_bytes: int | None) -> TaskResult | None:
+        """A text, or a file in the object store."""
+        if size_bytes is None:
+            return None
+        if size_bytes > INLINE_LIMIT_BYTES:
+            file = Blob("application/octet-stream", object_key="0" * 64)
+            return CustomResult(None, [file], [FilePlace([])])
+        return CustomResult("x" * size_bytes)
+
+    def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
+        """The inputs that must be given, each with the simplest value."""
+        interface = interface_of(entry)
+        values = {
+            name: _example(interface.properties[name], text)
+            for name in interface.inputs.get("required", ())
+        }
+        body = {"version": entry.name, "input": values}
+        return ExampleRequest(path="/v1/predictions", body=body, headers={"prefer": "wait"})
+
+    def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
+        """An output."""
+        if answer["status"] != "succeeded":
+            raise ValueError(f"the prediction {answer['status']}: {answer['error']}")
+        return "an output"
+
+
+def interface_of(entry: CatalogEntry) -> ModelInterface:
+    """The interface of a model of one's own.
+
+    Raises:
+        ValueError: the entry has none, since no catalog was read.
+    """
+    if entry.interface is None:
+        raise ValueError("the interface of the model is not known (penstock models check)")
+    return entry.interface
+
+
+def _example(shape: Mapping[str, Any], text: str) -> Any:
+    """The simplest value of a JSON Schema as cog writes it."""
+    if "enum" in shape:
+        return shape["enum"][0]
+    if "anyOf" in shape:
+        return _example(shape["anyOf"][0], text)
+    if shape.get("format") == FILE_FORMAT:
+        return f"data:text/plain;base64,{base64.b64encode(text.encode()).decode()}"
+    kind = shape.get("type")
+    if kind == "string":
+        padded = text.ljust(int(shape.get("minLength", 0)), ".")
+        return padded[: int(shape.get("maxLength", len(padded)))]
+    if kind in ("integer", "number"):
+        return shape.get("minimum", shape.get("maximum", 1))
+    plain: dict[str, Any] = {"boolean": False, "array": [], "object": {}}
+    return plain.get(str(kind), text)
+
+
+CUSTOM = CustomTask()

@@ -1,0 +1,246 @@
+"""Models of one's own behind the API, with a real worker and the process of the class."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from replicate.client import Client
+
+from shared.catalog import Catalog
+from shared.in_memory_broker import InMemoryBroker
+from shared.stores.objects import ObjectStore
+from tests.api.fake_worker import FakeWorker
+from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.api.predicting import WAIT, until_over
+from tests.workers.models.custom.classes import entry_of, write_class
+from tests.workers.worker_harness import running_worker
+from workers.models.custom.preparation import CustomPreparer
+from workers.runtime.pool import HostedModel, ModelPool
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow(about_s=30)]
+
+CLASS = """
+class Predictor(BasePredictor):
+    def predict(
+        self,
+        text: str = Input(description="What is said.", min_length=1, max_length=20),
+        times: int = Input(default=2, ge=1, le=5),
+        mode: str = Input(default="say", choices=["say", "fail", "loop", "exit"]),
+        image: Path | None = Input(default=None, description="Its size is said."),
+        password: Secret | None = Input(default=None),
+    ) -> Iterator[str]:
+        print(f"asked for {text}")
+        if mode == "fail":
+            raise ValueError("it does not want to")
+        if mode == "exit":
+            os._exit(4)
+        while mode == "loop":
+            time.sleep(0.01)
+        if image is not None:
+            yield f"{image.suffix} of {image.stat().st_size} bytes"
+        if password is not None:
+            yield f"{len(password.get_secret_value())} secret letters"
+        for number in range(times):
+            yield f"{text} {number}"
+"""
+FILES = """
+class Predictor(BasePredictor):
+    def predict(self, size: int, kind: str = "bin") -> list[Path]:
+        found = []
+        for number in range(2):
+            path = Path(f"{number}.{kind}").absolute()
+            path = Path(os.environ["TMPDIR"]) / path.name
+            path.write_bytes(bytes([number]) * size)
+            found.append(path)
+        return found
+"""
+
+
+@pytest.fixture
+async def serve(tmp_path: Path, redis_url: str) -> AsyncIterator[Any]:
+    """Serves a class: its API and a worker, which share a broker, a Redis and an object store."""
+    async with AsyncExitStack() as opened:
+
+        async def served(body: str, **more: Any) -> ApiUnderTest:
+            (tmp_path / "class").mkdir()
+            folder = write_class(tmp_path / "class", body)
+            entry = entry_of(folder, price={"per_item_usd": 0.25}, **more)
+            pool = ModelPool([HostedModel(entry, folder)], device="cpu", processes=1)
+            await opened.enter_async_context(pool)
+            broker = InMemoryBroker()
+            settings = settings_for(tmp_path, redis_url=redis_url, url_secret="s")
+            worker = running_worker(
+                redis_url,
+                tmp_path,
+                pool=pool,
+                objects=ObjectStore(f"file://{tmp_path}/objects"),
+                broker=broker,
+                model=entry,
+                preparer=CustomPreparer(),
+            )
+            harness = await opened.enter_async_context(worker)
+            api = await opened.enter_async_context(
+                running_api(
+                    settings,
+                    broker,
+                    broker,
+                    Catalog((entry,)),
+                    worker=FakeWorker(broker, ()),
+                )
+            )
+            api.rows = harness.rows
+            return api
+
+        yield served
+
+
+async def predict(api: ApiUnderTest, **given: Any) -> dict[str, Any]:
+    body = {"version": "mine", "input": given}
+    response = await api.http.post("/v1/predictions", json=body, headers=WAIT)
+    found: dict[str, Any] = response.json()
+    assert response.status_code == 201, found
+    return await until_over(api, found)
+
+
+async def test_a_class_is_served_with_its_logs_metrics_row_and_price(serve: Any) -> None:
+    api = await serve(CLASS)
+    found = await predict(api, text="hello")
+    assert (found["status"], found["error"]) == ("succeeded", None)
+    assert found["output"] == ["hello 0", "hello 1"]
+    assert found["logs"] == "asked for hello\n"
+    assert found["metrics"]["cost_usd"] == 0.25
+    assert found["metrics"]["predict_time"] > 0
+    (row,) = api.rows
+    assert (row.task, row.status, row.cost_usd, row.list_price_usd) == (
+        "custom",
+        "succeeded",
+        0.25,
+        0.25,
+    )
+
+
+async def test_errors_of_a_class_end_its_predictions_alone(serve: Any) -> None:
+    api = await serve(CLASS)
+    failed = await predict(api, text="a", mode="fail")
+    assert (failed["status"], failed["error"]) == ("failed", "it does not want to")
+    assert failed["logs"].startswith("asked for a\nTraceback")
+    assert "ValueError: it does not want to" in failed["logs"]
+    ended = await predict(api, text="a", mode="exit")
+    assert (
+        ended["error"] == "the process of the model ended with exit status 4 while it computed this"
+    )
+    assert (await predict(api, text="b", times=1))["output"] == ["b 0"]
+    assert [row.cost_usd for row in api.rows] == [0.0, 0.0, 0.25]
+
+
+async def test_a_loop_ends_at_its_deadline_or_when_it_is_canceled(serve: Any) -> None:
+    api = await serve(CLASS)
+    body = {"version": "mine", "input": {"text": "a", "mode": "loop"}}
+    late = await api.http.post("/v1/predictions", json=body, headers=WAIT | {"cancel-after": "5s"})
+    assert "deadline" in (await until_over(api, late.json()))["error"]
+    running = (await api.http.post("/v1/predictions", json=body)).json()
+    await api.http.post(f"/v1/predictions/{running['id']}/cancel")
+    assert (await until_over(api, running))["status"] == "canceled"
+    assert (await predict(api, text="b", times=1))["output"] == ["b 0"]
+
+
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "input.text", "Field required"),
+    ({"text": ""}, "input.text", "at least 1 character"),
+    ({"text": "a" * 21}, "input.text", "at most 20 characters"),
+    ({"text": "a", "times": 6}, "input.times", "less than or equal to 5"),
+    ({"text": "a", "times": "2"}, "input.times", "valid integer"),
+    ({"text": "a", "mode": "sing"}, "input.mode", "'say', 'fail', 'loop' or 'exit'"),
+    ({"text": "a", "word": 1}, "input.word", "unknown parameter"),
+    ({"text": "a", "image": "x"}, "input.image", "only data: URIs and files of this API"),
+    ({"text": "a", "image": "data:,x"}, "input.image", "only base64 data: URIs"),
+]
+
+
+async def test_wrong_inputs_are_refused_by_the_api(serve: Any) -> None:
+    api = await serve(CLASS)
+    for given, field, reason in WRONG:
+        response = await api.http.post("/v1/predictions", json={"version": "mine", "input": given})
+        assert response.status_code == 422, given
+        (found,) = response.json()["invalid_fields"]
+        assert found["field"] == field
+        assert reason in found["description"]
+
+
+async def test_files_and_secrets_go_in_and_are_not_shown(serve: Any) -> None:
+    api = await serve(CLASS)
+    uri = "data:image/png;base64," + base64.b64encode(b"x" * 100_000).decode()
+    found = await predict(api, text="a", times=1, image=uri, password="open sesame")
+    assert found["output"] == [".png of 100000 bytes", "11 secret letters", "a 0"]
+    assert found["input"]["password"] == "**********"
+    url = found["input"]["image"]
+    file = (await api.http.get(url)).json()
+    assert (await api.http.get(file["urls"]["download"])).content == b"x" * 100_000
+    again = await predict(api, text="a", times=1, image=url)
+    assert again["output"][0].endswith("of 100000 bytes")
+
+
+async def test_files_come_as_links_or_inline_when_small(serve: Any) -> None:
+    api = await serve(FILES)
+    small = await predict(api, size=3, kind="txt")
+    assert small["output"] == ["data:text/plain;base64,AAAA", "data:text/plain;base64,AQEB"]
+    large = await predict(api, size=70_000, kind="html")
+    for number, url in enumerate(large["output"]):
+        response = await api.http.get(url)
+        assert response.content == bytes([number]) * 70_000
+        assert response.headers["content-type"].startswith("text/html")
+        assert response.headers["content-security-policy"] == "sandbox; default-src 'none'"
+    await api.http.delete(f"/v1/predictions/{large['id']}")
+    assert [(await api.http.get(url)).status_code for url in large["output"]] == [404, 404]
+
+
+async def test_elements_are_streamed_and_resumed(serve: Any) -> None:
+    api = await serve(CLASS)
+    body = {"version": "mine", "input": {"text": "line\nbreak", "times": 3}}
+    created = (await api.http.post("/v1/predictions", json=body)).json()
+    events = events_of((await api.http.get(created["urls"]["stream"])).text)
+    said = [one["data"] for one in events if one["event"] == "output"]
+    assert said == [f"line\nbreak {number}" for number in range(3)]
+    assert events[-1]["event"] == "done"
+    shown = (await api.http.get("/v1/models/me/mine")).json()["latest_version"]
+    output = shown["openapi_schema"]["components"]["schemas"]["Output"]
+    assert (output["x-cog-array-type"], output["items"]) == ("iterator", {"type": "string"})
+
+
+def events_of(text: str) -> list[dict[str, str]]:
+    found = []
+    for block in filter(None, text.split("\n\n")):
+        lines = [line.partition(": ") for line in block.splitlines()]
+        event = {name: value for name, _, value in lines if name != "data"}
+        event["data"] = "\n".join(value for name, _, value in lines if name == "data")
+        found.append(event)
+    return [one for one in found if "event" in one]
+
+
+async def test_replicates_client_gets_what_the_class_gives(serve: Any) -> None:
+    api = await serve(CLASS)
+    client = Client(api_token="any", base_url=api.url)
+    output: Any = await client.async_run("me/mine", input={"text": "a", "times": 3})
+    await client._async_client.aclose()
+    assert list(output) == ["a 0", "a 1", "a 2"]
+
+
+async def test_a_schema_is_all_that_the_api_needs(serve: Any) -> None:
+    api = await serve(CLASS)
+    found = (await api.http.get("/v1/models/me/mine")).json()["latest_version"]["openapi_schema"]
+    given = found["components"]["schemas"]["Input"]
+    assert given["properties"]["times"] == {
+        "type": "integer",
+        "title": "Times",
+        "default": 2,
+        "minimum": 1,
+        "maximum": 5,
+        "x-order": 1,
+    }
+    assert json.dumps(given["required"]) == '["text"]'

@@ -1,0 +1,72 @@
+"""A model is as busy far from its broker as near it, and the death of a full worker stays cheap.
+
+Judged by ratios of runs in turn. The model only sleeps and the load is light, so that other work on
+the machine changes all of them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from bench.fairness.timed import BrokerSite, servers
+from bench.far_worker import Broker, FarLoad, Link, far_site, kill_with_full_hand, measure
+from infra.local.stack_processes import RabbitServer
+from shared.flow_control import MAX_AHEAD_S
+from tests.limits import WAIT_LIMIT_S
+
+pytestmark = pytest.mark.slow(about_s=150)
+
+DELAY_MS = 25
+LOAD = FarLoad("50 ms a batch of 16, 1 item", 0.05, 1, 200, max_items=16)
+TWO_BATCHES = 2 * LOAD.max_items
+LEAD_S, SECONDS = 3.0, 4.0
+ROUNDS = 2
+KEPT, KEPT_BEFORE = 0.9, 0.8
+HELD_MAX_S = MAX_AHEAD_S + 2 * LOAD.batch_s
+Sites = tuple[BrokerSite, BrokerSite]
+
+
+@pytest.fixture(params=["pubsub", "rabbitmq"])
+def sites(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sites]:
+    """A broker, near and far."""
+    broker: Broker = request.param
+    with ExitStack() as stack:
+        address, redis_url = stack.enter_context(servers(tmp_path))
+        if broker == "rabbitmq":
+            server: RabbitServer = request.getfixturevalue("rabbitmq_server")
+            address = server.url
+        near, far = (
+            stack.enter_context(far_site(broker, address, redis_url, Link(delay_ms), tmp_path))
+            for delay_ms in (0, DELAY_MS)
+        )
+        yield near, far
+
+
+def rate(site: BrokerSite, *, hand: int = 0) -> float:
+    return measure(site, LOAD, lead_s=LEAD_S, seconds=SECONDS, hand=hand).items_per_s
+
+
+def test_a_far_broker_costs_no_throughput(sites: Sites) -> None:
+    near_site, far_site = sites
+    near, far, before = list[float](), list[float](), list[float]()
+    for _ in range(ROUNDS):
+        near.append(rate(near_site))
+        far.append(rate(far_site))
+        before.append(rate(far_site, hand=TWO_BATCHES))
+    assert max(far) >= KEPT * max(near), (near, far)
+    # Else the distance would make no difference here, and the line above would say nothing.
+    assert max(before) < KEPT_BEFORE * max(near), (near, before)
+
+
+def test_what_a_dead_worker_held_is_at_most_a_second_of_work_beyond_two_batches(
+    sites: Sites,
+) -> None:
+    _, far_site = sites
+    killed = kill_with_full_hand(far_site, LOAD, lead_s=2 * LEAD_S, limit_s=WAIT_LIMIT_S)
+    assert killed.held > TWO_BATCHES, "its hand was not full"
+    # Its hand came again, and every request was answered, or this would not have ended.
+    assert 0 < killed.redelivered_s <= HELD_MAX_S, killed

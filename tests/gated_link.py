@@ -1,0 +1,88 @@
+"""Counts the round trips that somebody waits for: a proxy that holds back what is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from tests.limits import WAIT_LIMIT_S
+
+T = TypeVar("T")
+
+
+class GatedLink:
+    """A TCP proxy. While `gate` is closed, requests wait in it, and answers pass."""
+
+    def __init__(self, target_port: int) -> None:
+        self._target_port = target_port
+        self._waiting: list[tuple[asyncio.StreamWriter, bytes]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.asked = asyncio.Event()
+        self.is_open = True
+
+    def pass_on(self) -> None:
+        """Sends what waits."""
+        for sink, data in self._waiting:
+            sink.write(data)
+        self._waiting.clear()
+        self.asked.clear()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back, onward = await asyncio.open_connection("127.0.0.1", self._target_port)
+        answers = asyncio.create_task(self._answers(back, writer))
+        self._tasks.add(answers)
+        while data := await reader.read(65536):
+            self._waiting.append((onward, data))
+            self.asked.set()
+            if self.is_open:
+                self.pass_on()
+        onward.close()
+        writer.close()
+
+    async def _answers(self, back: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await back.read(65536):
+            writer.write(data)
+
+    def close(self) -> None:
+        """Holds back what is asked from now on."""
+        self.is_open = False
+
+    def open(self) -> None:
+        """Passes everything on from now on."""
+        self.is_open = True
+        self.pass_on()
+
+    async def trips(self, answer: Awaitable[T]) -> tuple[int, T]:
+        """The number of round trips until an answer is there, and the answer."""
+        self.close()
+        trips = 0
+        answering = asyncio.ensure_future(answer)
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while not answering.done():
+                asked = asyncio.create_task(self.asked.wait())
+                await asyncio.wait((answering, asked), return_when=asyncio.FIRST_COMPLETED)
+                asked.cancel()
+                if not answering.done():
+                    trips += 1
+                    self.pass_on()
+        self.open()
+        return trips, await answering
+
+
+@asynccontextmanager
+async def gated(target_port: int) -> AsyncIterator[tuple[GatedLink, int]]:
+    """A link to a port of this machine, and the port of its other end."""
+    link = GatedLink(target_port)
+    async with await asyncio.start_server(link.serve, "127.0.0.1", 0) as server:
+        yield link, server.sockets[0].getsockname()[1]
+
+
+@asynccontextmanager
+async def gated_redis(redis_url: str) -> AsyncIterator[tuple[GatedLink, str]]:
+    """A link to a Redis, and the URL of its other end."""
+    where = urlsplit(redis_url)
+    async with gated(where.port or 0) as (link, port):
+        yield link, redis_url.replace(f":{where.port}", f":{port}")

@@ -1,0 +1,458 @@
+"""Classes in each form of the interface, in their own process: same outputs as called here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.blob import Blob
+from shared.errors import BadInput, ConfigurationError, ModelFailed
+from shared.tasks.custom import CustomResult
+from tests.workers.models.custom.classes import compute, entry_of, output_of, prepared, write_class
+from workers.models.base import PreparedFile
+from workers.models.custom.checking import inspect_folder, is_current, write_interface
+from workers.models.custom.model import CustomModel
+
+FORMS: dict[str, tuple[str, dict[str, Any], Any]] = {
+    "text": ("def run(self, a: str) -> str: return a * 2", {"a": "x"}, "xx"),
+    "whole number": ("def run(self, a: int = Input(ge=1, le=9)) -> int: return a + 1", {"a": 2}, 3),
+    "number": ("def run(self, a: float) -> float: return a / 2", {"a": 3}, 1.5),
+    "switch": ("def run(self, a: bool = False) -> bool: return not a", {}, True),
+    "any object": (
+        "def run(self, a: dict) -> dict: return {'b': a}",
+        {"a": {"c": 1}},
+        {"b": {"c": 1}},
+    ),
+    "list": (
+        "def run(self, a: list[str]) -> list[str]: return a[::-1]",
+        {"a": ["x", "y"]},
+        ["y", "x"],
+    ),
+    "list of numbers": (
+        "def run(self, a: List[int]) -> List[int]: return sorted(a)",
+        {"a": [2, 1]},
+        [1, 2],
+    ),
+    "optional": ("def run(self, a: Optional[str] = None) -> str: return a or 'none'", {}, "none"),
+    "union": ("def run(self, a: int | str) -> str: return type(a).__name__", {"a": "3"}, "str"),
+    "choices": (
+        "def run(self, a: str = Input(choices=['p', 'q'], default='q')) -> str: return a",
+        {},
+        "q",
+    ),
+    "secret": (
+        "def run(self, a: Secret) -> int: return len(a.get_secret_value())",
+        {"a": "abc"},
+        3,
+    ),
+    "items": (
+        "def run(self, n: int) -> Iterator[int]:\n        yield from range(n)",
+        {"n": 3},
+        [0, 1, 2],
+    ),
+    "pieces": (
+        "def run(self, n: int) -> ConcatenateIterator[str]:\n        yield from 'ab' * n",
+        {"n": 1},
+        ["a", "b"],
+    ),
+    "asynchronous": (
+        "async def run(self, a: str) -> str:\n        await asyncio.sleep(0)\n        return a",
+        {"a": "x"},
+        "x",
+    ),
+    "asynchronous pieces": (
+        "async def run(self, a: str) -> AsyncConcatenateIterator[str]:\n"
+        "        for one in a: yield one",
+        {"a": "xy"},
+        ["x", "y"],
+    ),
+}
+
+
+@pytest.fixture
+def started() -> Any:
+    """Makes models that are set up, and ends them."""
+    models: list[CustomModel] = []
+
+    def start(folder: Path, **more: Any) -> CustomModel:
+        model = CustomModel(entry_of(folder, **more), folder, "cpu", 1)
+        models.append(model)
+        model.setup()
+        return model
+
+    yield start
+    for model in models:
+        model.close()
+
+
+@pytest.mark.parametrize(("method", "given", "expected"), FORMS.values(), ids=FORMS)
+def test_output_is_that_of_the_class(
+    tmp_path: Path, started: Any, method: str, given: dict[str, Any], expected: Any
+) -> None:
+    model = started(write_class(tmp_path, f"class Runner(BaseRunner):\n    {method}\n"))
+    end = compute(model, given)
+    assert isinstance(end.results[0], CustomResult), end
+    assert end.results[0].output == expected
+
+
+def test_a_function_and_an_object_as_output(tmp_path: Path, started: Any) -> None:
+    folder = write_class(
+        tmp_path,
+        """
+        class Answer(BaseModel):
+            score: float
+            words: list[str]
+            note: str | None = None
+
+        def answer(text: str) -> Answer:
+            return Answer(score=0.5, words=text.split())
+        """,
+        "predict: predict.py:answer",
+    )
+    found = compute(started(folder), {"text": "a b"}).results[0]
+    assert isinstance(found, CustomResult)
+    assert found.output == {"score": 0.5, "words": ["a", "b"], "note": None}
+
+
+def test_pydantic_output(tmp_path: Path, started: Any) -> None:
+    folder = write_class(
+        tmp_path,
+        """
+        import pydantic
+
+        class Answer(pydantic.BaseModel):
+            word: str
+
+        class Predictor(BasePredictor):
+            def predict(self, word: str) -> Answer:
+                return Answer(word=word)
+        """,
+    )
+    found = compute(started(folder), {"word": "a"}).results[0]
+    assert isinstance(found, CustomResult)
+    assert found.output == {"word": "a"}
+
+
+def test_files_go_in_and_out_in_lists_and_objects(tmp_path: Path, started: Any) -> None:
+    folder = write_class(
+        tmp_path,
+        """
+        class Answer(BaseModel):
+            whole: Path
+            size: int
+
+        class Predictor(BasePredictor):
+            def predict(self, parts: list[Path]) -> Answer:
+                whole = Path("/tmp") / f"whole-{os.getpid()}.txt"
+                whole.write_bytes(b"".join(part.read_bytes() for part in parts))
+                return Answer(whole=whole, size=len(parts))
+        """,
+    )
+    files = [PreparedFile(["parts", at], f"{at}.txt", text) for at, text in enumerate((b"a", b"b"))]
+    found = compute(started(folder), {"parts": [None, None]}, files).results[0]
+    assert isinstance(found, CustomResult)
+    assert found.output == {"whole": None, "size": 2}
+    assert (found.files, found.places[0].at) == ([Blob("text/plain", b"ab")], ["whole"])
+    shown = found.to_output("", lambda key, media_type="": "unused")
+    assert shown == {"whole": "data:text/plain;base64,YWI=", "size": 2}
+
+
+def test_a_file_is_an_open_file_if_the_class_asks_for_one(tmp_path: Path, started: Any) -> None:
+    body = """
+    class Predictor(BasePredictor):
+        def predict(self, a: File) -> str:
+            return a.read().decode()
+    """
+    model = started(write_class(tmp_path, body))
+    found = compute(model, {"a": None}, [PreparedFile(["a"], "a", b"inside")]).results[0]
+    assert isinstance(found, CustomResult)
+    assert found.output == "inside"
+
+
+def test_metrics_and_what_was_printed(tmp_path: Path, started: Any) -> None:
+    body = """
+    class Predictor(BasePredictor):
+        def setup(self) -> None:
+            print("not of a prediction")
+
+        def predict(self, a: int) -> int:
+            print("before", a)
+            os.write(1, b"from below\\n")
+            print("to stderr", file=sys.stderr)
+            self.record_metric("size.width", a)
+            current_scope().record_metric("calls", 1, mode="incr")
+            current_scope().record_metric("calls", 1, mode="incr")
+            return a
+    """
+    model = started(write_class(tmp_path, body))
+    for value in (1, 2):
+        end = compute(model, {"a": value})
+        found = end.results[0]
+        assert isinstance(found, CustomResult)
+        assert found.metrics == {"size": {"width": value}, "calls": 2}
+        assert end.logs[0] == f"before {value}\nfrom below\nto stderr\n"
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("def predict(self, a: int) -> str: return None", "output: None is not string"),
+        ("def predict(self, a: int) -> int: return 'x'", "a value of type str is not integer"),
+        ("def predict(self, a: int) -> list[int]: return 3", "is not a list of integer"),
+        ("def predict(self, a: int) -> Path: return Path('/none')", "there is no file none"),
+        ("def predict(self, a: int) -> dict: return {'a': object()}", "can't be sent as JSON"),
+        ("def predict(self, a: int) -> float: return float('nan')", "JSON has no NaN"),
+        ("def predict(self, a: int) -> str: return 'x' * 2**21", "at most 1048576 bytes"),
+        ("def predict(self, a: int) -> str: raise KeyError('secret')", "'secret'"),
+        ("def predict(self, a: int) -> str: sys.exit(3)", "the model called sys.exit(3)"),
+        ("def predict(self, a: int) -> str: os._exit(3)", "ended with exit status 3 while it"),
+    ],
+)
+def test_an_error_ends_its_prediction_and_not_the_model(
+    tmp_path: Path, started: Any, method: str, reason: str
+) -> None:
+    head, _, tail = method.rpartition(": ")
+    folder = write_class(
+        tmp_path, f"class Predictor(BasePredictor):\n    {head}:\n        {tail}\n"
+    )
+    model = started(folder)
+    for _ in range(2):
+        found = compute(model, {"a": 1}).results[0]
+        assert isinstance(found, ModelFailed)
+        assert reason in found.message
+
+
+def test_the_traceback_is_in_the_logs_without_our_frames(tmp_path: Path, started: Any) -> None:
+    body = """
+    class Predictor(BasePredictor):
+        def predict(self, a: int) -> str:
+            return {}[a]
+    """
+    model = started(write_class(tmp_path, body))
+    end = compute(model, {"a": 7})
+    assert isinstance(end.results[0], ModelFailed)
+    assert "KeyError: 7" in end.logs[0]
+    assert "predict.py" in end.logs[0]
+    assert "penstock" not in end.logs[0].lower()
+
+
+def test_an_input_that_only_the_class_refuses_names_its_field(tmp_path: Path, started: Any) -> None:
+    # Python's look-behind is beyond the engine that the API uses.
+    body = """
+    class Predictor(BasePredictor):
+        def predict(self, a: str = Input(regex="(?!b).*")) -> str:
+            return a
+    """
+    model = started(write_class(tmp_path, body))
+    found = compute(model, {"a": "bad"}).results[0]
+    assert isinstance(found, BadInput)
+    assert found.field == "a"
+    assert output_of(compute(model, {"a": "good"})) == "good"
+
+
+def test_a_loop_is_killed_and_others_are_served(tmp_path: Path, started: Any) -> None:
+    body = """
+    class Predictor(BasePredictor):
+        def predict(self, a: str) -> str:
+            while a == "loop":
+                try:
+                    time.sleep(0.01)
+                except BaseException:
+                    pass
+            return f"{a} {os.getpid()}"
+    """
+    model = started(write_class(tmp_path, body))
+    first = compute(model, {"a": "x"}).results[0]
+    model.admit(1, prepared({"a": "loop"}))
+    model.step()
+    model.drop(1)
+    second = compute(model, {"a": "x"}).results[0]
+    assert isinstance(first, CustomResult)
+    assert isinstance(second, CustomResult)
+    assert first.output.split()[0] == second.output.split()[0] == "x"
+    assert first.output != second.output, "the process is another one"
+
+
+def test_a_cancellation_raises_cogs_exception(tmp_path: Path, started: Any) -> None:
+    body = """
+    class Predictor(BasePredictor):
+        stopped = 0
+
+        def predict(self, a: str) -> str:
+            try:
+                while a == "loop":
+                    time.sleep(0.01)
+            except CancelationException:
+                self.stopped += 1
+                raise
+            return f"{self.stopped} {os.getpid()}"
+    """
+    model = started(write_class(tmp_path, body))
+    first = compute(model, {"a": "x"}).results[0]
+    model.admit(1, prepared({"a": "loop"}))
+    model.step()
+    model.drop(1)
+    second = compute(model, {"a": "x"}).results[0]
+    assert isinstance(first, CustomResult)
+    assert isinstance(second, CustomResult)
+    pid = first.output.split()[1]
+    assert (first.output, second.output) == (f"0 {pid}", f"1 {pid}")
+
+
+def test_asynchronous_classes_run_several_at_a_time(tmp_path: Path, started: Any) -> None:
+    body = """
+    class Runner(BaseRunner):
+        def setup(self) -> None:
+            self.inside, self.both = 0, asyncio.Event()
+
+        async def run(self, a: int) -> int:
+            self.inside += 1
+            if self.inside == 2:
+                self.both.set()
+            await self.both.wait()
+            return a
+    """
+    folder = write_class(tmp_path, body, "concurrency: {max: 2}")
+    model = started(folder, batch={"max_items": 2})
+    model.admit(0, prepared({"a": 1}))
+    model.admit(1, prepared({"a": 2}))
+    found: dict[int, Any] = {}
+    while len(found) < 2:
+        found |= model.step().results
+    assert {slot: one.output for slot, one in found.items()} == {0: 1, 1: 2}
+
+
+def test_the_class_sees_no_key_and_no_process_of_ours(
+    tmp_path: Path, started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_URL_SECRET", "do-not-tell")
+    body = """
+    class Predictor(BasePredictor):
+        def predict(self, pid: int) -> dict:
+            try:
+                with open(f"/proc/{pid}/environ", "rb") as file:
+                    theirs = file.read().decode()
+            except OSError as error:
+                theirs = type(error).__name__
+            return {"own": dict(os.environ), "theirs": theirs, "modules": sorted(sys.modules)}
+    """
+    found = compute(started(write_class(tmp_path, body)), {"pid": os.getpid()}).results[0]
+    assert isinstance(found, CustomResult)
+    assert "do-not-tell" not in str(found.output)
+    assert found.output["theirs"] == "PermissionError"
+    assert not {"shared", "msgspec", "torch", "workers"} & set(found.output["modules"])
+
+
+def test_what_runs_on_in_a_fork_answers_nobody(tmp_path: Path, started: Any) -> None:
+    body = """
+    class Predictor(BasePredictor):
+        def predict(self, a: int) -> str:
+            os.fork()
+            return f"{a}"
+    """
+    model = started(write_class(tmp_path, body))
+    assert [output_of(compute(model, {"a": one})) for one in (1, 2, 3)] == ["1", "2", "3"]
+
+
+def test_much_output_is_cut_at_its_begin(tmp_path: Path, started: Any) -> None:
+    body = """
+    class Predictor(BasePredictor):
+        def predict(self, a: int) -> int:
+            for number in range(40_000):
+                print("x" * 99)
+            print("the end")
+            return a
+    """
+    end = compute(started(write_class(tmp_path, body)), {"a": 1})
+    assert len(end.logs[0]) < 40_000
+    assert end.logs[0].startswith("… ")
+    assert end.logs[0].endswith("the end\n")
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("class Predictor(BasePredictor): pass", "run or predict method not found"),
+        ("class Other: pass", "no class Runner or Predictor"),
+        ("raise RuntimeError('at import')", "at import"),
+        (
+            "class Predictor(BasePredictor):\n    def predict(self, a) -> str: return a",
+            "missing type annotation for input: a",
+        ),
+        (
+            "class Predictor(BasePredictor):\n    def predict(self, a: object) -> str: return ''",
+            "invalid input field a: unsupported Cog type object",
+        ),
+        ("import os; os._exit(7)", "ended with exit status 7"),
+    ],
+)
+def test_a_folder_that_cant_be_served_says_why(tmp_path: Path, body: str, reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        inspect_folder(write_class(tmp_path, body))
+
+
+def test_setup_that_raises_refuses_with_its_traceback(tmp_path: Path) -> None:
+    body = """
+    class Predictor(BasePredictor):
+        def setup(self) -> None:
+            raise ValueError("no weights here")
+
+        def predict(self, a: int) -> int:
+            return a
+    """
+    folder = write_class(tmp_path, body)
+    with pytest.raises(ConfigurationError, match=r"(?s)no weights here.*Traceback"):
+        CustomModel(entry_of(folder), folder, "cpu", 1).setup()
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ("def predict(self, a: int = Input(le=9)) -> int: return a", "inputs.a.maximum: 5 in"),
+        ("def predict(self, b: int = Input(le=5)) -> int: return b", "inputs.a: there in"),
+        ("def predict(self, a: int = Input(le=5)) -> str: return ''", "output: "),
+    ],
+)
+def test_code_that_disagrees_with_the_schema_is_refused(
+    tmp_path: Path, changed: str, field: str
+) -> None:
+    usual = "def predict(self, a: int = Input(le=5)) -> int: return a"
+    entry = entry_of(write_class(tmp_path, f"class Predictor(BasePredictor):\n    {usual}"))
+    write_class(tmp_path, f"class Predictor(BasePredictor):\n    {changed}")
+    model = CustomModel(entry, tmp_path, "cpu", 1)
+    with pytest.raises(ConfigurationError) as refused:
+        model.setup()
+    model.close()
+    assert field in refused.value.message
+    assert "penstock models check" in refused.value.message
+
+
+def test_a_schema_is_current_until_a_source_changes(tmp_path: Path) -> None:
+    body = "class Predictor(BasePredictor):\n    def predict(self, a: int) -> int: return a"
+    folder = write_class(tmp_path, body)
+    assert not is_current(folder)
+    write_interface(folder, inspect_folder(folder).interface)
+    assert is_current(folder)
+    (folder / "weights.bin").write_bytes(b"not a source")
+    assert is_current(folder)
+    (folder / "helper.py").write_text("")
+    assert not is_current(folder)
+
+
+def test_what_cog_yaml_asks_for_in_vain_is_named(tmp_path: Path) -> None:
+    body = "class Predictor(BasePredictor):\n    def predict(self, a: int) -> int: return a"
+    cog_yaml = """
+    build:
+      python_version: "3.11"
+      system_packages: [ffmpeg]
+    environment: [MODE=fast]
+    image: r8.im/someone/model
+    """
+    notes = inspect_folder(write_class(tmp_path, body, cog_yaml)).notes
+    assert notes == [
+        "cog.yaml: build.system_packages has no effect here",
+        "cog.yaml: image has no effect here",
+    ]

@@ -1,0 +1,517 @@
+"""The items of one model from the queue to their results.
+
+Items wait for a batch, run, or ran a moment ago. Identical ones share one result. Progress,
+previews, tokens and results of a batch are passed on to their jobs, and failed items are retried.
+
+Previews are encoded as WebP. Tokens of generations go to a stream while they are written, so that
+callers can read along. A worker that takes over from one that died continues from the tokens there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import msgspec
+from PIL import Image
+
+from shared.catalog import Model
+from shared.errors import Canceled, ModelFailed, PenstockError, Unavailable
+from shared.messages import Item, failure
+from shared.stores.records import Records
+from shared.stores.token_streams import Written
+from shared.tasks import Result
+from shared.tasks.text import TokenChunk
+from shared.tracing.spans import TraceContext
+from workers import metrics
+from workers.job import Computed, PulledJob, QueuedItem, kept_traces
+from workers.jobs.completion import Completion, is_streamed
+from workers.models.base import Prepared, PreparedPrompt, RgbImage
+from workers.runtime.protocol import BatchResult, ItemPreview, Previews
+from workers.scheduling.priority_queue import PriorityQueue
+
+LINGER_S = 1.0
+"""The time that a finished item can still be coalesced with.
+
+By then its result has reached the cache.
+"""
+
+
+class ModelQueue:
+    """Queues items, coalesces identical ones, and drops those that are canceled or late.
+
+    `on_queued` is called when there is more to take. The worker sets it.
+    """
+
+    def __init__(self, model: Model, completion: Completion) -> None:
+        self._completion = completion
+        self._queue = PriorityQueue(model.budget, model.batch.max_items)
+        self._by_cache_key: dict[str, QueuedItem] = {}
+        self._earliest_s = float("inf")
+        self.on_queued: Callable[[], None] = lambda: None
+
+    @property
+    def waiting(self) -> int:
+        """The number of items that can be taken now."""
+        return len(self._queue)
+
+    @property
+    def oldest_s(self) -> float:
+        """When the oldest of them was queued, in unix seconds."""
+        return self._queue.oldest_s
+
+    @property
+    def running(self) -> list[list[QueuedItem]]:
+        """The batches that were taken and have not ended."""
+        return self._queue.running
+
+    def earliest_deadline_s(self, after_s: float) -> float:
+        """The earliest deadline from `after_s` on, in unix seconds. Infinite if there is none."""
+        if self._earliest_s < after_s:
+            deadlines_s = (
+                pulled.start_by_s for queued in self._queue for pulled, _ in queued.open_waiters()
+            )
+            self._earliest_s = min(
+                (one_s for one_s in deadlines_s if one_s >= after_s), default=float("inf")
+            )
+        return self._earliest_s
+
+    def coalesce(self, pulled: PulledJob, item: Item) -> bool:
+        """Lets `item` share the result of an identical item, if one waits, runs, or just ran."""
+        queued = (
+            self._by_cache_key.get(item.cache_key)
+            if item.cache_key and pulled.reads_cache
+            else None
+        )
+        if queued is None:
+            return False
+        if queued.computed is None:
+            queued.waiters.append((pulled, item))
+            self._queue.update(queued)
+        else:
+            self._completion.settle(pulled, queued.coalesced(pulled, item))
+        return True
+
+    def add(
+        self, prepared: Prepared, pulled: PulledJob, item: Item, written: list[TokenChunk]
+    ) -> None:
+        """Queues a prepared item. The caller calls `on_queued` after the last one.
+
+        `written` is what an earlier worker has written of it.
+        """
+        queued = QueuedItem(
+            prepared, item.cache_key, time.time(), [(pulled, item)], written=written
+        )
+        if item.cache_key:
+            self._by_cache_key.setdefault(item.cache_key, queued)
+        self._queue.add(queued)
+        self._earliest_s = min(self._earliest_s, pulled.start_by_s)
+
+    def take(self, processes: int) -> list[QueuedItem]:
+        """The next batch for one of `processes`. Empty if nothing waits that is still wanted."""
+        self._earliest_s = float("-inf")  # may be in the batch, so it is computed again on demand
+        return self._queue.take(processes, self._is_wanted, time.time())
+
+    def admit(self, inside: Collection[QueuedItem], processes: int) -> list[QueuedItem]:
+        """Admits items to `inside`, which one of `processes` computes step by step."""
+        self._earliest_s = float("-inf")
+        return self._queue.admit(inside, processes, self._is_wanted, time.time())
+
+    def to_preempt(self, inside: Collection[QueuedItem]) -> list[QueuedItem]:
+        """Returns the items of one process that are to be preempted for another item."""
+        return self._queue.to_preempt(inside, self._is_wanted)
+
+    def item_ended(self, queued: QueuedItem) -> None:
+        """Takes note that an admitted item has left its batch."""
+        self._queue.batch_ended([queued])
+        self._queue.adjust_budget(was_short=False)
+
+    def preempted(self, queued: QueuedItem) -> None:
+        """Queues an item again for which the device had too little memory."""
+        self._queue.batch_ended([queued])
+        self._queue.adjust_budget(was_short=True)
+        self._queue.add(queued)
+
+    def left_over(self, queued: QueuedItem) -> None:
+        """Queues an item again that came too late to be admitted, or was preempted."""
+        self._queue.batch_ended([queued])
+        self._queue.add(queued)
+
+    def discard_unwanted(self) -> None:
+        """Removes items whose callers no longer wait."""
+        self._queue.discard_unwanted(self._is_wanted)
+
+    def batch_ended(self, batch: list[QueuedItem], done: BatchResult) -> None:
+        """Takes note of a batch that ran, how long, and whether the device had enough memory."""
+        self._queue.batch_ended(batch)
+        self._queue.adjust_budget(was_short=done.out_of_memory)
+        if not done.steps_saved and not done.has_failed:
+            self._queue.observe_batch(batch, done.finished_at_s - done.started_at_s)
+
+    def batch_died(self, batch: list[QueuedItem]) -> list[QueuedItem]:
+        """Queues a batch again after its model process died. Returns the items to give up."""
+        failed = self._queue.batch_died(batch)
+        for queued in failed:
+            self.forget(queued)
+        return failed
+
+    def requeue(self, queued: QueuedItem) -> None:
+        """Queues an item again for callers coalesced with one that was being canceled."""
+        self._queue.add(queued)
+        self.on_queued()
+
+    def forget(self, queued: QueuedItem) -> None:
+        """From now on an identical item is found in the cache, or computed again."""
+        key = queued.cache_key
+        if key and self._by_cache_key.get(key) is queued:
+            del self._by_cache_key[key]
+
+    def forget_when_cached(self, queued: QueuedItem) -> None:
+        """Does the same, but waits until the result is in the cache if it goes there."""
+        if queued.is_cached:
+            asyncio.get_running_loop().call_later(LINGER_S, self.forget, queued)
+        else:
+            self.forget(queued)
+
+    def _is_wanted(self, queued: QueuedItem) -> bool:
+        """Settles the waiters that are canceled or late. Returns whether others remain."""
+        now_s, wanted = time.time(), []
+        for pulled, item in queued.open_waiters():
+            if pulled.is_unwanted:
+                self._completion.settle(pulled, pulled.unwanted(item.index, started=False))
+            elif not queued.has_started and pulled.start_by_s <= now_s:
+                self._completion.settle(pulled, pulled.expired(item.index))
+            else:
+                wanted.append((pulled, item))
+        queued.waiters = wanted
+        if not wanted:
+            self.forget(queued)
+        return bool(wanted)
+
+
+QUALITY = 60
+FASTEST = 0
+"""The method of libwebp. An image of 256 x 256 takes 1.5 ms and has about 7 KB."""
+
+
+def encode_preview(preview: RgbImage) -> bytes:
+    """The image as a small WebP."""
+    encoded = io.BytesIO()
+    image = Image.frombytes("RGB", (preview.width, preview.height), preview.pixels)
+    image.save(encoded, "WEBP", quality=QUALITY, method=FASTEST)
+    return encoded.getvalue()
+
+
+PROGRESS_EVERY_S = 0.5
+
+
+class BatchResults:
+    """Distributes the results of one model's batches."""
+
+    def __init__(
+        self, model: Model, queue: ModelQueue, completion: Completion, records: Records
+    ) -> None:
+        self._queue = queue
+        self._completion = completion
+        self._records = records
+        self._waits = metrics.WAIT_SECONDS.labels(model.name)
+        self._reported_s = float("-inf")
+
+    def report_progress(
+        self,
+        batch: Sequence[QueuedItem],
+        watch: Callable[[Sequence[int]], None],
+        step: int,
+        steps: int,
+    ) -> None:
+        """Writes a batch's progress to the records of its predictions, at most twice a second.
+
+        Calls `watch` with the slots of the batch that somebody wants to see.
+        """
+        now_s = time.monotonic()
+        if now_s - self._reported_s < PROGRESS_EVERY_S:
+            return
+        self._reported_s = now_s
+        predictions = {
+            pulled for queued in batch for pulled, _ in queued.waiters if pulled.envelope.has_record
+        }
+        if predictions:
+            self._completion.registry.spawn(self._write(batch, predictions, watch, step, steps))
+        for pulled in predictions:
+            self._completion.notify_webhook(pulled, "logs", step)
+
+    async def _write(
+        self,
+        batch: Sequence[QueuedItem],
+        predictions: Collection[PulledJob],
+        watch: Callable[[Sequence[int]], None],
+        step: int,
+        steps: int,
+    ) -> None:
+        reported = await asyncio.gather(
+            *(self._records.progress(pulled.record, step, steps) for pulled in predictions)
+        )
+        watched = {
+            pulled for pulled, is_watched in zip(predictions, reported, strict=True) if is_watched
+        }
+        # The process may be at its next batch by now.
+        if watched and any(one is batch for one in self._queue.running):
+            watch([index for index, queued in enumerate(batch) if _wait_for(queued, watched)])
+
+    def report_items(
+        self,
+        progress: Mapping[QueuedItem, tuple[int, int]],
+        watch: Callable[[Collection[QueuedItem]], None],
+    ) -> None:
+        """Writes the progress of admitted items, each with a step and steps of its own.
+
+        A prediction of several items is as far as the last of them. Calls `watch` with the items
+        that somebody wants to see.
+        """
+        reported: dict[PulledJob, tuple[int, int]] = {}
+        for queued, steps in progress.items():
+            for pulled, _ in queued.waiters:
+                if pulled.envelope.has_record:
+                    reported[pulled] = min(reported.get(pulled, steps), steps, key=_share_done)
+        if reported:
+            self._completion.registry.spawn(self._write_items(reported, progress, watch))
+        for pulled, (step, _) in reported.items():
+            self._completion.notify_webhook(pulled, "logs", step)
+
+    async def _write_items(
+        self,
+        reported: Mapping[PulledJob, tuple[int, int]],
+        progress: Collection[QueuedItem],
+        watch: Callable[[Collection[QueuedItem]], None],
+    ) -> None:
+        answers = await asyncio.gather(
+            *(self._records.progress(pulled.record, *steps) for pulled, steps in reported.items())
+        )
+        watched = {
+            pulled for pulled, is_watched in zip(reported, answers, strict=True) if is_watched
+        }
+        if watched:
+            watch([queued for queued in progress if _wait_for(queued, watched)])
+
+    def pass_on_image(self, queued: QueuedItem, seen: ItemPreview) -> None:
+        """Writes a preview of one item for the predictions that wait for it."""
+        self._completion.registry.spawn(
+            self._pass_on([queued], Previews(seen.number, seen.step, seen.steps, {0: seen.image}))
+        )
+
+    def pass_on_previews(self, batch: Sequence[QueuedItem], previews: Previews) -> None:
+        """Writes previews for the predictions that wait for these items."""
+        self._completion.registry.spawn(self._pass_on(batch, previews))
+
+    async def _pass_on(self, batch: Sequence[QueuedItem], previews: Previews) -> None:
+        for index, preview in previews.images.items():
+            # On a thread, because libwebp releases the interpreter for the milliseconds it takes.
+            encoded = await asyncio.to_thread(encode_preview, preview)
+            for pulled, item in batch[index].open_waiters():
+                if pulled.envelope.has_record:
+                    await self._records.previews.add(
+                        pulled.record, item.index, previews.step, previews.steps, encoded
+                    )
+
+    def distribute(self, batch: list[QueuedItem], done: BatchResult) -> None:
+        """Settles the items of a batch that ran."""
+        self._queue.batch_ended(batch, done)
+        traces = kept_traces(batch)
+        metrics.observe_batch(done, traces[0].exemplar if traces else None)
+        work: Sequence[int | None] = done.computed_work or [None] * len(batch)
+        for queued, outcome, computed in zip(batch, done.outcomes, work, strict=True):
+            self._settle(queued, outcome, done, traces, computed)
+
+    def end_item(self, queued: QueuedItem, done: BatchResult) -> None:
+        """Settles an item that left the others of its batch."""
+        self._queue.item_ended(queued)
+        traces = kept_traces([queued])
+        metrics.observe_batch(done, traces[0].exemplar if traces else None)
+        self._settle(queued, done.outcomes[0], done, traces)
+
+    def _settle(
+        self,
+        queued: QueuedItem,
+        outcome: Result | PenstockError,
+        done: BatchResult,
+        traces: Sequence[TraceContext],
+        computed: int | None = None,
+    ) -> None:
+        self._observe_wait(queued, done, is_traced=bool(traces))
+        if isinstance(outcome, Canceled):
+            self._requeue_coalesced(queued)
+        queued.computed = Computed(outcome, done, traces, computed)
+        for pulled, item_outcome in list(queued.outcomes()):
+            self._completion.settle(pulled, item_outcome)
+        self._queue.forget_when_cached(queued)
+
+    def _observe_wait(self, queued: QueuedItem, done: BatchResult, *, is_traced: bool) -> None:
+        traces = kept_traces([queued]) if is_traced else []
+        wait_s = max(0.0, done.started_at_s - queued.queued_at_s)
+        self._waits.observe(wait_s, traces[0].exemplar if traces else None)
+
+    def _requeue_coalesced(self, queued: QueuedItem) -> None:
+        """Queues a canceled item again for callers that were coalesced with it in the meantime."""
+        coalesced = [waiter for waiter in queued.open_waiters() if not waiter[0].is_unwanted]
+        if coalesced:
+            queued.waiters = [waiter for waiter in queued.waiters if waiter[0].is_unwanted]
+            self._queue.requeue(QueuedItem(queued.prepared, None, time.time(), coalesced))
+
+    def retry(self, batch: list[QueuedItem], reason: str) -> None:
+        """Queues a batch again after its model process died.
+
+        Items that caused too many deaths fail.
+        """
+        for queued in self._queue.batch_died(batch):
+            deaths = (
+                f"{queued.deaths} model processes died over this item, "
+                f"{queued.deaths_alone} of them with it alone"
+            )
+            error = ModelFailed(f"{deaths}; the last: {reason}")
+            for pulled, item in queued.open_waiters():
+                pulled.dead_letter_reason = error.message
+                self._completion.settle(pulled, failure(item.index, error, pulled.receipt()))
+        self._queue.on_queued()
+
+
+def _share_done(steps: tuple[int, int]) -> float:
+    return steps[0] / steps[1]
+
+
+def _wait_for(queued: QueuedItem, jobs: Collection[PulledJob]) -> bool:
+    return any(pulled in jobs for pulled, _ in queued.waiters)
+
+
+_Reader = tuple[PulledJob, int]
+"""A job, and the index of its item."""
+
+
+class TokenOutput:
+    """The streams of one model's items. Each reader has a stream of its own."""
+
+    def __init__(self, completion: Completion, records: Records) -> None:
+        self._completion = completion
+        self._streams = records.tokens
+        self._open: dict[QueuedItem, dict[_Reader, int]] = {}
+        """The number of tokens in each reader's stream, for each item that is being written."""
+        self._is_sending = False
+        self._has_more = False
+
+    def pass_on(self, chunks: Sequence[tuple[QueuedItem, TokenChunk]]) -> None:
+        """Appends what items have written to the streams of their readers."""
+        for queued, chunk in chunks:
+            queued.written.append(chunk)
+            self._open.setdefault(queued, {})
+        self._has_more = True
+        if not self._is_sending:
+            self._is_sending = True
+            self._completion.registry.spawn(self._send_all())
+
+    def ended(self, queued: QueuedItem) -> None:
+        """Forgets an item. What its streams are missing is in the reply."""
+        self._open.pop(queued, None)
+
+    async def _send_all(self) -> None:
+        """Sends until nothing new has come. One round trip carries all items."""
+        try:
+            while self._has_more:
+                self._has_more = False
+                # A preempted one may lose its readers while it waits.
+                self._open = {one: sent for one, sent in self._open.items() if _readers(one)}
+                await self._send()
+        finally:
+            self._is_sending = False
+
+    async def _send(self) -> None:
+        due = [
+            (sent, reader, chunk)
+            for queued, sent in self._open.items()
+            for reader in _readers(queued)
+            if (chunk := _merged(queued.written, sent.get(reader, 0))) is not None
+        ]
+        if not due:
+            return
+        written = [
+            Written(pulled.record, index, pulled.envelope.attempt, chunk)
+            for _, (pulled, index), chunk in due
+        ]
+        ends = await self._streams.append(written)
+        if ends is None:  # no Redis: all of it is sent with the next tokens
+            return
+        for (sent, reader, chunk), end in zip(due, ends, strict=True):
+            # A reader whose record another worker holds gets nothing more from here.
+            sent[reader] = end if end is not None else _NEVER
+            self._has_more |= end is not None and end < chunk.first
+
+    async def resume(
+        self, missing: Sequence[tuple[PulledJob, Item]], prepared: Sequence[object]
+    ) -> list[list[TokenChunk]]:
+        """Reads what earlier workers have written of items that are about to be queued.
+
+        Waits only for those that may have been delivered before.
+        """
+        written: list[list[TokenChunk]] = [[] for _ in missing]
+        wanted = [
+            index
+            for index, (pulled, item) in enumerate(missing)
+            if pulled.envelope.attempt > 1
+            and is_streamed(item)
+            and isinstance(prepared[index], PreparedPrompt)
+        ]
+        if not wanted:
+            return written
+        wanted_items = [(missing[index][0].record, missing[index][1].index) for index in wanted]
+        try:
+            streams = await self._streams.written(wanted_items)
+        except Unavailable:  # the text is written again, and readers compare
+            return written
+        for index, chunks in zip(wanted, streams, strict=True):
+            written[index] = chunks
+        return written
+
+
+_NEVER = 1 << 62
+
+
+def _readers(queued: QueuedItem) -> list[_Reader]:
+    return [
+        (pulled, item.index)
+        for pulled, item in queued.open_waiters()
+        if pulled.envelope.has_record and is_streamed(item)
+    ]
+
+
+def _merged(written: Sequence[TokenChunk], first: int) -> TokenChunk | None:
+    """One chunk with all tokens from `first` on. None: there are none, or `first` is within one."""
+    parts = written[bisect_left(written, first, key=lambda chunk: chunk.first) :]
+    if not parts or parts[0].first != first:
+        return None
+    if len(parts) == 1:
+        return parts[0]
+    return TokenChunk(
+        first,
+        [token for part in parts for token in part.ids],
+        "".join(part.text for part in parts),
+        [one for part in parts for one in part.logprobs],
+        parts[0].input_tokens,
+        parts[0].cached_tokens,
+    )
+
+
+def to_compute(queued: QueuedItem) -> Prepared:
+    """A prepared item as the model process gets it: whose it is, and what was written of it."""
+    prepared = queued.prepared
+    if not isinstance(prepared, PreparedPrompt):
+        return prepared
+    whole = _merged(queued.written, 0) or TokenChunk(0, [])
+    return msgspec.structs.replace(
+        prepared,
+        owner=queued.tenant,
+        written_ids=b"".join(token.to_bytes(4, "little") for token in whole.ids),
+        written_text=whole.text,
+        written_cached_tokens=whole.cached_tokens,
+        written_logprobs=whole.logprobs,
+    )

@@ -1,0 +1,83 @@
+"""`python -m workers.models.custom`: what `penstock models`, `init` and `predict` call."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from shared.errors import PenstockError
+from workers.models.custom.checking import inspect_folder, is_current, write_interface
+from workers.models.custom.starting import start
+from workers.models.custom.trial import predict
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns the exit status."""
+    arguments = _parser().parse_args(words)
+    run: Callable[[argparse.Namespace], None] = arguments.run
+    try:
+        run(arguments)
+    except PenstockError as error:
+        print(f"penstock: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="penstock", description="Models of one's own.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    check = commands.add_parser("check", help="inspect a class and write its schema.json")
+    check.add_argument("folder", type=Path, metavar="FOLDER")
+    check.add_argument(
+        "--if-changed", action="store_true", help="only if the sources are others than before"
+    )
+    check.set_defaults(run=_check)
+    new = commands.add_parser("init", help="write a class, its test and its entry")
+    new.add_argument("name", metavar="NAME")
+    new.set_defaults(run=_init)
+    once = commands.add_parser("predict", help="run a class once, without a stack")
+    once.add_argument("folder", type=Path, metavar="FOLDER")
+    once.add_argument(
+        "-i",
+        "--input",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an input; @PATH is a file; may be repeated",
+    )
+    once.add_argument(
+        "-o", "--out", type=Path, default=Path(), metavar="DIR", help="for files of the output"
+    )
+    once.set_defaults(
+        run=lambda arguments: predict(arguments.folder, arguments.input, arguments.out)
+    )
+    return parser
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.if_changed and is_current(arguments.folder):
+        return
+    inspected = inspect_folder(arguments.folder)
+    for note in inspected.notes:
+        print(f"note: {note}", file=sys.stderr)
+    path = write_interface(arguments.folder, inspected.interface)
+    names = ", ".join(inspected.interface.properties) or "none"
+    streams = {"": "as a whole", "text": "as a stream of text", "items": "element by element"}
+    print(f"{path}: inputs {names}; the output comes {streams[inspected.interface.streams]}")
+
+
+def _init(arguments: argparse.Namespace) -> None:
+    folder = start(arguments.name, Path())
+    inspected = inspect_folder(folder)
+    write_interface(folder, inspected.interface)
+    print(f"{folder}/ has a class, its test and its entry. Next:")
+    print(f"  penstock predict {folder} -i text='stressed mood'")
+    print(f"  PENSTOCK_MODELS_FILE={folder}/models.yaml penstock up")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

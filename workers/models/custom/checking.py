@@ -1,0 +1,97 @@
+"""Inspects the class of a folder in a process of its own, and writes its schema.json."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from shared.errors import ConfigurationError
+from shared.model_interface import FILE_NAME, MAX_BYTES, MAX_INPUTS, ModelInterface, read_interface
+from workers.models.custom.process import RunnerProcess, end_of
+from workers.models.custom.sources import read_sources
+
+INSPECTION_LIMIT_S = 300.0
+"""For the import of the class's module, which may load large libraries."""
+
+
+class Inspected(NamedTuple):
+    """The interface of a class, and what its cog.yaml asks for without effect here."""
+
+    interface: ModelInterface
+    notes: list[str]
+
+
+def inspect_folder(folder: Path) -> Inspected:
+    """Imports the class of a folder in a process of its own, without `setup`, and inspects it.
+
+    Raises:
+        ConfigurationError: the folder has no class that can be served. The message says why, with
+            what its module printed.
+    """
+    folder = folder.expanduser().resolve()
+    if not folder.is_dir():
+        raise ConfigurationError(f"{folder} is not a folder", field="source")
+    sources = read_sources(folder)
+    runner = RunnerProcess(folder, environment=sources.environment, inspects_only=True)
+    frames = runner.receive(INSPECTION_LIMIT_S)
+    printed = runner.printed.take().strip()
+    status = runner.close()
+    if not frames or "ready" not in frames[0].message:
+        reason = f"its module was not imported in {INSPECTION_LIMIT_S:g} s"
+        if frames is None:
+            reason = f"its process {end_of(status)} before it was inspected"
+        elif frames:
+            reason = frames[0].message.get("failed", "it did not begin")
+        raise ConfigurationError(
+            f"{folder}: {reason}" + (f"\n{printed}" if printed else ""), field="source"
+        )
+    message = frames[0].message
+    try:
+        interface = ModelInterface(**message["ready"], sources_sha256=sources.sha256)
+    except ValidationError as error:
+        raise ConfigurationError(f"{folder}: {error.errors()[0]['msg']}", field="source") from error
+    _check_size(folder, interface)
+    return Inspected(interface, message["notes"])
+
+
+def _check_size(folder: Path, interface: ModelInterface) -> None:
+    if (count := len(interface.properties)) > MAX_INPUTS:
+        raise ConfigurationError(
+            f"{folder}: {count} inputs; at most {MAX_INPUTS} are allowed", field="source"
+        )
+    if (size := len(interface.as_json.encode())) > MAX_BYTES:
+        raise ConfigurationError(
+            f"{folder}: {FILE_NAME} would have {size} bytes; at most {MAX_BYTES} are allowed",
+            field="source",
+        )
+
+
+def is_current(folder: Path) -> bool:
+    """Returns whether the schema.json of a folder was written for its sources as they are."""
+    folder = folder.expanduser()
+    with contextlib.suppress(ConfigurationError):
+        return read_interface(folder / FILE_NAME).sources_sha256 == read_sources(folder).sha256
+    return False
+
+
+def write_interface(folder: Path, interface: ModelInterface) -> Path:
+    """Writes schema.json as a whole. Returns its path.
+
+    Raises:
+        ConfigurationError: it can't be written.
+    """
+    path = folder.expanduser() / FILE_NAME
+    try:
+        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{FILE_NAME}")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(interface.as_json)
+        Path(partial).chmod(0o644)
+        Path(partial).replace(path)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}", field="source") from error
+    return path

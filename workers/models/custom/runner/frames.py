@@ -1,0 +1,91 @@
+"""The messages between a model process and the runner of a class: JSON, with bytes behind it.
+
+A frame is the length of its JSON in bytes (unsigned 32-bit, little-endian), the JSON, and then the
+bytes of its blobs one after another. `blobs` in the JSON has their lengths.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+HEADER = struct.Struct("<I")
+MAX_JSON_BYTES = 16 * 1024 * 1024
+MAX_BLOBS_BYTES = 256 * 1024 * 1024
+
+
+class Frame(NamedTuple):
+    """One message with its blobs."""
+
+    message: dict[str, Any]
+    blobs: list[bytes]
+
+
+def encode_frame(message: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
+    """The bytes of a message. Numbers that JSON has not are refused.
+
+    Raises:
+        ValueError: the message has NaN or an infinite number, or is too large.
+    """
+    whole = message | {"blobs": [len(one) for one in blobs]}
+    encoded = json.dumps(whole, allow_nan=False).encode()
+    if len(encoded) > MAX_JSON_BYTES:
+        raise ValueError(f"a message of {len(encoded)} bytes; at most {MAX_JSON_BYTES} are allowed")
+    return b"".join((HEADER.pack(len(encoded)), encoded, *blobs))
+
+
+class FrameReader:
+    """Puts frames together from the pieces that a socket gives."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, piece: bytes) -> None:
+        """Takes the next bytes."""
+        self._data += piece
+
+    def next(self) -> Frame | None:
+        """Returns the next frame that is whole, or None.
+
+        Raises:
+            ValueError: what came is no frame, or is above the bounds.
+        """
+        if len(self._data) < HEADER.size:
+            return None
+        (length,) = HEADER.unpack_from(self._data)
+        if length > MAX_JSON_BYTES:
+            raise ValueError(f"a message of {length} bytes")
+        begin = HEADER.size + length
+        if len(self._data) < begin:
+            return None
+        message = json.loads(bytes(self._data[HEADER.size : begin]))
+        lengths = message.pop("blobs") if isinstance(message, dict) else None
+        if not isinstance(lengths, list) or not all(_is_length(one) for one in lengths):
+            raise ValueError("a message without the lengths of its blobs")
+        if sum(lengths) > MAX_BLOBS_BYTES:
+            raise ValueError(f"blobs of {sum(lengths)} bytes")
+        if len(self._data) < begin + sum(lengths):
+            return None
+        blobs = []
+        for one in lengths:
+            blobs.append(bytes(self._data[begin : begin + one]))
+            begin += one
+        del self._data[:begin]
+        return Frame(message, blobs)
+
+
+def _is_length(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def read_frame(connection: socket.socket, reader: FrameReader) -> Frame | None:
+    """Waits for the next frame. Returns None at the end of the connection."""
+    while (frame := reader.next()) is None:
+        piece = connection.recv(1 << 20)
+        if not piece:
+            return None
+        reader.feed(piece)
+    return frame

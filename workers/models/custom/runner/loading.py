@@ -1,0 +1,242 @@
+"""Finds and loads the class of a folder, and says what it takes and gives.
+
+Cog's own inspector (`cog._inspector`, of the pinned version) reads signatures and types. Its names
+of types are put into JSON Schema in Cog's form (https://cog.run/http/).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import cog
+import yaml
+from cog import _adt as adt
+from cog import _inspector as inspector
+from cog.predictor import extract_setup_weights, has_setup_weights
+
+USUAL_FILES = ("run.py", "predict.py")
+USUAL_CLASSES = ("Runner", "Predictor")
+HONORED = frozenset({"build", "predict", "run", "concurrency", "environment"})
+HONORED_IN_BUILD = frozenset({"python_version", "python_packages", "python_requirements", "gpu"})
+
+
+class Loaded(NamedTuple):
+    """A class or function that was loaded and inspected, not set up yet."""
+
+    predictor: Any
+    """The instance, or the function itself."""
+    compute: Callable[..., Any]
+    """Its `run` or `predict`, bound."""
+    info: adt.PredictorInfo
+    concurrency: int
+    notes: list[str]
+    """What its cog.yaml asks for that is not honored, by name."""
+
+
+class NotLoadable(Exception):
+    """The folder has no class that can be served. The message says why."""
+
+
+def load(folder: Path) -> Loaded:
+    """Imports the class of a folder. Runs its module, but not `setup`.
+
+    Args:
+        folder: has cog.yaml, run.py or predict.py.
+
+    Raises:
+        NotLoadable: there is none, or its signature can't be served.
+        Exception: what the module itself raises.
+    """
+    settings = _settings(folder)
+    reference = settings.get("run") or settings.get("predict") or _usual_file(folder)
+    if not isinstance(reference, str):
+        raise NotLoadable(f"cog.yaml: predict: {reference!r} is not of the form predict.py:Name")
+    name, _, wanted = reference.partition(":")
+    module = _module(folder, name)
+    wanted = wanted or next((one for one in USUAL_CLASSES if hasattr(module, one)), "")
+    if not wanted or not hasattr(module, wanted):
+        raise NotLoadable(
+            f"{name} has no {wanted or 'class Runner or Predictor'}; cog.yaml names another one "
+            "as predict: FILE.py:NAME"
+        )
+    info = _inspected(module.__name__, wanted)
+    predictor, compute = _instance(getattr(module, wanted), wanted)
+    concurrency = _concurrency(settings, compute)
+    return Loaded(predictor, compute, info, concurrency, _not_honored(settings))
+
+
+def set_up(loaded: Loaded) -> Any:
+    """Calls `setup`, with the weights that COG_WEIGHTS names if it takes them.
+
+    Returns what it returned: a coroutine if it is asynchronous.
+    """
+    setup = getattr(loaded.predictor, "setup", None)
+    if setup is None:
+        return None
+    if has_setup_weights(loaded.predictor):
+        return setup(weights=extract_setup_weights(loaded.predictor))
+    return setup()
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    file = folder / "cog.yaml"
+    if not file.is_file():
+        return {}
+    try:
+        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise NotLoadable(f"cog.yaml: {error}") from error
+    if not isinstance(settings, dict):
+        raise NotLoadable("cog.yaml: not a mapping")
+    return settings
+
+
+def _usual_file(folder: Path) -> str:
+    for name in USUAL_FILES:
+        if (folder / name).is_file():
+            return name
+    raise NotLoadable(f"the folder has neither {' nor '.join(USUAL_FILES)} nor a cog.yaml")
+
+
+def _module(folder: Path, name: str) -> ModuleType:
+    file = (folder / name).resolve()
+    if file.suffix != ".py" or not file.is_file() or folder.resolve() not in file.parents:
+        raise NotLoadable(f"cog.yaml: {name} is no Python file of the folder")
+    sys.path[:0] = dict.fromkeys([str(folder.resolve()), str(file.parent)])
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None, "a file that ends in .py has a loader; this is a bug"
+    assert spec.loader is not None, "as above"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _inspected(module: str, name: str) -> adt.PredictorInfo:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return inspector.create_predictor(module, name)
+    except (ValueError, TypeError, ImportError) as error:
+        raise NotLoadable(str(error)) from error
+
+
+def _instance(target: Any, name: str) -> tuple[Any, Callable[..., Any]]:
+    if not inspect.isclass(target):
+        return target, target
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        method, _ = inspector._selected_predict_method(target, name)
+    instance = target()
+    return instance, getattr(instance, method)
+
+
+def is_async(compute: Callable[..., Any]) -> bool:
+    """Returns whether a function is asynchronous."""
+    return inspect.iscoroutinefunction(compute) or inspect.isasyncgenfunction(compute)
+
+
+def _concurrency(settings: dict[str, Any], compute: Callable[..., Any]) -> int:
+    """The predictions that run at a time: `@cog.concurrent(max=…)`, or what cog.yaml says."""
+    asked = settings.get("concurrency") or {}
+    most = getattr(compute, "__cog_concurrent_max__", None) or asked.get("max", 1)
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise NotLoadable(f"cog.yaml: concurrency.max: {most!r} is not a whole number from 1 on")
+    if most > 1 and not is_async(compute):
+        raise NotLoadable("cog.yaml: concurrency.max above 1 needs an async predict")
+    return most
+
+
+def _not_honored(settings: dict[str, Any]) -> list[str]:
+    build = settings.get("build") or {}
+    others = [f"build.{name}" for name in build if name not in HONORED_IN_BUILD]
+    others += [name for name in settings if name not in HONORED]
+    return [f"cog.yaml: {name} has no effect here" for name in others]
+
+
+def interface_of(loaded: Loaded) -> dict[str, Any]:
+    """What a class takes and gives, as schema.json has it, without the digest of its sources."""
+    fields = loaded.info.inputs.values()
+    output = loaded.info.output
+    return {
+        "inputs": {
+            "type": "object",
+            "properties": {field.name: _property(field) for field in fields},
+            "required": [field.name for field in fields if _is_required(field)],
+        },
+        "output": output.json_type(),
+        "streams": _streams(output),
+        "concurrency": loaded.concurrency,
+        "cog_version": cog.__version__,
+    }
+
+
+def _streams(output: adt.OutputType) -> str:
+    """How the output comes: `text` and `items` piece by piece, otherwise as a whole.
+
+    Files come as a whole, because they are stored first.
+    """
+    if output.kind is adt.OutputKind.CONCAT_ITERATOR:
+        return "text"
+    files = {adt.PrimitiveType.PATH, adt.PrimitiveType.FILE}
+    is_stream = output.kind is adt.OutputKind.ITERATOR and output.type not in files
+    return "items" if is_stream else ""
+
+
+def _is_required(field: adt.InputField) -> bool:
+    optional = {adt.Repetition.OPTIONAL, adt.Repetition.OPTIONAL_REPEATED}
+    return field.default is None and field.type.repetition not in optional
+
+
+def _property(field: adt.InputField) -> dict[str, Any]:
+    """One input in JSON Schema. The constraints of a list are those of its elements."""
+    shape: dict[str, Any] = field.type.json_type()
+    optional = {adt.Repetition.OPTIONAL, adt.Repetition.OPTIONAL_REPEATED}
+    element = shape["items"] if shape.get("type") == "array" else shape
+    element |= {
+        keyword: value
+        for keyword, value in (
+            ("minimum", _whole(field.ge)),
+            ("maximum", _whole(field.le)),
+            ("minLength", field.min_length),
+            ("maxLength", field.max_length),
+            ("pattern", field.regex),
+            ("enum", field.choices),
+        )
+        if value is not None
+    }
+    shape |= {"title": field.name.replace("_", " ").title(), "x-order": field.order}
+    if field.type.repetition in optional:
+        shape["nullable"] = True
+    if field.description:
+        shape["description"] = field.description
+    if field.deprecated:
+        shape["deprecated"] = True
+    default = _plain_default(field.default)
+    if default is not None:
+        shape["default"] = default
+    return shape
+
+
+def _whole(bound: float | None) -> float | None:
+    """A bound as JSON shows it: cog makes floats of all."""
+    return int(bound) if bound is not None and float(bound).is_integer() else bound
+
+
+def _plain_default(default: Any) -> Any:
+    """A default as JSON shows it. A secret has none."""
+    if isinstance(default, dataclasses.Field):
+        factory = default.default_factory
+        default = factory() if callable(factory) else default.default
+    if isinstance(default, cog.Secret):
+        return None
+    return os.fspath(default) if isinstance(default, os.PathLike) else default

@@ -1,0 +1,113 @@
+"""`cog.current_scope()`: the metrics that a class records of the prediction that runs.
+
+The rules are Cog's (docs of `BaseRunner.record_metric`): names of at most four segments and 128
+characters, `replace`, `incr` and `append`, and no change of a type without `delete`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import re
+from typing import Any
+
+import coglet
+
+MAX_NAME_CHARS = 128
+MAX_BYTES = 16 * 1024
+"""Of all metrics of a prediction, as JSON."""
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*(_[A-Za-z0-9]+)*")
+_PLAIN = (bool, int, float, str, list, dict)
+
+
+class Metrics:
+    """The metrics of one prediction, by their full names."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+
+    def record(self, key: str, value: Any, mode: str | None = None) -> None:
+        """Records a metric. `mode` is replace (default), incr or append. None deletes it.
+
+        Raises:
+            ValueError: the name or the mode is not valid, or all metrics together are too large.
+            TypeError: the value has another type than before, or none that JSON has.
+        """
+        _check_name(key)
+        if value is None:
+            self.delete(key)
+            return
+        if not isinstance(value, _PLAIN):
+            raise TypeError(f"metric {key}: {type(value).__name__} is no type of JSON")
+        new = self._combined(key, value, mode or "replace")
+        if len(json.dumps(self._values | {key: new})) > MAX_BYTES:
+            raise ValueError(f"metric {key}: all metrics together have at most {MAX_BYTES} bytes")
+        self._values[key] = new
+
+    def _combined(self, key: str, value: Any, mode: str) -> Any:
+        before = self._values.get(key)
+        if mode == "append":
+            return [*(before if isinstance(before, list) else []), value]
+        if before is not None and type(before) is not type(value):
+            raise TypeError(f"metric {key}: was {type(before).__name__}; delete it first")
+        if mode == "incr":
+            return value if before is None else before + value
+        if mode != "replace":
+            raise ValueError(f"metric {key}: mode {mode!r} is not replace, incr or append")
+        return value
+
+    def delete(self, key: str) -> None:
+        """Removes a metric, if it is there."""
+        self._values.pop(key, None)
+
+    __setitem__ = record
+    __delitem__ = delete
+
+    def nested(self) -> dict[str, Any]:
+        """All of them: a point in a name makes an object."""
+        whole: dict[str, Any] = {}
+        for key, value in self._values.items():
+            *folders, name = key.split(".")
+            place = whole
+            for folder in folders:
+                below = place.setdefault(folder, {})
+                place = below if isinstance(below, dict) else place
+            place[name] = value
+        return whole
+
+
+class Scope:
+    """What `current_scope()` gives."""
+
+    def __init__(self) -> None:
+        self.metrics = Metrics()
+        self.context: dict[str, str] = {}
+
+    def record_metric(self, key: str, value: Any, mode: str | None = None) -> None:
+        """Records a metric."""
+        self.metrics.record(key, value, mode)
+
+
+_current: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("scope", default=None)
+
+
+def enter_scope() -> Scope:
+    """Begins the scope of a prediction in this context."""
+    scope = Scope()
+    _current.set(scope)
+    return scope
+
+
+def install() -> None:
+    """Makes `cog.current_scope()` give ours. Outside of a prediction it records for nobody."""
+    sdk: Any = coglet._sdk
+    sdk.current_scope = lambda: _current.get() or Scope()
+
+
+def _check_name(key: str) -> None:
+    segments = key.split(".")
+    is_valid = len(key) <= MAX_NAME_CHARS and len(segments) <= 4
+    if not is_valid or not all(_NAME.fullmatch(one) for one in segments):
+        raise ValueError(f"metric {key[:MAX_NAME_CHARS]!r} is not a valid name")
+    if key == "predict_time" or segments[0] == "cog":
+        raise ValueError(f"metric {key!r} is reserved")

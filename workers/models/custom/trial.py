@@ -1,0 +1,140 @@
+"""`penstock predict`: runs a class here, without a stack, and shows its output."""
+
+from __future__ import annotations
+
+import json
+import mimetypes
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shared.errors import BadInput, ConfigurationError, ModelFailed
+from shared.model_interface import FILE_FORMAT, ModelInterface
+from workers.models.custom.checking import inspect_folder
+from workers.models.custom.process import RunnerProcess, end_of
+from workers.models.custom.runner.frames import Frame
+from workers.models.custom.sources import read_sources
+
+WAIT_S = 1.0
+
+
+def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
+    """Runs a class once. Prints its output as JSON, and writes its files.
+
+    Args:
+        folder: of the class.
+        assignments: NAME=VALUE for each input, NAME=@PATH for a file. A list of files is given as
+            several of the same name.
+        out: the folder for files of the output.
+
+    Raises:
+        BadInput: an input is wrong.
+        ConfigurationError: the class can't be loaded or set up.
+        ModelFailed: it failed.
+    """
+    folder = folder.expanduser().resolve()
+    interface = inspect_folder(folder).interface
+    values, files, blobs = _read_inputs(interface, assignments)
+    runner = RunnerProcess(folder, environment=read_sources(folder).environment, passes_on=True)
+    try:
+        ready = _next(runner)
+        if "failed" in ready.message:
+            raise ConfigurationError(f"{folder}: {ready.message['failed']}", field="source")
+        runner.send({"id": 1, "input": values, "files": files}, blobs)
+        frame = _next(runner)
+        while "piece" in frame.message:
+            _show_piece(frame.message["piece"], interface)
+            frame = _next(runner)
+    finally:
+        runner.kill("it is not needed any more")
+        runner.close()
+    if "error" in frame.message:
+        kind = BadInput if frame.message["kind"] == "input" else ModelFailed
+        raise kind(frame.message["error"])
+    if interface.streams:
+        print()
+        return
+    _show_output(frame, out)
+
+
+def _next(runner: RunnerProcess) -> Frame:
+    """Waits for one frame, as long as it takes: a person may interrupt it.
+
+    Raises:
+        ModelFailed: the process ended instead.
+    """
+    while not (frames := runner.receive(WAIT_S)):
+        if frames is None:
+            raise ModelFailed(f"the process of the model {end_of(runner.close())}")
+    if len(frames) > 1:
+        runner.put_back(frames[1:])
+    return frames[0]
+
+
+def _show_piece(piece: Any, interface: ModelInterface) -> None:
+    if interface.streams == "text":
+        print(piece, end="", flush=True)
+    else:
+        print(json.dumps(piece), flush=True)
+
+
+def _show_output(frame: Frame, out: Path) -> None:
+    whole: dict[str, Any] = {"output": frame.message["output"]}
+    for number, (where, data) in enumerate(zip(frame.message["files"], frame.blobs, strict=True)):
+        suffix = Path(where["name"]).suffix or mimetypes.guess_extension(where["media_type"]) or ""
+        path = out / ("output" + (f"-{number}" if number else "") + suffix)
+        path.write_bytes(data)
+        place: Any = whole
+        at = ["output", *where["at"]]
+        for part in at[:-1]:
+            place = place[part]
+        place[at[-1]] = str(path)
+    print(json.dumps(whole["output"], indent=2, ensure_ascii=False))
+    if metrics := frame.message["metrics"]:
+        print(f"metrics: {json.dumps(metrics)}", file=sys.stderr)
+
+
+def _read_inputs(
+    interface: ModelInterface, assignments: Sequence[str]
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[bytes]]:
+    values: dict[str, Any] = {}
+    files: list[dict[str, Any]] = []
+    blobs: list[bytes] = []
+    for one in assignments:
+        name, equals, text = one.partition("=")
+        shape = interface.properties.get(name)
+        if not equals or shape is None:
+            known = ", ".join(interface.properties) or "none"
+            raise BadInput(f"-i {one}: expected NAME=VALUE with one of the inputs: {known}")
+        is_list = shape.get("type") == "array"
+        element = shape.get("items", {}) if is_list else shape
+        if element.get("format") == FILE_FORMAT:
+            at: list[str | int] = [name]
+            if is_list:
+                at.append(len(values.setdefault(name, [])))
+                values[name].append(None)
+            else:
+                values[name] = None
+            path = Path(text.removeprefix("@"))
+            blobs.append(_read_file(name, path))
+            files.append({"at": at, "name": path.name})
+        else:
+            values[name] = text if shape.get("type") == "string" else _from_json(name, text)
+    return values, files, blobs
+
+
+def _read_file(name: str, path: Path) -> bytes:
+    try:
+        return path.expanduser().read_bytes()
+    except OSError as error:
+        raise BadInput(f"-i {name}: {path}: {error.strerror}") from error
+
+
+def _from_json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        return text  # a union may take it

@@ -1,0 +1,68 @@
+"""The names of CPU and GPU, and the instruction sets that affect speed. Uses no model library."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from shared.catalog_entry import GpuTypeName
+
+BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Flags of /proc/cpuinfo, on x86 and on ARM."""
+VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni"})
+"""With one of them, x86 adds 8-bit products in 32 bits instead of 16, where they saturate."""
+_BEYOND_AVX2 = ("avx512", "amx", "avx_vnni")
+"""Prefixes of the flags that oneDNN ignores if ONEDNN_MAX_CPU_ISA limits it to AVX2 or less."""
+SPEED_FLAGS = BF16_FLAGS | VNNI_FLAGS | {"avx2", "avx512f", "amx_int8", "asimddp", "i8mm"}
+
+
+def this_cpu() -> tuple[str, tuple[str, ...]]:
+    """The name of the CPU, and its flags among SPEED_FLAGS."""
+    facts = read_facts(Path("/proc/cpuinfo"))
+    flags = (facts.get("flags") or facts.get("Features") or "").split()
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    if limit in ("SSE41", "AVX", "AVX2"):
+        flags = [flag for flag in flags if not flag.startswith(_BEYOND_AVX2)]
+    name = facts.get("model name") or " ".join(
+        facts.get(key, "") for key in ("CPU implementer", "CPU part")
+    )
+    return name, tuple(sorted(SPEED_FLAGS & set(flags)))
+
+
+def has_vnni() -> bool:
+    """Whether this CPU has VNNI."""
+    return bool(VNNI_FLAGS & set(this_cpu()[1]))
+
+
+def read_facts(path: Path) -> dict[str, str]:
+    """The first value of each `key: value` line."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    facts: dict[str, str] = {}
+    for line in lines:
+        key, _, value = line.partition(":")
+        facts.setdefault(key.strip(), value.strip())
+    return facts
+
+
+_NAMES: tuple[tuple[str, GpuTypeName], ...] = (
+    (r"\bL4\b", "l4"),
+    (r"\bT4\b", "t4"),
+    (r"\bA100\b.*\b80GB\b", "a100-80gb"),
+    (r"\bA100\b", "a100"),
+    (r"\bH100\b", "h100"),
+    (r"\bRTX PRO 6000\b", "rtx-pro-6000"),
+)
+"""As `torch.cuda.get_device_name` has them, such as `NVIDIA A100-SXM4-40GB`."""
+
+
+def gpu_type_of(device: str) -> GpuTypeName | None:
+    """Returns the GPU type in infra/kubernetes/gpus.yaml, by the name that the driver gives.
+
+    The device decides and not the catalog: a larger type may have taken over if one is out of
+    stock. None for a CPU, and for types that have no price.
+    """
+    return next((type_ for name, type_ in _NAMES if re.search(name, device)), None)
