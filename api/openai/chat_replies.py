@@ -59,7 +59,7 @@ class ShownLogprob(msgspec.Struct):
 
 
 class ShownTokenLogprob(ShownLogprob):
-    """A token of the generation, with the most likely alternatives at its position."""
+    """A token of the text, with the most likely alternatives at its position."""
 
     top_logprobs: list[ShownLogprob]
 
@@ -132,7 +132,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """One of n generations, or what it has more than before."""
+    """One of n texts, or what it has more than before."""
 
     index: int
     text: str
@@ -141,7 +141,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class CompletionReply(msgspec.Struct):
-    """A whole generation, or one event of a stream."""
+    """A whole text, or one event of a stream."""
 
     id: str
     created: int
