@@ -30,7 +30,7 @@ from api.errors import log_reason
 from api.fair_room import FairRoom, OneItem
 from api.predictions.creation import PredictionSnapshot
 from api.predictions.service import GRACE_S, Predictions
-from shared.errors import BadInput, Overloaded, PenstockError, Unavailable
+from shared.errors import BadInput, DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome
 from shared.predictions import Prediction, ended_at_s
 from shared.stores.token_streams import READER_S, Tokens, TokenStreams
@@ -218,6 +218,17 @@ class StreamShape(Protocol):
         """Returns the event of an error, after which nothing comes."""
 
 
+class StreamTooLong(DeadlineExceeded):
+    """A reader that can't resume has not got all after MAX_S."""
+
+    def __init__(self) -> None:
+        message = (
+            f"the answer was not complete after {MAX_S:.0f} s, the longest that a stream may take; "
+            "ask for fewer tokens"
+        )
+        super().__init__(message, public=message)
+
+
 class StreamLost(PenstockError):
     """The tokens from which a reader resumes are not known any more."""
 
@@ -388,10 +399,13 @@ class GenerationStreams:
             try:
                 async for event in self._events(snapshot, stream, watch):
                     yield event
+                # It may end before the generations do, for readers who come back.
+                if not stream.is_ended and not stays and not stream.has_ids:
+                    raise StreamTooLong
                 is_done = True
             except PenstockError as error:
                 log_reason(error, prediction.record)
-                is_done = not watch.has_refused
+                is_done = not watch.has_refused and not isinstance(error, StreamTooLong)
                 yield stream.fail(error)
         finally:
             if not is_done and not stays and not snapshot.record.is_over:
@@ -481,15 +495,17 @@ class _Stream:
     ) -> None:
         self._shape = shape
         self._is_new = is_new
-        self._has_ids = has_ids
+        self.has_ids = has_ids
         self.generations = generations
         self.error: PenstockError | None = None
         """What ended the stream early."""
+        self.is_ended = False
+        """True if the reader has all events."""
 
     @property
     def heartbeat(self) -> bytes:
         """The comment that keeps the connection open."""
-        return HEARTBEAT_BESIDE_IDS if self._has_ids else HEARTBEAT
+        return HEARTBEAT_BESIDE_IDS if self.has_ids else HEARTBEAT
 
     def read(self, index: int, chunks: Sequence[TokenChunk]) -> Iterator[bytes]:
         """Returns the events of the tokens written of a generation."""
@@ -526,6 +542,7 @@ class _Stream:
             yield from self._end_of(index, result)
         for event in self._shape.closing(outcomes, ended_at_s(snapshot.record)):
             yield self._with_id(event)
+        self.is_ended = True
 
     def fail(self, error: PenstockError) -> bytes:
         """Returns the event of an error."""
@@ -566,7 +583,7 @@ class _Stream:
                 yield self._with_id(event)
 
     def _with_id(self, event: bytes) -> bytes:
-        if not self._has_ids:
+        if not self.has_ids:
             return event
         event_id = ".".join(generation.id for generation in self.generations)
         return f"id: {event_id}\n".encode() + event

@@ -19,6 +19,7 @@ from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 BODIES: dict[str, dict[str, Any]] = {
     CHATS: chat(),
     COMPLETIONS: {"model": "writer", "prompt": f"say {TEXT}"},
@@ -86,6 +87,33 @@ async def test_a_reader_that_skips_blocks_with_comments_loses_nothing(
     blocks = [block for block in got.split("\n\n") if block and not block.startswith(":")]
     assert ": keep-alive" in got
     assert said(parsed("\n\n".join(blocks))) == TEXT
+
+
+@pytest.mark.parametrize("path", [*BODIES, MESSAGES])
+async def test_a_stream_that_takes_too_long_ends_with_an_error(
+    api: ApiUnderTest, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader without ids can't come back, and would take what it has for all."""
+    monkeypatch.setattr(generation_stream, "MAX_S", 0.0)
+    api.worker.written = asyncio.Semaphore(1)
+    body = BODIES.get(path, {**BODIES[CHATS], "max_tokens": 60})
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        answer = await api.http.post(path, json={**body, "stream": True})
+        errors = [line for line in answer.text.splitlines() if "ask for fewer tokens" in line]
+        assert len(errors) == 1, answer.text
+        assert "[DONE]" not in answer.text
+
+
+async def test_a_stream_with_ids_ends_early_without_a_word(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation_stream, "MAX_S", 0.0)
+    api.worker.written = asyncio.Semaphore(1)
+    headers = {"idempotency-key": "returns"}
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        answer = await api.http.post(CHATS, json=chat(stream=True), headers=headers)
+    assert "error" not in answer.text
+    assert "[DONE]" not in answer.text
 
 
 @pytest.mark.parametrize("path", BODIES)
