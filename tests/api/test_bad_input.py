@@ -170,7 +170,7 @@ BOMB = _png(Image.new("1", (10_000, 10_000)))
         ({"image": WHOLE[:4000] + bytes(2000) + WHOLE[6000:]}, {}, "image", "broken"),
         ({"image": BOMB}, {}, "image", "10000x10000 pixels; at most 25 megapixels are allowed"),
         ({"image": WHOLE, "mask": WHOLE}, {}, "mask", "not supported"),
-        ({"image": WHOLE}, {}, "image", "exactly one file is needed, not 0"),
+        ({"photo": WHOLE}, {}, "image", "exactly one file is needed, not 0"),
         ({"image": WHOLE, "image[]": WHOLE}, {}, "image", "not 2"),
         ({"image": WHOLE}, {"strength": "0"}, "strength", "greater than 0"),
         ({"image": WHOLE}, {"strength": "0.01"}, "strength", "less than one step"),
