@@ -25,14 +25,15 @@ class GroupScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no ty
 
 SLOW_S, QUICK_S = 1.0, 0.1
 """About how long a test takes, on a quiet machine of two cores, unless its mark says so:
-`pytest.mark.slow(about_s=60)`. Only the order comes from it.
+`pytest.mark.slow(about_s=60)`, or `pytest.mark.many(about_s=60)` of a property test with many
+examples. Only the order comes from it.
 """
 
 
 def about_s(item: pytest.Item) -> float:
     """About how many seconds a test takes."""
-    slow = item.get_closest_marker("slow")
-    return QUICK_S if slow is None else float(slow.kwargs.get("about_s", SLOW_S))
+    mark = item.get_closest_marker("slow") or item.get_closest_marker("many")
+    return QUICK_S if mark is None else float(mark.kwargs.get("about_s", SLOW_S))
 
 
 def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:

@@ -50,10 +50,11 @@ def test_what_takes_longest_begins_first(pytester: pytest.Pytester) -> None:
         "test_a": "def test_1(): pass\ndef test_2(): pass",
         "test_b": "@slow(about_s=30)\ndef test_1(): pass\ndef test_2(): pass",
         "test_c": "pytestmark = slow\ndef test_1(): pass",
+        "test_d": "@pytest.mark.many(about_s=60)\ndef test_1(): pass",
     }
     head = "import pytest\nslow = pytest.mark.slow\n"
     pytester.makepyfile(**{name: head + text for name, text in texts.items()})
     items, _ = pytester.inline_genitems()
-    assert [about_s(item) for item in items] == [QUICK_S, QUICK_S, 30, QUICK_S, SLOW_S]
+    assert [about_s(item) for item in items] == [QUICK_S, QUICK_S, 30, QUICK_S, SLOW_S, 60]
     names = [item.nodeid.replace(".py::test_", " ") for item in longest_first(items)]
-    assert names == ["test_b 1", "test_b 2", "test_c 1", "test_a 1", "test_a 2"]
+    assert names == ["test_d 1", "test_b 1", "test_b 2", "test_c 1", "test_a 1", "test_a 2"]
