@@ -109,7 +109,7 @@ def too_long_text_is_refused_or_cut() -> None:
 
 def asked(**options: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": "What is a mill?"}]
-    given = {"model": f"openai/{needs_text()}", "messages": messages, "max_tokens": 48}
+    given = {"model": f"openai/{needs_text()}", "messages": messages, "max_tokens": 16}
     return given | {"temperature": 0} | AT | options
 
 
