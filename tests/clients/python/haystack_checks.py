@@ -86,7 +86,7 @@ def text_streamed_is_the_text() -> None:
         pieces: list[StreamingChunk] = []
         whole = text_of(made.run(ASKED))
         streamed = text_of(made.run(ASKED, streaming_callback=pieces.append))
-        assert len(pieces) > 5
+        assert len(pieces) > 1
         assert "".join(piece.content for piece in pieces) == streamed == whole
 
 

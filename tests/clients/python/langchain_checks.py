@@ -108,7 +108,7 @@ def chat(**options: Any) -> ChatOpenAI:
 @check
 def chat_streamed_is_the_chat() -> None:
     pieces = list(chat(stream_usage=True).stream("What is a mill?"))
-    assert len(pieces) > 5
+    assert len(pieces) > 1
     whole = chat().invoke("What is a mill?")
     assert "".join(str(one.content) for one in pieces) == whole.content
     assert pieces[-1].usage_metadata or any(one.usage_metadata for one in pieces)

@@ -117,7 +117,7 @@ def asked(**options: Any) -> dict[str, Any]:
 def chat_streamed_is_the_chat() -> None:
     streamed = litellm.completion(**asked(stream=True))
     pieces = [one.choices[0].delta.content or "" for one in streamed]
-    assert len(pieces) > 5
+    assert len(pieces) > 1
     whole = litellm.completion(**asked()).choices[0].message.content
     assert "".join(pieces) == whole
 

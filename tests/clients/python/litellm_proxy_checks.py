@@ -115,7 +115,7 @@ def chat_streamed_is_the_chat() -> None:
     for model in ("writer", "claude"):
         chunks = list(client().chat.completions.create(**asked(model, stream=True)))
         pieces = [one.choices[0].delta.content or "" for one in chunks if one.choices]
-        assert len(pieces) > 5, model
+        assert len(pieces) > 1, model
         whole = client().chat.completions.create(**asked(model))
         assert "".join(pieces) == whole.choices[0].message.content, model
         assert whole.usage.completion_tokens > 5, model

@@ -125,7 +125,7 @@ PAINT = FunctionTool.from_defaults(paint)
 def chat_streamed_is_the_chat() -> None:
     made = writer(temperature=0)
     pieces = [one.delta or "" for one in made.stream_chat(ASKED)]
-    assert len(pieces) > 5
+    assert len(pieces) > 1
     assert "".join(pieces) == made.chat(ASKED).message.content
 
 
@@ -142,7 +142,7 @@ def completion_streamed_is_the_completion() -> None:
     """Its default, `is_chat_model=False`, asks for completions."""
     made = writer(is_chat_model=False, temperature=0)
     pieces = [one.delta or "" for one in made.stream_complete("A mill is")]
-    assert len(pieces) > 5
+    assert len(pieces) > 1
     assert "".join(pieces) == made.complete("A mill is").text
 
 
