@@ -38,7 +38,7 @@ def agent(name: str, **options: Any) -> Agent[Any]:
     # Each check has an event loop of its own, and a client belongs to one.
     client = openai.AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY, timeout=LIMIT_S)
     set_default_openai_client(client, use_for_tracing=False)
-    settings = ModelSettings(max_tokens=64, temperature=0, tool_choice=options.pop("choice", None))
+    settings = ModelSettings(max_tokens=250, temperature=0, tool_choice=options.pop("choice", None))
     return Agent(name=name, model=needs_text(), model_settings=settings, **options)
 
 
