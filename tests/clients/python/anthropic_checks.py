@@ -36,7 +36,7 @@ def client(**options: Any) -> anthropic.Anthropic:
 
 
 def asked(**options: Any) -> Any:
-    given = {"model": needs_text(), "max_tokens": 48, "messages": ASKED}
+    given = {"model": needs_text(), "max_tokens": 16, "messages": ASKED}
     # This version of the client has no temperature of its own.
     return given | {"extra_body": {"temperature": 0}} | options
 
@@ -53,13 +53,14 @@ def message() -> None:
 
 @check
 def stream_is_the_message() -> None:
-    whole = client().messages.create(**asked()).content[0].text
     with client().messages.stream(**asked()) as stream:
         pieces = list(stream.generation_stream)
         final = stream.get_final_message()
-    assert len(pieces) > 5
+    # Behind it: a text that is cached comes in one piece.
+    whole = client().messages.create(**asked()).content[0].text
+    assert len(pieces) > 1
     assert "".join(pieces) == final.content[0].text == whole
-    assert final.usage.output_tokens > 5
+    assert final.usage.output_tokens > 3
     assert final.usage.input_tokens + final.usage.cache_read_input_tokens > 5
 
 
@@ -77,7 +78,7 @@ def agent_calls_a_tool_and_reads_its_result() -> None:
     for step in range(3):
         choice = {"type": "any"} if step < 2 else {"type": "none"}
         with client().messages.stream(
-            **asked(messages=messages, tools=[COLOR], tool_choice=choice, max_tokens=96)
+            **asked(messages=messages, tools=[COLOR], tool_choice=choice, max_tokens=48)
         ) as stream:
             final = stream.get_final_message()
         messages.append({"role": "assistant", "content": final.content})

@@ -30,8 +30,8 @@ PAINTER = os.environ["PENSTOCK_CLIENTS_PAINTER"]
 WRITER = os.environ["PENSTOCK_CLIENTS_WRITER"]
 BIGQUERY = os.environ["PENSTOCK_CLIENTS_BIGQUERY"]
 WRONG_KEY = "wrong-" + "0" * 40
-LIMIT_S = 60.0
-"""For one answer: usually well under a second, a few where images are drawn."""
+LIMIT_S = float(os.environ["PENSTOCK_CLIENTS_LIMIT_S"])
+"""For one answer: usually well under a second, a few where images are drawn or texts written."""
 MIN_COSINE = 0.9999
 """Of two vectors of one text, perhaps from batches of different lengths, in bf16."""
 PNG = b"\x89PNG\r\n"

@@ -109,7 +109,7 @@ def too_long_text_is_refused_or_cut() -> None:
 
 def asked(**options: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": "What is a mill?"}]
-    given = {"model": f"openai/{needs_text()}", "messages": messages, "max_tokens": 48}
+    given = {"model": f"openai/{needs_text()}", "messages": messages, "max_tokens": 16}
     return given | {"temperature": 0} | AT | options
 
 
@@ -117,7 +117,7 @@ def asked(**options: Any) -> dict[str, Any]:
 def chat_streamed_is_the_chat() -> None:
     streamed = litellm.completion(**asked(stream=True))
     pieces = [one.choices[0].delta.content or "" for one in streamed]
-    assert len(pieces) > 5
+    assert len(pieces) > 1
     whole = litellm.completion(**asked()).choices[0].message.content
     assert "".join(pieces) == whole
 
