@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*(_[A-Za-z0-9]+)*")
 _PLAIN = (bool, int, float, str, list, dict)
 
 
-class Metrics:
+class RecordedMetrics:
     """The metrics of one prediction, by their full names."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Scope:
     """What `current_scope()` gives."""
 
     def __init__(self) -> None:
-        self.metrics = Metrics()
+        self.metrics = RecordedMetrics()
         self.context: dict[str, str] = {}
 
     def record_metric(self, key: str, value: Any, mode: str | None = None) -> None:
