@@ -316,6 +316,16 @@ def kill_with_full_hand(
         return uvloop.run(_kill(site, project, load, lead_s, limit_s, first, second))
 
 
+async def _full_hand(worker: WorkerProcess, load: FarLoad, limit_s: float) -> WorkerCounts:
+    """Waits until a worker holds more than two batches: a broker that stalls leaves it empty."""
+    async with asyncio.timeout(limit_s):
+        while True:
+            counts = await worker.counts()
+            if counts.held > 2 * load.max_items:
+                return counts
+            await asyncio.sleep(0.005)
+
+
 async def _kill(
     site: BrokerSite,
     project: str,
@@ -329,7 +339,7 @@ async def _kill(
         await asyncio.sleep(lead_s / 2)
         before = await first.counts()
         await asyncio.sleep(lead_s / 2)
-        then, already = await asyncio.gather(first.counts(), second.counts())
+        then, already = await asyncio.gather(_full_hand(first, load, limit_s), second.counts())
         first.kill()
         killed_s = time.perf_counter()
         await calling.finish(limit_s)
