@@ -234,8 +234,8 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     """The revision that answered, only of a model with a canary."""
     padded_tokens: int | None = None
     is_delivered_in_part: bool = False
-    """Whether a reader got tokens of a text that has no result. `tokens` are these, with those of
-    its prompt.
+    """Whether a reader got a part of a streamed output that has no result. Of a generation,
+    `tokens` are these, with those of its prompt.
     """
     cold_start: bool = False
     """Whether the model process that computed it had loaded the model after the publish."""

@@ -184,8 +184,8 @@ class TokenStreams:
 
 
 def _delivered(read: int, prompt: bytes) -> Delivered | None:
-    """None: nothing was read."""
-    if not read or not prompt:
+    """None: nothing was read. The pieces of a model of one's own follow no prompt."""
+    if not read:
         return None
-    input_tokens, cached_tokens = map(int, prompt.split())
+    input_tokens, cached_tokens = map(int, prompt.split()) if prompt else (0, 0)
     return Delivered(input_tokens, cached_tokens, read)

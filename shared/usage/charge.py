@@ -33,7 +33,7 @@ class ItemPrice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The price of prompt tokens that a worker had computed before. None: as for others."""
     per_million_pixel_steps_usd: float = 0.0
     per_item_usd: float = 0.0
-    """The price of a delivered result, whatever its size."""
+    """The price of a result that was delivered, or a part of it, whatever its size."""
     cached_share: float = 0.0
     """The part of the price for a result that another item had computed."""
     price_share: float = 1.0
@@ -106,9 +106,9 @@ def charged_share(price: ItemPrice, outcome: ItemOutcome) -> float:
 
     An item that was not delivered costs nothing, whatever was computed for it. An item that was
     computed and delivered costs its price. A result from the cache, or from an identical item in
-    flight, costs `cached_share` of it. A text that was canceled or ran out of time after its
-    reader got tokens costs these and its prompt. All of it is multiplied by the share that the
-    request pays.
+    flight, costs `cached_share` of it. A generation that was canceled or ran out of time after its
+    reader got tokens costs these and its prompt, and one of a model of one's own the price of its
+    item. All of it is multiplied by the share that the request pays.
     """
     if not _is_delivered(outcome):
         return 0.0
@@ -166,7 +166,7 @@ def charge_of(price: ItemPrice, outcome: ItemOutcome) -> Charge:
         price,
         receipt.tokens,
         receipt.pixel_steps,
-        items=int(outcome.status == "succeeded"),
+        items=int(_is_delivered(outcome)),
         output_tokens=receipt.output_tokens,
         cached_tokens=receipt.cached_tokens,
     )

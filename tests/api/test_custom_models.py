@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ from shared.stores.objects import ObjectStore
 from tests.api.fake_worker import FakeWorker
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.api.predicting import WAIT, until_over
+from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import entry_of, write_class
 from tests.workers.worker_harness import running_worker
 from workers.models.custom.preparation import CustomPreparer
@@ -60,6 +62,15 @@ class Predictor(BasePredictor):
             found.append(path)
         return found
 """
+
+TALKS_ON = """
+class Predictor(BasePredictor):
+    def predict(self, text: str) -> ConcatenateIterator[str]:
+        yield "piece"
+        while True:
+            time.sleep(0.01)
+"""
+TALK = {"version": "mine", "input": {"text": "a"}}
 
 
 @pytest.fixture
@@ -211,6 +222,30 @@ async def test_elements_are_streamed_and_resumed(serve: Any) -> None:
     shown = (await api.http.get("/v1/models/me/mine")).json()["latest_version"]
     output = shown["openapi_schema"]["components"]["schemas"]["Output"]
     assert (output["x-cog-array-type"], output["items"]) == ("iterator", {"type": "string"})
+
+
+@pytest.mark.parametrize(("is_read", "cost_usd"), [(True, 0.25), (False, 0.0)])
+async def test_what_was_read_of_a_stream_is_paid_though_it_is_canceled(
+    serve: Any, is_read: bool, cost_usd: float
+) -> None:
+    """Otherwise who cancels after the last piece reads everything for nothing."""
+    api = await serve(TALKS_ON)
+    running = (await api.http.post("/v1/predictions", json=TALK)).json()
+    if is_read:
+        async with api.http.stream("GET", running["urls"]["stream"]) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: piece"):
+                    break
+    await api.http.post(f"/v1/predictions/{running['id']}/cancel")
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while not api.rows:  # noqa: ASYNC110  the worker writes it once the class has stopped
+            await asyncio.sleep(0.01)
+    ended = await until_over(api, running)
+    assert ended["status"] == "canceled"
+    (row,) = api.rows
+    charge = (row.status, row.cost_usd, row.tokens)
+    assert charge == ("canceled", cost_usd, None)
+    assert (ended["metrics"] or {}).get("cost_usd", 0.0) == cost_usd
 
 
 def events_of(text: str) -> list[dict[str, str]]:

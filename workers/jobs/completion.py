@@ -22,7 +22,7 @@ import logging
 import operator
 import time
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -158,11 +158,6 @@ def is_streamed(item: Item) -> bool:
     return isinstance(item.input, GenerationInput | CustomInput) and item.input.is_streamed
 
 
-def _is_charged_in_part(item: Item) -> bool:
-    """Returns whether the tokens that were read of an item are charged. Pieces have no price."""
-    return isinstance(item.input, GenerationInput) and item.input.is_streamed
-
-
 async def with_delivered(streams: TokenStreams, pulled: PulledJob, body: ReplyBody) -> ReplyBody:
     """Ends the delivery of a job's canceled and late generations. Receipts count what was read.
 
@@ -174,7 +169,7 @@ async def with_delivered(streams: TokenStreams, pulled: PulledJob, body: ReplyBo
     Raises:
         Unavailable: Redis did not answer.
     """
-    streamed = {item.index for item in pulled.items if _is_charged_in_part(item)}
+    streamed = {item.index: item for item in pulled.items if is_streamed(item)}
     ended = [
         outcome.index
         for outcome in body.outcomes
@@ -184,20 +179,22 @@ async def with_delivered(streams: TokenStreams, pulled: PulledJob, body: ReplyBo
         return body
     delivered = dict(zip(ended, await streams.end_delivery(pulled.record, ended), strict=True))
     return msgspec.structs.replace(
-        body, outcomes=[_counted(one, delivered.get(one.index)) for one in body.outcomes]
+        body,
+        outcomes=[
+            one if (read := delivered.get(one.index)) is None else _counted(one, read, streamed)
+            for one in body.outcomes
+        ],
     )
 
 
-def _counted(outcome: ItemOutcome, delivered: Delivered | None) -> ItemOutcome:
-    if delivered is None:
-        return outcome
-    receipt = msgspec.structs.replace(
-        outcome.receipt,
-        tokens=delivered.input_tokens + delivered.output_tokens,
-        output_tokens=delivered.output_tokens,
-        cached_tokens=delivered.cached_tokens,
-        is_delivered_in_part=True,
-    )
+def _counted(
+    outcome: ItemOutcome, delivered: Delivered, streamed: Mapping[int, Item]
+) -> ItemOutcome:
+    receipt = msgspec.structs.replace(outcome.receipt, is_delivered_in_part=True)
+    if isinstance(streamed[outcome.index].input, GenerationInput):  # other pieces are no tokens
+        receipt.tokens = delivered.input_tokens + delivered.output_tokens
+        receipt.output_tokens = delivered.output_tokens
+        receipt.cached_tokens = delivered.cached_tokens
     return msgspec.structs.replace(outcome, receipt=receipt)
 
 

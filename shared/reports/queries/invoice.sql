@@ -26,7 +26,7 @@ WITH once AS (
     COALESCE(list_price_usd, SAFE_DIVIDE(cost_usd, COALESCE(charged_share, IF(cost_usd > 0, 1.0, 0.0)))) AS item_list_usd,
     output_tokens IS NOT NULL AS is_written,
     IF(task = 'custom', 'items', IF(pixel_steps IS NULL, 'tokens', 'pixel-steps')) AS unit,
-    IF(task = 'custom', IF(status = 'succeeded', 1, 0), COALESCE(pixel_steps, tokens, 0)) AS units,
+    IF(task = 'custom', IF(status = 'succeeded' OR charged_share > 0, 1, 0), COALESCE(pixel_steps, tokens, 0)) AS units,
     -- Rows from before the column: what was charged was charged in full.
     COALESCE(charged_share, IF(cost_usd > 0, 1.0, 0.0)) AS share
   FROM `rows`
