@@ -216,9 +216,19 @@ async def test_death_counts_against_the_job_that_runs_alone(redis_url: str, tmp_
         harness.process.gate.clear()
         await harness.send("runs", request_id="runs", age_s=10)
         await harness.process.started.wait()
+        prepared = asyncio.Event()
+        note_alone = harness.records.note_alone
+
+        async def noting(record: str, *, begins: bool) -> bool:
+            noted = await note_alone(record, begins=begins)
+            if record == "waits" and not begins:
+                prepared.set()
+            return noted
+
+        harness.records.note_alone = noting  # type: ignore[method-assign]
         await harness.send("waits", request_id="waits", age_s=10)
-        await queued(harness)
-        await claimed(harness, "waits")
+        # It is alone while it is prepared, and no longer.
+        await asyncio.wait_for(prepared.wait(), WAIT_LIMIT_S)
         assert await deaths_if_killed_now(harness, "runs") == (3, 1)
         assert (await deaths_if_killed_now(harness, "waits"))[1] == 0
         harness.process.gate.set()
