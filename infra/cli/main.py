@@ -245,6 +245,16 @@ def weights(context: typer.Context) -> None:
     _become("workers.prefetch", {}, context.args)
 
 
+budgets = typer.Typer(help="Budgets of tenants and keys.", no_args_is_help=True)
+app.add_typer(budgets, name="budgets")
+
+
+@budgets.command(context_settings=_FORWARDED)
+def restore(context: typer.Context) -> None:
+    """Count again, from the rows in BigQuery, what is spent: for a Redis that lost its counts."""
+    _become("api.limits.restore", {}, context.args)
+
+
 models = typer.Typer(help="Models of one's own.", no_args_is_help=True)
 app.add_typer(models, name="models")
 
