@@ -97,6 +97,10 @@ class SegmentProgress:
         if has_ended or isinstance(error, DeadlineExceeded | Canceled):
             self.attempts[line.number] = self.attempts.get(line.number, 0) + 1
 
+    def stall(self) -> None:
+        """Leaves the lines that have not begun to a later turn."""
+        self.is_stalled = True
+
     def is_worth_waiting(self, error: PenstockError) -> bool:
         """Returns whether a line that failed with `error` is tried again in this turn.
 
@@ -105,7 +109,7 @@ class SegmentProgress:
         if isinstance(error, RateLimited) and error.is_final:
             return False
         if self._clock() - self._moved_s >= STALLED_S and self._should_yield():
-            self.is_stalled = True
+            self.stall()
         return not self.is_stalled
 
 

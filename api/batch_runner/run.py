@@ -433,6 +433,8 @@ class BatchRun:
     async def _compute(
         self, lines: Sequence[Line], tasks: dict[int, asyncio.Task[LineAnswer | None]]
     ) -> None:
+        if await self._tools.terms.is_frozen(self._batch.tenant):
+            self._progress.stall()
         caller = await self._tools.terms.caller_of(self._batch)
         for line in lines:
             if self._stop.end is not None or self._progress.is_stalled:

@@ -16,7 +16,7 @@ from typing import Self
 
 from api.batches.documents import BatchCreated
 from shared.errors import ConfigurationError, Unavailable
-from shared.tenants.directory import Document, decode_document, plan_name_of, plan_of
+from shared.tenants.directory import Document, decode_document, is_frozen, plan_name_of, plan_of
 from shared.tenants.key_store import KeyStore
 from shared.tenants.plan import Caller, Limits
 
@@ -72,6 +72,11 @@ class CurrentTerms:
             plan_name_of(batch.tenant, self._document),
             self._limits.get(batch.key_id, batch.key_limits),
         )
+
+    async def is_frozen(self, tenant: str) -> bool:
+        """Returns whether the batches of a tenant wait until it is thawed."""
+        await self._refresh()
+        return is_frozen(tenant, self._document)
 
     async def _refresh(self) -> None:
         async with self._reading:

@@ -397,7 +397,7 @@ class ApiKeys:
         if state == "valid":
             self.directory.uses[key.id] = int(now_s)
             return caller
-        raise _denied(state, _NOT_VALID if state == "unknown" else f"the API key is {state}")
+        raise _denied(state, _REFUSED.get(state) or f"the API key is {state}")
 
     async def meet(self, headers: RawHeaders) -> None:
         """Looks for the key in these headers if it is not known yet, for a bounded time.
@@ -427,6 +427,10 @@ class ApiKeys:
 
 
 _NOT_VALID = "the API key is not valid"
+_REFUSED = {
+    "unknown": _NOT_VALID,
+    "frozen": "the tenant of the API key is frozen; ask who operates this API",
+}
 _REASONS = (f"an API key is needed: {HOW_TO_SEND}", "two API keys were sent, and they differ")
 
 

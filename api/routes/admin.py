@@ -29,7 +29,7 @@ from shared.tenants.administration import (
     redacted,
     state_of,
 )
-from shared.tenants.directory import Name, Scope, StoredKey
+from shared.tenants.directory import Name, Scope, StoredKey, StoredTenant
 from shared.tenants.key_store import KeyStore
 from shared.tenants.plan import Limits, Plan
 
@@ -136,6 +136,8 @@ class TenantObject(msgspec.Struct):
 
     name: str
     plan: str | None
+    frozen_at: int | None = None
+    """Unix seconds. None of its keys is accepted since then."""
     object: Literal["tenant"] = "tenant"
 
 
@@ -331,9 +333,10 @@ async def list_tenants(request: Request) -> Response:
     """Tenants that have keys or a plan of their own."""
     _, admin = _administration(authenticate(request))
     document = await admin.read()
-    plans = {name: tenant.plan for name, tenant in document.tenants.items()}
-    names = sorted(plans.keys() | {key.tenant for key in document.keys})
-    return _json(TenantsReply([TenantObject(name, plans.get(name)) for name in names]))
+    names = sorted(document.tenants.keys() | {key.tenant for key in document.keys})
+    stored = [(name, document.tenants.get(name, StoredTenant())) for name in names]
+    data = [TenantObject(name, one.plan or None, one.frozen_s) for name, one in stored]
+    return _json(TenantsReply(data))
 
 
 @router.put(
@@ -348,8 +351,8 @@ async def set_tenant(request: Request, name: str) -> Response:
     _check_slashes(request)
     _, admin = _administration(call)
     body = await _read(call, TenantBody)
-    await admin.set_tenant(name, body.plan)
-    return await _done(call, TenantObject(name, body.plan))
+    tenant = await admin.set_tenant(name, body.plan)
+    return await _done(call, TenantObject(name, body.plan, tenant.frozen_s))
 
 
 @router.get(

@@ -170,14 +170,20 @@ def list_acts(
 @tenants.command("list")
 def list_tenants(as_json: AsJson = False) -> None:
     """List tenants with a plan of their own or with keys."""
+    from shared.tenants.directory import StoredTenant
+
     document = _administer(lambda admin, store: admin.read())
     names = sorted(document.tenants.keys() | {key.tenant for key in document.keys})
-    keys = [
-        {"tenant": name, "plan": document.tenants[name].plan if name in document.tenants else None}
-        for name in names
+    stored = [document.tenants.get(name, StoredTenant()) for name in names]
+    listed = [
+        {"tenant": name, "plan": one.plan or None, "frozen_s": one.frozen_s}
+        for name, one in zip(names, stored, strict=True)
     ]
-    rows = [(one["tenant"], one["plan"] or "default") for one in keys]
-    _print(keys, ("tenant", "plan"), rows, as_json=as_json)
+    rows = [
+        (name, one.plan or "default", _time(one.frozen_s))
+        for name, one in zip(names, stored, strict=True)
+    ]
+    _print(listed, ("tenant", "plan", "frozen"), rows, as_json=as_json)
 
 
 @tenants.command("set")
@@ -188,6 +194,20 @@ def set_tenant(
     """Give a tenant a plan."""
     _administer(lambda admin, store: admin.set_tenant(tenant, plan or None))
     typer.echo(f"{tenant} has {f'the plan {plan}' if plan else 'the default plan'}")
+
+
+@tenants.command("freeze")
+def freeze_tenant(tenant: str) -> None:
+    """Refuse all keys of a tenant, and hold its batches, until it is thawed."""
+    _administer(lambda admin, store: admin.freeze_tenant(tenant, is_frozen=True))
+    typer.echo(f"{tenant} is frozen; instances refuse its keys within 5 s")
+
+
+@tenants.command("thaw")
+def thaw_tenant(tenant: str) -> None:
+    """Accept the keys of a frozen tenant again, and continue its batches."""
+    _administer(lambda admin, store: admin.freeze_tenant(tenant, is_frozen=False))
+    typer.echo(f"{tenant} is not frozen; instances accept its keys within 5 s")
 
 
 @plans.command("list")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared.stores.key_stores import key_store
-from shared.tenants.directory import DEFAULT_PLAN_NAME, Document, decode_document
+from shared.tenants.directory import Document, decode_document, plan_of
 
 
 async def read_budgets(keys_url: str) -> dict[str, float]:
@@ -26,8 +26,6 @@ def budgets_usd(document: Document) -> dict[str, float]:
     """Returns the budget of each tenant that has one, in US dollars per calendar month (UTC)."""
     budgets = {}
     for tenant in {*document.tenants, *(key.tenant for key in document.keys)}:
-        named = document.tenants.get(tenant)
-        plan = document.plans.get(DEFAULT_PLAN_NAME if named is None else named.plan)
-        if plan is not None and plan.budget_usd_per_month is not None:
-            budgets[tenant] = plan.budget_usd_per_month
+        if (budget_usd := plan_of(tenant, document).budget_usd_per_month) is not None:
+            budgets[tenant] = budget_usd
     return budgets

@@ -278,8 +278,8 @@ class Administration:
 
         await self._change("plan.remove" if plan is None else "plan.set", name, change)
 
-    async def set_tenant(self, tenant: str, plan: str | None) -> None:
-        """Gives a tenant a plan. None: the default plan.
+    async def set_tenant(self, tenant: str, plan: str | None) -> StoredTenant:
+        """Gives a tenant a plan. None: the default plan. Returns the tenant.
 
         Raises:
             BadInput: there is no such plan, or the tenant's name is not valid.
@@ -291,15 +291,43 @@ class Administration:
             _check_name(plan, "plan")
             _check_tenant(tenant)
 
+        new = StoredTenant()
+
         def change(document: Document) -> _Change:
-            tenants, old = dict(document.tenants), document.tenants.get(tenant)
-            tenants.pop(tenant, None)
-            if plan is not None:
-                tenants[tenant] = StoredTenant(plan)
-            after = {"plan": plan} if plan is not None else None
-            return _Change(_with(document, tenants=tenants), _builtins(old), after)
+            nonlocal new
+            old = document.tenants.get(tenant, StoredTenant())
+            new = msgspec.structs.replace(old, plan=plan or "")
+            return _changed_tenant(document, tenant, new)
 
         await self._change("tenant.set", tenant, change)
+        return new
+
+    async def freeze_tenant(self, tenant: str, *, is_frozen: bool) -> None:
+        """Refuses all keys of a tenant, and holds its batches, until it is thawed.
+
+        Requests that are open end as with a revoked key. Predictions that run end by themselves.
+
+        Raises:
+            NotThere: no key and no plan names this tenant.
+            InUse: a key of the tenant acts. It could not undo it.
+            KeysReadOnly: tenants can't be changed here.
+            Unavailable: the store is out of reach.
+        """
+        _check_name(tenant, "tenant")
+        now_s = int(self._clock())
+
+        def change(document: Document) -> _Change:
+            old = document.tenants.get(tenant)
+            keys = {f"key {key.id}" for key in document.keys if key.tenant == tenant}
+            if old is None and not keys:
+                raise NotThere(f"there is no tenant {tenant!r}", field="tenant")
+            if self._actor in keys:
+                raise InUse("this key is the tenant's; use one of another tenant", field="tenant")
+            old = old or StoredTenant()
+            since_s = (old.frozen_s or now_s) if is_frozen else None
+            return _changed_tenant(document, tenant, msgspec.structs.replace(old, frozen_s=since_s))
+
+        await self._change("tenant.freeze" if is_frozen else "tenant.thaw", tenant, change)
 
     async def _change_key(
         self,
@@ -362,6 +390,16 @@ class Administration:
             before=before,
             after=after,
         )
+
+
+def _changed_tenant(document: Document, tenant: str, new: StoredTenant) -> _Change:
+    """Stores a tenant. One with nothing of its own is not listed."""
+    tenants, old = dict(document.tenants), document.tenants.get(tenant)
+    tenants.pop(tenant, None)
+    after = None
+    if new != StoredTenant():
+        tenants[tenant], after = new, _builtins(new)
+    return _Change(_with(document, tenants=tenants), _builtins(old), after)
 
 
 def shown(key: StoredKey) -> dict[str, Any]:

@@ -111,10 +111,13 @@ class StoredKey(
     """When it was revoked. It is refused from then on, whatever the clock of an instance says."""
 
 
-class StoredTenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StoredTenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A tenant as it is stored."""
 
-    plan: str
+    plan: str = ""
+    """Empty: the default plan."""
+    frozen_s: Seconds | None = None
+    """When it was frozen. None of its keys is accepted, and its batches wait."""
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -125,7 +128,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     keys: tuple[StoredKey, ...] = ()
 
 
-KeyState: TypeAlias = Literal["valid", "unknown", "revoked", "expired"]
+KeyState: TypeAlias = Literal["valid", "unknown", "revoked", "expired", "frozen"]
 
 
 class Found(NamedTuple):
@@ -145,6 +148,7 @@ class _Entry(NamedTuple):
     previous_until_s: float
     expires_s: float
     is_revoked: bool
+    is_frozen: bool
     caller: Caller
 
 
@@ -167,18 +171,18 @@ class Directory:
         """
         entry = self._entries.get(key.id, _NOBODY)
         key_hash = hash_of(entry.salt, key)
-        # No shortcuts: an unknown id, a wrong secret, and a revoked or expired key take the same
+        # No shortcuts: an unknown id, a wrong secret, and a key that is not accepted take the same
         # time.
         is_current = hmac.compare_digest(key_hash, entry.hash)
         is_previous = hmac.compare_digest(key_hash, entry.previous_hash)
         is_known = is_current | (is_previous & (now_s < entry.previous_until_s))
-        state = 2 * entry.is_revoked + (now_s >= entry.expires_s)
+        state = 4 * entry.is_revoked + 2 * (now_s >= entry.expires_s) + entry.is_frozen
         return Found(_STATES[is_known][state], entry.caller)
 
 
 _STATES: tuple[tuple[KeyState, ...], tuple[KeyState, ...]] = (
-    ("unknown", "unknown", "unknown", "unknown"),
-    ("valid", "expired", "revoked", "revoked"),
+    ("unknown",) * 8,
+    ("valid", "frozen", "expired", "expired", "revoked", "revoked", "revoked", "revoked"),
 )
 _NO_HASH = bytes(HASH_BYTES)
 """Nobody knows an input with this digest."""
@@ -189,6 +193,7 @@ _NOBODY = _Entry(
     previous_until_s=0.0,
     expires_s=math.inf,
     is_revoked=False,
+    is_frozen=False,
     caller=Caller(),
 )
 """Compared in field_path of a key that is not there."""
@@ -211,6 +216,7 @@ def _entry(key: StoredKey, document: Document) -> _Entry:
         key.previous_until_s,
         math.inf if key.expires_s is None else key.expires_s,
         key.revoked_s is not None,
+        is_frozen(key.tenant, document),
         caller,
     )
 
@@ -222,9 +228,14 @@ def plan_of(tenant: str, document: Document) -> Plan:
 
 def plan_name_of(tenant: str, document: Document) -> str:
     """The name of a tenant's plan. Empty if it has none."""
-    stored = document.tenants.get(tenant)
-    name = DEFAULT_PLAN_NAME if stored is None else stored.plan
+    stored = document.tenants.get(tenant, StoredTenant())
+    name = stored.plan or DEFAULT_PLAN_NAME
     return name if name in document.plans else ""
+
+
+def is_frozen(tenant: str, document: Document) -> bool:
+    """Returns whether nothing of a tenant is accepted for now."""
+    return document.tenants.get(tenant, StoredTenant()).frozen_s is not None
 
 
 def encode_document(document: Document) -> bytes:
@@ -277,7 +288,7 @@ def _mistakes(document: Document) -> Iterator[Mistake]:
     for tenant, stored in document.tenants.items():
         if reason := tenant_mistake(tenant):
             yield Mistake(("tenants", tenant), reason)
-        if stored.plan not in document.plans:
+        if stored.plan and stored.plan not in document.plans:
             yield Mistake(("tenants", tenant, "plan"), f"there is no plan {stored.plan[:80]!r}")
     ids = set[str]()
     for number, key in enumerate(document.keys):

@@ -17,6 +17,8 @@ import pytest
 from api.http import request
 from api.http.auth import ApiKeys
 from api.predictions import generation_stream
+from shared.stores.key_stores import key_store
+from shared.tenants.administration import Administration
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT
 from tests.api.test_generation import parsed
@@ -45,6 +47,18 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
         running.worker.go.set()
         for _ in range(64):
             running.worker.written.release()
+
+
+async def freeze(api: ApiUnderTest, folder: Path) -> None:
+    """Freezes the tenant, as somebody else did."""
+    url = keys_url(folder, a="acme", b="acme")
+    async with key_store(url, is_writable=True) as store:
+        await Administration(store, actor="user x", address="").freeze_tenant(
+            "acme", is_frozen=True
+        )
+    access = api.dependencies.access
+    assert isinstance(access, ApiKeys)
+    await access.directory.refresh()
 
 
 async def revoke(api: ApiUnderTest, folder: Path) -> None:
@@ -91,6 +105,21 @@ async def test_stream_of_a_text_ends_with_the_error(
         error = last["error"]
         assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
     assert error["message"] == ENDED
+
+
+async def test_frozen_tenant_is_refused_and_its_streams_end(
+    api: ApiUnderTest, tmp_path: Path
+) -> None:
+    reason = "the tenant of the API key is frozen; ask who operates this API"
+    async with streaming(api, "POST", "/v1/chat/completions", CHAT | {"stream": True}) as answer:
+        pieces = answer.aiter_text()
+        text = await anext(pieces)
+        await freeze(api, tmp_path)
+        text += "".join([piece async for piece in pieces])
+    assert json.loads(parsed(text)[-1]["data"])["error"]["message"] == reason
+    for key in ("a", "b"):
+        refused = await api.http.get("/v1/models", headers=bearer(key))
+        assert (refused.status_code, refused.json()["error"]["message"]) == (401, reason)
 
 
 async def test_client_raises_what_ended_its_stream(api: ApiUnderTest, tmp_path: Path) -> None:

@@ -104,13 +104,36 @@ def test_tenants_have_plans(operator: Operator) -> None:
     operator.types("plans", "set", "team", "--set", "weight=2", "--set", "max_priority=batch")
     operator.types("tenants", "set", "acme", "--plan", "team")
     assert operator.reads("plans", "list")["team"]["weight"] == 2.0
-    assert operator.reads("tenants", "list") == [{"tenant": "acme", "plan": "team"}]
+    assert operator.reads("tenants", "list") == [
+        {"tenant": "acme", "plan": "team", "frozen_s": None}
+    ]
     assert "1 tenant has it (acme)" in operator.refused("plans", "remove", "team")
     operator.types("plans", "set", "default")
     assert "would have no limits" in operator.refused("plans", "remove", "default")
     operator.types("tenants", "set", "acme", "--plan", "")
     operator.types("plans", "remove", "team")
     assert "unknown field `weigh`" in operator.refused("plans", "set", "x", "--set", "weigh=1")
+
+
+def test_frozen_tenant_keeps_its_plan_and_its_keys(operator: Operator) -> None:
+    operator.types("keys", "init")
+    key = operator.types(*CREATE).strip()
+    other = operator.types("keys", "create", "--tenant", "other", "--name", "ci").strip()
+    assert "no tenant 'acm'" in operator.refused("tenants", "freeze", "acm")
+    operator.types("plans", "set", "team")
+    operator.types("tenants", "set", "acme", "--plan", "team")
+    operator.types("tenants", "freeze", "acme")
+    assert operator.states_of(key, other) == ["frozen", "valid"]
+    (acme, _) = operator.reads("tenants", "list")
+    assert acme["plan"] == "team"
+    operator.types("tenants", "freeze", "acme")
+    operator.types("tenants", "set", "acme", "--plan", "")
+    assert operator.states_of(key) == ["frozen"]
+    assert operator.reads("tenants", "list")[0]["frozen_s"] == acme["frozen_s"]
+    operator.types("tenants", "thaw", "acme")
+    assert operator.states_of(key, other) == ["valid", "valid"]
+    acts = [act["action"] for act in operator.reads("keys", "audit")]
+    assert acts[:4] == ["tenant.thaw", "tenant.set", "tenant.freeze", "tenant.set"]
 
 
 def test_plans_that_cannot_work_are_refused(operator: Operator) -> None:

@@ -16,6 +16,8 @@ from api.dispatch.request import InferenceRequest, InferenceResponse
 from shared.catalog import Catalog
 from shared.catalog_entry import Price
 from shared.errors import DeadlineExceeded, PenstockError, Unavailable
+from shared.stores.key_stores import key_store
+from shared.tenants.administration import Administration
 from shared.tenants.directory import StoredKey
 from shared.tenants.plan import Limits, Plan
 from tests.api.batches.batching import (
@@ -113,6 +115,32 @@ async def test_batch_of_a_spent_budget_steps_aside_and_goes_on_when_it_is_raised
         assert [one["custom_id"] for one in found] == [str(number) for number in range(12)]
         computed = _computed(api, stuck)
         assert (len(computed), set(computed.values())) == (12, {1}), "each line once"
+
+
+async def test_batch_of_a_frozen_tenant_waits_until_it_is_thawed(
+    tmp_path: Path, redis_url: str
+) -> None:
+    url = _keys(tmp_path)
+    async with batching(tmp_path, redis_url, catalog=PRICED, keys_url=url) as (api, _):
+        rich, other = api.openai(api_key=key_for("rich")), api.openai(api_key=key_for("other"))
+        api.worker.go.clear()
+        stuck = await created(rich, _lines(12))
+        await api.worker.until_taken(1)
+        async with key_store(url, is_writable=True) as store:
+            admin = Administration(store, actor="user x", address="")
+            await admin.freeze_tenant("acme", is_frozen=True)
+            later = await created(rich, _lines(3, "z"))
+            api.worker.go.set()
+            async with asyncio.timeout(10):
+                done = await until(other, await created(other, _lines(12, "y")))
+            assert done.request_counts.completed == 12
+            computed = _computed(api, later)
+            assert not computed, "what had not begun waits"
+            await admin.freeze_tenant("acme", is_frozen=False)
+        async with asyncio.timeout(10):
+            for batch in (stuck, later):
+                done = await until(rich, batch)
+        assert done.request_counts.completed == 3
 
 
 async def test_batch_that_stepped_aside_is_canceled_at_once(
