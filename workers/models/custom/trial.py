@@ -24,8 +24,8 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
 
     Args:
         folder: of the class.
-        assignments: NAME=VALUE for each input, NAME=@PATH for a file. A list of files is given as
-            several of the same name.
+        assignments: NAME=VALUE for each input, NAME=@PATH for a file. A list is given as JSON, or
+            as several of the same name.
         out: the folder for files of the output.
 
     Raises:
@@ -119,6 +119,9 @@ def _read_inputs(
             path = Path(text.removeprefix("@"))
             blobs.append(_read_file(name, path))
             files.append({"at": at, "name": path.name})
+        elif is_list and not text.startswith("["):
+            value = text if element.get("type") == "string" else _from_json(name, text)
+            values.setdefault(name, []).append(value)
         else:
             values[name] = text if shape.get("type") == "string" else _from_json(name, text)
     return values, files, blobs

@@ -15,6 +15,7 @@ from tests.workers.models.custom.classes import compute, entry_of, output_of, pr
 from workers.models.base import PreparedFile
 from workers.models.custom.checking import inspect_folder, is_current, write_interface
 from workers.models.custom.model import CustomModel
+from workers.models.custom.runner.scope import RecordedMetrics
 
 FORMS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "text": ("def run(self, a: str) -> str: return a * 2", {"a": "x"}, "xx"),
@@ -36,6 +37,7 @@ FORMS: dict[str, tuple[str, dict[str, Any], Any]] = {
         {"a": [2, 1]},
         [1, 2],
     ),
+    "nothing": ("def run(self, a: int) -> int: return None", {"a": 1}, None),
     "optional": ("def run(self, a: Optional[str] = None) -> str: return a or 'none'", {}, "none"),
     "union": ("def run(self, a: int | str) -> str: return type(a).__name__", {"a": "3"}, "str"),
     "choices": (
@@ -197,9 +199,35 @@ def test_metrics_and_what_was_printed(tmp_path: Path, started: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("_a", "must start with a letter"),
+        ("a__b", "must not contain consecutive underscores"),
+        ("a.b_", "must end with a letter or digit"),
+        (".a", "must not start with a dot"),
+        ("a.", "must not end with a dot"),
+        ("a..b", "must not have empty segments"),
+        ("", "must not have empty segments"),
+        ("a-b", "may contain only letters, digits and underscores"),
+        ("a.b.c.d.e", "at most 4 dot-separated segments"),
+        ("a" * 129, "at most 128 characters"),
+        ("predict_time", "is reserved"),
+        ("cog.a", "is reserved"),
+    ],
+)
+def test_wrong_names_of_metrics_are_refused_with_their_reason(name: str, reason: str) -> None:
+    metrics = RecordedMetrics()
+    with pytest.raises(ValueError, match=reason):
+        metrics.record(name, 1)
+    assert metrics.nested() == {}
+    metrics.record("a1.b_c", 1)
+    assert metrics.nested() == {"a1": {"b_c": 1}}
+
+
+@pytest.mark.parametrize(
     ("method", "reason"),
     [
-        ("def predict(self, a: int) -> str: return None", "output: None is not string"),
+        ("def predict(self, a: int) -> list[int]: return [None]", "output: None is not a list"),
         ("def predict(self, a: int) -> int: return 'x'", "a value of type str is not integer"),
         ("def predict(self, a: int) -> list[int]: return 3", "is not a list of integer"),
         ("def predict(self, a: int) -> Path: return Path('/none')", "there is no file none"),

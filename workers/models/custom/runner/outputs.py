@@ -48,6 +48,8 @@ class OutputEncoder:
         Raises:
             WrongOutput: it is not of the type that the class declares, or can't be sent.
         """
+        if value is None and not at:
+            return None  # as in Cog: it has no output, whatever its type
         try:
             checked = self._checked(value)
         except WrongOutput:

@@ -16,7 +16,7 @@ import coglet
 MAX_NAME_CHARS = 128
 MAX_BYTES = 16 * 1024
 """Of all metrics of a prediction, as JSON."""
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*(_[A-Za-z0-9]+)*")
+MAX_SEGMENTS = 4
 _PLAIN = (bool, int, float, str, list, dict)
 
 
@@ -105,9 +105,30 @@ def install() -> None:
 
 
 def _check_name(key: str) -> None:
+    if reason := _mistake(key):
+        raise ValueError(f"metric {key[:MAX_NAME_CHARS]!r}: the name {reason}")
+
+
+def _mistake(key: str) -> str:
+    """Returns why a name is not valid, in Cog's words. Empty if it is valid."""
     segments = key.split(".")
-    is_valid = len(key) <= MAX_NAME_CHARS and len(segments) <= 4
-    if not is_valid or not all(_NAME.fullmatch(one) for one in segments):
-        raise ValueError(f"metric {key[:MAX_NAME_CHARS]!r} is not a valid name")
-    if key == "predict_time" or segments[0] == "cog":
-        raise ValueError(f"metric {key!r} is reserved")
+    checks = (
+        (len(key) > MAX_NAME_CHARS, f"must have at most {MAX_NAME_CHARS} characters"),
+        (key.startswith("."), "must not start with a dot"),
+        (key.endswith("."), "must not end with a dot"),
+        (not all(segments), "must not have empty segments"),
+        (len(segments) > MAX_SEGMENTS, f"must have at most {MAX_SEGMENTS} dot-separated segments"),
+        ("__" in key, "must not contain consecutive underscores"),
+        (key == "predict_time", "is reserved"),
+        (segments[0] == "cog", "is reserved: it begins with cog."),
+    )
+    first = next((reason for is_wrong, reason in checks if is_wrong), "")
+    return first or next(filter(None, map(_mistake_of_segment, segments)), "")
+
+
+def _mistake_of_segment(segment: str) -> str:
+    if not re.fullmatch("[A-Za-z0-9_]*", segment):
+        return "may contain only letters, digits and underscores, and dots between segments"
+    if not segment[0].isalpha():
+        return "must start with a letter, in each segment"
+    return "must end with a letter or digit, in each segment" if segment.endswith("_") else ""
