@@ -108,7 +108,7 @@ from api.replicate.replies import (
     WebhookAttempts,
 )
 from api.routes import admin as admin_routes
-from api.routes import files, health, models, objects, pages, reports, status
+from api.routes import files, health, models, pages, reports, status
 from api.routes.admin import (
     ActObject,
     ActsPage,
@@ -314,7 +314,6 @@ def _add_routes(app: FastRouteApp) -> None:
         usage,
         reports,
         status,
-        objects,
         admin_routes,
         health,
         pages,

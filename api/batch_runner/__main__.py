@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import uvloop
 
 from api import metrics
-from api.batch_runner.process import opened_runner
+from api.batch_runner.runner import opened_runner
 from shared.brokers import admin_of, transport_of
 from shared.catalog import read_catalog
 from shared.errors import PenstockError

@@ -10,6 +10,8 @@ of its tenant. The items in flight are bounded per runner and shared equally amo
 
 Leases in Redis keep runners from computing the same lines. A lease only saves work: documents and
 segments are written once, so two runners of one batch do no harm (api/batches/documents.py).
+
+`opened_runner` composes it from the parts of an API instance.
 """
 
 from __future__ import annotations
@@ -17,19 +19,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from prometheus_client import Counter, Gauge
 
+from api.batch_runner.execution import LineExecutor
+from api.batch_runner.outputs import Outputs
 from api.batch_runner.run import BatchRun, Paused, RunTools, Stop, Window
+from api.batch_runner.terms import CurrentTerms
 from api.batches.documents import BatchCreated, BatchEnded
+from api.batches.files import BatchFiles
 from api.batches.names import created_at_s
-from api.batches.store import OpenBatch
+from api.batches.store import BatchStore, OpenBatch
+from api.dispatch.pipeline import open_pipeline
+from api.inputs.codec_pool import CodecPool
+from api.inputs.image_codec import ImageCodec
+from api.inputs.storage import Storage, swept
+from api.limits.limiter import open_limiter
 from shared.backoff import backoff
+from shared.catalog import Catalog
 from shared.errors import PenstockError, Unavailable
+from shared.settings import ApiSettings
+from shared.stores.key_stores import key_store
+from shared.stores.objects import ObjectStore
 from shared.stores.redis_client import RedisLink, RedisStore, load_script
+from shared.transport import Admin, Transport
+from shared.usage.row import RowSink
 from shared.webhook_publisher import WebhookPublisher
 from shared.webhooks import BatchEvent
 
@@ -325,3 +344,66 @@ class BatchRunner:
 def _oldest_of_each(opened: Iterable[OpenBatch]) -> list[OpenBatch]:
     """Returns one batch of each owner. The newest come first, so the last one counts."""
     return list({one.owner: one for one in opened}.values())
+
+
+@asynccontextmanager
+async def opened_runner(
+    settings: ApiSettings,
+    catalog: Catalog,
+    transport: AbstractAsyncContextManager[Transport],
+    admin: AbstractAsyncContextManager[Admin],
+    rows: AbstractAsyncContextManager[RowSink],
+    *,
+    lease_s: float = LEASE_S,
+) -> AsyncIterator[BatchRunner]:
+    """Opens everything that a runner needs. The caller runs it inside the block.
+
+    Args:
+        settings: those of the API.
+        catalog: the models to run.
+        transport: the connection to the broker. Not yet open.
+        admin: creates an inbox if no pool has one. Not yet open.
+        rows: takes the rows of lines that no worker computes. Not yet open.
+        lease_s: seconds after which another runner takes over from one that died.
+
+    Raises:
+        ConfigurationError: the URL of the object store or of the keys is wrong.
+        Unavailable: the broker is out of reach.
+    """
+    # Lines seldom repeat, and Redis has those that do. So the memory of a runner stays flat.
+    settings = settings.model_copy(update={"memory_cache_bytes": 0})
+    instance, objects = f"batches-{secrets.token_hex(4)}", ObjectStore(settings.objects_url)
+    store = BatchStore(objects)
+    storage = Storage(objects)
+    files = BatchFiles(objects, storage)
+    async with AsyncExitStack() as opened:
+        await opened.enter_async_context(swept(storage))
+        leases = await opened.enter_async_context(
+            BatchLeases(settings.records_redis_url, instance, lease_s=lease_s)
+        )
+        terms = await opened.enter_async_context(
+            CurrentTerms(key_store(settings.keys_url) if settings.keys_url else None)
+        )
+        pool = await opened.enter_async_context(
+            CodecPool(settings.picture_processes, settings.picture_budget_bytes)
+        )
+        pipeline = await open_pipeline(
+            opened, settings, catalog, objects, transport, admin, rows, instance, ImageCodec(pool)
+        )
+        limiter = await open_limiter(
+            opened,
+            settings.records_redis_url,
+            pipeline.broker,
+            instance,
+            instances=settings.inbox_pool,
+        )
+        tools = RunTools(
+            store=store,
+            files=files,
+            outputs=Outputs(objects, store, files),
+            catalog=catalog,
+            terms=terms,
+            executor=LineExecutor(pipeline.dispatcher, objects, ImageCodec(pool), limiter),
+        )
+        window = Window(settings.batch_items_in_flight)
+        yield BatchRunner(tools, leases, WebhookPublisher(pipeline.broker), window)

@@ -52,7 +52,7 @@ class Spent(NamedTuple):
     """The part of requests from SETTLED_S ago and before."""
 
 
-class Sums(NamedTuple):
+class RowSums(NamedTuple):
     """What rows say of a counter, in US dollars: in all, and of requests that have ended."""
 
     usd: float
@@ -83,7 +83,7 @@ class Restored(NamedTuple):
 
 def sums_by_counter(
     document: Document, spent: Sequence[Spent], months: Sequence[int]
-) -> dict[tuple[str, int], Sums]:
+) -> dict[tuple[str, int], RowSums]:
     """What each counter of a budget must have counted, by its name and month.
 
     Args:
@@ -97,19 +97,19 @@ def sums_by_counter(
     for key in document.keys:
         if key.limits is not None and key.limits.budget_usd_per_month is not None:
             names[key.tenant, key.id] = f"k:{key.tenant}:{key.id}:usd"
-    sums = {(name, month): Sums(0.0, 0.0) for name in names.values() for month in months}
+    sums = {(name, month): RowSums(0.0, 0.0) for name in names.values() for month in months}
     for one in spent:
         for holder in {None, one.key_id}:
             place = names.get((one.tenant, holder), ""), one.month
             if (before := sums.get(place)) is not None:
                 total = before.usd + one.usd, before.settled_usd + one.settled_usd
-                sums[place] = Sums(*total)
+                sums[place] = RowSums(*total)
     return sums
 
 
 async def restore(
     store: LimitStore,
-    sums: Mapping[tuple[str, int], Sums],
+    sums: Mapping[tuple[str, int], RowSums],
     *,
     lowers: bool = False,
     writes: bool = True,

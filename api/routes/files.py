@@ -2,11 +2,14 @@
 
 Replicate's clients upload to the same path, with another field.
 Source: https://platform.openai.com/docs/api-reference/files
+
+GET /v1/objects/… serves the target of a signed link. The signature replaces the API key.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable
 from typing import Annotated, Any, Literal
 
@@ -32,12 +35,14 @@ from api.http.openapi import (
     responses,
     success,
 )
-from api.http.request import ApiRequest, authenticate
+from api.http.request import ApiRequest, authenticate, dependencies_of, while_connected
 from api.http.upload_form import UploadForm, first_field
 from api.problem_details import problem_response
 from api.replicate import models as replicate_models
 from api.replicate.replies import FileReply
 from shared.errors import BadInput
+from shared.predictions import MEDIA_TYPES
+from shared.stores.signed_urls import VALID_S
 
 
 class FileForm(Body):
@@ -87,6 +92,9 @@ class FileDeleted(msgspec.Struct):
 
 
 router = APIRouter()
+ANY_BYTES = "application/octet-stream"
+MAX_LINK_S = 30.0
+"""The time limit for encoding an image in another format, since links have no deadline."""
 
 FORM_BYTES = 64 * 1024
 """Maximum size of a form without its file."""
@@ -305,3 +313,34 @@ def _shown(file: BatchFile) -> FileObject:
 
 def _json(reply: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(reply), media_type="application/json")
+
+
+@router.get(
+    "/v1/objects/{key:path}",
+    summary="Download a result by its signed link",
+    response_class=Response,
+    responses={
+        200: binary(
+            "The bytes, of the type that the link names.",
+            *sorted(set(MEDIA_TYPES.values())),
+            ANY_BYTES,
+            "*/*",
+        ),
+        **errors(400, 403, 404, 429, 499, 503, 504),
+    },
+)
+async def get_object(
+    request: Request, key: str, type: str, expires: int, signature: str
+) -> Response:
+    """The bytes of a result, while the link is valid."""
+    dependencies = dependencies_of(request)
+    dependencies.url_signer.check(key, type, expires, signature)
+    fetching = dependencies.result_fetcher.fetch(key, type, time.time() + MAX_LINK_S)
+    data = await while_connected(request.receive, fetching)
+    headers = {
+        "cache-control": f"private, max-age={VALID_S}, immutable",
+        "x-content-type-options": "nosniff",
+        # A class of one's own may give a page, which is not to act as one of ours.
+        "content-security-policy": "sandbox; default-src 'none'",
+    }
+    return Response(data, headers=headers, media_type=type)

@@ -160,7 +160,7 @@ def _check(path: Path, wait_s: float, most_bytes: int, *, as_json: bool) -> int:
 
     from rich.console import Console
 
-    from infra.load.check import check
+    from infra.load.comparison import check
     from infra.load.ledger import read_ledger
     from infra.load.rows import opened_rows
     from shared.settings import Settings, read_settings

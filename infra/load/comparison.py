@@ -6,19 +6,22 @@
   Only they know.
 - A request for which no connection could be opened has no row.
 - The report has, for each hour, tenant and model, what the ledger adds up to.
+
+`check` asks BigQuery until all of a ledger is there, or the time is up.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from infra.load.ledger import Ledger, LedgerLine
-from infra.load.rows import RowOfLoad, UsageGroup
+from infra.load.rows import LoadRows, RowOfLoad, UsageGroup
 
 CLOCK_SKEW_S = 60.0
 """Maximum difference between the clocks of this machine and of the API."""
@@ -244,3 +247,66 @@ def _same(want: float, have: float) -> bool:
     if isinstance(want, float) or isinstance(have, float):
         return math.isclose(want, have, rel_tol=RELATIVE, abs_tol=ABSOLUTE_USD)
     return want == have
+
+
+PAUSE_S = 2.0
+HOUR = timedelta(hours=1)
+
+
+def check(
+    ledger: Ledger,
+    rows: LoadRows,
+    wait_s: float,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> Comparison:
+    """Compares a ledger with rows and report, again and again while they differ.
+
+    Rows come in the background, and later after an outage. So a difference counts only after
+    `wait_s`.
+
+    Args:
+        ledger: the ledger of one replay.
+        rows: access to the rows.
+        wait_s: seconds in which differences may disappear.
+        sleep: waits. Tests replace it.
+        clock: seconds. Tests replace it.
+
+    Raises:
+        Unavailable: BigQuery is out of reach, or refused.
+    """
+    until_s = clock() + wait_s
+    while True:
+        comparison = _compared(ledger, rows)
+        if not comparison.differences or clock() >= until_s:
+            return comparison
+        sleep(PAUSE_S)
+
+
+def _compared(ledger: Ledger, rows: LoadRows) -> Comparison:
+    since, until = _span(ledger)
+    comparison, expected = compare_rows(ledger, rows.of_run(ledger.head.run, since, until))
+    if not expected:
+        return comparison
+    first = min(hour for hour, _, _ in expected)
+    after = max(hour for hour, _, _ in expected) + HOUR
+    tenants = sorted({tenant for _, tenant, _ in expected})
+    others = rows.of_others(ledger.head.run, first, after, tenants)
+    comparison.others = sum(group.requests for group in others)
+    comparison.groups = len(_without_empty(expected))
+    comparison.differences += compare_report(expected, others, rows.reported(first, after, tenants))
+    return comparison
+
+
+def _without_empty(expected: dict[GroupKey, Sums]) -> list[GroupKey]:
+    return [key for key, sums in expected.items() if sums.requests or sums.items]
+
+
+def _span(ledger: Ledger) -> tuple[datetime, datetime]:
+    """Returns the range in which rows can have been received, with a margin for clock skew."""
+    ends_s = max((line.ended_at_s for line in ledger.lines), default=ledger.head.began_at_s)
+    skew = timedelta(seconds=CLOCK_SKEW_S)
+    return (
+        datetime.fromtimestamp(ledger.head.began_at_s, UTC) - skew - HOUR,
+        datetime.fromtimestamp(ends_s, UTC) + skew + HOUR,
+    )

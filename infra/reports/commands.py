@@ -169,8 +169,7 @@ def _write(results: Sequence[ReportResult], format_: str, output: Path | None) -
 
 
 def _formatter(format_: str) -> Callable[[Sequence[ReportResult]], bytes]:
-    from infra.reports.formats import FORMATS
-    from infra.reports.page import as_html
+    from infra.reports.formats import FORMATS, as_html
 
     return as_html if format_ == "html" else FORMATS[format_]
 

@@ -1,6 +1,6 @@
 """Signed links to objects, so that answers and webhooks name an image instead of carrying it.
 
-api/routes/objects.py serves them, in another format if `media_type` is not the object's own.
+api/routes/files.py serves them, in another format if `media_type` is not the object's own.
 
 The signature is HMAC-SHA256 (RFC 2104) over key, media type and expiry, so none of them can be
 changed.

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from prometheus_client import REGISTRY
 
-from api.batch_runner.process import opened_runner
+from api.batch_runner.runner import opened_runner
 from shared.errors import Unavailable
 from shared.stores.records import LATE_LOOK_S, Records
 from shared.usage.row_list import RowList

@@ -23,7 +23,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, note, settings
 
-from api.batch_runner.process import opened_runner
+from api.batch_runner.runner import opened_runner
 from api.idempotency.store import IdempotencyStore
 from api.limits.limiter import Limiter
 from shared.canary.store import CanaryStore

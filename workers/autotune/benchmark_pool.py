@@ -1,28 +1,172 @@
-"""The benchmark processes of a choice: as many as the widest layout needs."""
+"""The benchmark processes of a choice: as many as the widest layout needs.
+
+A benchmark process loads candidates and times them, as a model process would run them. One serves
+all candidates, so each library is imported once. It is separate, so a candidate that crashes does
+no other harm. The functions that it runs come first here, one call at a time.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import TracebackType
-from typing import ParamSpec, Self, TypeVar
+from typing import NamedTuple, ParamSpec, Self, TypeVar
 
 import msgspec
 import numpy as np
 
 from shared.catalog import Model
 from shared.errors import ModelFailed, PenstockError
-from workers.autotune import benchmark
+from shared.tasks.embedding import EmbeddingResult
 from workers.autotune.choice import Layout
 from workers.autotune.contest import Timing
 from workers.autotune.hardware import KEPT_OPEN_MAX_BYTES, Machine
 from workers.models.backend import Backend
-from workers.models.base import PreparedText
+from workers.models.base import InferenceModel, PreparedText
+from workers.models.embedding.model import cut_by_length
 from workers.runtime.resident_models import weights_bytes
 from workers.runtime.template import die_with_parent
+from workers.tasks.base import Resources
+from workers.tasks.embedding import encoder_model
+
+_SHAPES = ((1, 8), (1, 32), (4, 16), (4, 64), (1, 192))
+"""Texts and tokens of the calls that are timed to fit the cost of a call. They differ widely."""
+_REPEATS = 3
+_CALL_TOKENS_MAX = 16384
+
+
+class Throughput(NamedTuple):
+    """The throughput of one process while it was timed. `tokens` includes padding."""
+
+    texts: int
+    tokens: int
+    wall_s: float
+    cpu_s: float
+
+
+class BenchmarkTarget(NamedTuple):
+    """A candidate to load: a backend, without its call_tokens, and its number of threads."""
+
+    backend: Backend
+    threads: int
+
+
+class _LoadedTarget(NamedTuple):
+    model: InferenceModel
+    seconds: Callable[[], float]
+
+
+_opened: dict[BenchmarkTarget, _LoadedTarget] = {}
+
+
+def open_model(
+    entry: Model, folder: Path, target: BenchmarkTarget, device: str, keeps_others: bool
+) -> None:
+    """Loads a candidate, in addition to earlier ones or instead of them.
+
+    Raises:
+        PenstockError: the candidate can't be loaded.
+    """
+    if target in _opened:
+        return
+    if not keeps_others:
+        _opened.clear()
+    model = encoder_model(
+        entry, folder, Resources(device=device, backend=target.backend, threads=target.threads)
+    )
+    model.setup()
+    model.warmup()
+    # On a CPU its own CPU seconds count, so other programs do not distort the figures.
+    _opened[target] = _LoadedTarget(
+        model, time.process_time if model.device_name == "cpu" else time.perf_counter
+    )
+
+
+def _loaded(target: BenchmarkTarget) -> _LoadedTarget:
+    """The loaded candidate, ready to run."""
+    if target.backend.backend == "torch" and (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(
+            target.threads
+        )  # it is global, so the model that was loaded last has set it
+    return _opened[target]
+
+
+def vectors(target: BenchmarkTarget, texts: Sequence[PreparedText], together: int) -> np.ndarray:
+    """Vectors, float32 [texts, dimensions], computed `together` at a time in order of length."""
+    model = _loaded(target).model
+    order = sorted(range(len(texts)), key=lambda index: texts[index].length)
+    rows: dict[int, np.ndarray] = {}
+    for at in range(0, len(order), together):
+        indices = order[at : at + together]
+        for index, row in zip(
+            indices, _predict(model, [texts[index] for index in indices]), strict=True
+        ):
+            rows[index] = row
+    return np.stack([rows[index] for index in range(len(texts))])
+
+
+def _predict(model: InferenceModel, texts: Sequence[PreparedText]) -> list[np.ndarray]:
+    results = model.predict(texts, lambda step, steps: None)
+    return [
+        np.frombuffer(result.vector, "<f4")
+        for result in results
+        if isinstance(result, EmbeddingResult)
+    ]
+
+
+def call_tokens(target: BenchmarkTarget, text: PreparedText, longest: int) -> int:
+    """The fixed cost of a call, in tokens: from a least-squares line through the times of _SHAPES.
+
+    It minimizes relative errors, so short calls, which show the cost, weigh as much as long ones.
+    """
+    opened = _loaded(target)
+    times_s, tokens = [], []
+    for count, length in _SHAPES:
+        batch = [_of_length(text, min(length, longest))] * count
+        times_s.append(min(_time_s(opened, batch) for _ in range(_REPEATS)))
+        tokens.append(count * batch[0].length)
+    lines = np.stack([1 / np.array(times_s), np.array(tokens) / np.array(times_s)], axis=1)
+    (per_call_s, per_token_s), *_ = np.linalg.lstsq(lines, np.ones(len(times_s)), rcond=None)
+    if per_token_s <= 0:  # more tokens cost nothing: the GPU is far from full
+        return _CALL_TOKENS_MAX
+    return int(min(max(round(per_call_s / per_token_s), 1), _CALL_TOKENS_MAX))
+
+
+def _of_length(text: PreparedText, length: int) -> PreparedText:
+    repeats = -(-length // text.length)
+    return PreparedText(key="", length=length, ids=(text.ids * repeats)[: 4 * length])
+
+
+def _time_s(opened: _LoadedTarget, batch: Sequence[PreparedText]) -> float:
+    began_s = opened.seconds()
+    _predict(opened.model, batch)
+    return opened.seconds() - began_s
+
+
+def throughput(
+    target: BenchmarkTarget, texts: Sequence[PreparedText], call_cost: int, seconds: float
+) -> Throughput:
+    """The throughput for `texts`, grouped as in a model process, over at least `seconds`."""
+    model = _loaded(target).model
+    cut = [list(range(len(texts)))]
+    if model.pads:
+        cut = cut_by_length([text.length for text in texts], call_cost)
+    groups = [[texts[index] for index in indices] for indices in cut]
+    tokens = sum(model.computed_work([text.length for text in group]) for group in groups)
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    rounds = 0
+    while rounds == 0 or time.perf_counter() - began_s < seconds:
+        for group in groups:
+            _predict(model, group)
+        rounds += 1
+    wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
+    return Throughput(rounds * len(texts), rounds * tokens, wall_s, cpu_s)
+
 
 OPEN_LIMIT_S = 60.0
 """Enough to import torch and load the weights on a busy machine."""
@@ -67,10 +211,10 @@ class BenchmarkPool:
         self._is_gpu = machine.computes_on_gpu(device)
         self.keeps_several = not self._is_gpu and weights_bytes(folder) <= KEPT_OPEN_MAX_BYTES
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["workers.autotune.benchmark", *libraries])
+        self._context.set_forkserver_preload(["workers.autotune.benchmark_pool", *libraries])
         self._executors: list[ProcessPoolExecutor] = []
-        self._opened: set[tuple[int, benchmark.BenchmarkTarget]] = set()
-        self._target = benchmark.BenchmarkTarget(Backend(), 1)
+        self._opened: set[tuple[int, BenchmarkTarget]] = set()
+        self._target = BenchmarkTarget(Backend(), 1)
 
     def __enter__(self) -> Self:
         return self
@@ -94,7 +238,7 @@ class BenchmarkPool:
 
     def open(self, backend: Backend, layout: Layout) -> None:
         """Loads `backend` in every process of `layout`. The other methods use it from now on."""
-        target = self._target = benchmark.BenchmarkTarget(
+        target = self._target = BenchmarkTarget(
             msgspec.structs.replace(backend, call_tokens=0), layout.threads
         )
         while len(self._executors) < layout.processes:
@@ -106,7 +250,7 @@ class BenchmarkPool:
         ]
         begun = [
             self._executors[number].submit(
-                benchmark.open_model,
+                open_model,
                 self._entry,
                 self._folder,
                 target,
@@ -129,24 +273,24 @@ class BenchmarkPool:
         return f"cuda:{number % gpus}" if is_spread else self._device
 
     def vectors(self, texts: Sequence[PreparedText], together: int) -> np.ndarray:
-        """Calls benchmark.vectors in the first process."""
-        return self._ask_first(benchmark.vectors, self._target, texts, together)
+        """Calls `vectors` in the first process."""
+        return self._ask_first(vectors, self._target, texts, together)
 
     def call_tokens(self, text: PreparedText, longest: int) -> int:
-        """Calls benchmark.call_tokens in the first process."""
-        return self._ask_first(benchmark.call_tokens, self._target, text, longest)
+        """Calls `call_tokens` in the first process."""
+        return self._ask_first(call_tokens, self._target, text, longest)
 
     def reading(
         self, texts: Sequence[PreparedText], call_cost: int, layout: Layout, seconds: float
     ) -> Timing:
         """The rate of all processes of `layout` together."""
         begun = [
-            executor.submit(benchmark.throughput, self._target, texts, call_cost, seconds)
+            executor.submit(throughput, self._target, texts, call_cost, seconds)
             for executor in self._executors[: layout.processes]
         ]
         return self._read(self._gather(begun, CALL_LIMIT_S), layout)
 
-    def _read(self, throughputs: Sequence[benchmark.Throughput], layout: Layout) -> Timing:
+    def _read(self, throughputs: Sequence[Throughput], layout: Layout) -> Timing:
         by_wall = sum(throughput.texts / throughput.wall_s for throughput in throughputs)
         if self._is_gpu:
             return Timing(by_wall)

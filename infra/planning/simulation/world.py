@@ -25,10 +25,9 @@ from infra.planning.deploy.prices import Prices, read_prices
 from infra.planning.simulation.api_site import ApiSite, SimulatedJob
 from infra.planning.simulation.fleet import Fleet
 from infra.planning.simulation.hpa import SYNC_S
-from infra.planning.simulation.keda import Autoscaler
 from infra.planning.simulation.metrics_table import OF_API, OF_WORKERS, UNDELIVERED, Labels, Values
 from infra.planning.simulation.recorder import GpuSample, Recorder, RequestEnd, Sample
-from infra.planning.simulation.replicas import SimulatedDeployment
+from infra.planning.simulation.replicas import Autoscaler, SimulatedDeployment
 from infra.planning.simulation.result import FleetCost, SimulationResult
 from infra.planning.simulation.rules import WorkerRules, read_rules
 from infra.planning.simulation.scenario import (

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from api.batch_runner.process import opened_runner
-from api.batch_runner.runner import BatchRunner
+from api.batch_runner.runner import BatchRunner, opened_runner
 from shared.catalog import Catalog
 from shared.settings import ApiSettings
 from shared.usage.row import Row

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from infra.load.check import PAUSE_S, check
+from infra.load.comparison import PAUSE_S, check
 from infra.load.ledger import Ledger, LedgerHead
 from infra.load.rows import LoadRows, RowOfLoad, UsageGroup
 from tests.infra.load.test_comparison import HOUR, NOON_S, RUN, line, reported, row

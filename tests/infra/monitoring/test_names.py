@@ -25,7 +25,7 @@ from tests.limits import START_LIMIT_S
 
 MODULES = (
     "api.__main__",
-    "api.batch_runner.process",
+    "api.batch_runner.runner",
     "workers.__main__",
     "workers.functions.main",
     "workers.functions.__main__",

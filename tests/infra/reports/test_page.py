@@ -8,7 +8,7 @@ import pytest
 from google.cloud import bigquery
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from infra.reports.page import as_html
+from infra.reports.formats import as_html
 from shared.reports.definitions import ask, find_report, reports
 from shared.reports.invoice import invoice_page, invoices
 from shared.reports.runner import ReportRunner

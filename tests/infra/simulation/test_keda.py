@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infra.planning.simulation.keda import Autoscaler
+from infra.planning.simulation.replicas import Autoscaler
 from infra.planning.simulation.rules import AutoscalerRules
 from infra.planning.simulation.timeseries import TimeSeries
 

@@ -10,8 +10,8 @@ from prometheus_client import REGISTRY
 
 import api.metrics
 import workers.metrics
-from infra.planning.simulation.keda import Autoscaler
 from infra.planning.simulation.metrics_table import OF_API, OF_WORKERS, UNDELIVERED
+from infra.planning.simulation.replicas import Autoscaler
 from infra.planning.simulation.rules import AutoscalerRules
 from infra.planning.simulation.service import BATCH_SLOTS_SHARE, SHARED_WEIGHTS_SHARE
 from infra.planning.simulation.timeseries import TimeSeries

@@ -10,11 +10,10 @@ import pytest
 import torch
 from diffusers import StableDiffusionPipeline
 
-from models.shapes import train_unet
+from models.shapes import train as train_module
 from models.shapes.parts import Widths, make_text_encoder, make_vae
-from models.shapes.train import make_tokenizer, train
+from models.shapes.train import UnetPlan, UnetTraining, encode_scenes, make_tokenizer, train
 from models.shapes.train_text import TextPlan, train_text
-from models.shapes.train_unet import UnetPlan, UnetTraining, encode_scenes
 from models.shapes.train_vae import VaePlan, as_input, even_out, make_images, train_vae
 
 pytestmark = pytest.mark.slow
@@ -105,7 +104,7 @@ def test_text_encoder_learns_from_few_steps(tmp_path: Path) -> None:
 def test_stopped_training_goes_on_as_if_it_had_not_been(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_unet, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(train_module, "SAVE_EVERY_S", 0.0)
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
     encoder, vae = make_text_encoder(TINY, tokenizer).eval(), make_vae(TINY).eval()
