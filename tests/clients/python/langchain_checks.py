@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import openai
 from langchain_core.vectorstores import InMemoryVectorStore
@@ -92,6 +92,12 @@ def token_ids_are_refused_with_a_reason() -> None:
     assert "tokenizer" in str(caught.error)
 
 
+class Paint(BaseModel):
+    """Paints a wall."""
+
+    color: Literal["red", "green"]
+
+
 class City(BaseModel):
     """A city. A small model does not stop by itself where more fields are allowed."""
 
@@ -162,7 +168,7 @@ def responses_follow_one_another() -> None:
     second = model.invoke([("user", "What is a mill?"), first, ("user", "And a river?")])
     assert second.text
     assert second.usage_metadata["input_tokens"] > first.usage_metadata["input_tokens"]
-    bound = model.bind_tools([City], tool_choice="required").bind(max_tokens=64)
+    bound = model.bind_tools([Paint], tool_choice="required").bind(max_tokens=64)
     called = bound.invoke("Tell me about Bern.")
     result = {"role": "tool", "tool_call_id": called.tool_calls[0]["id"], "content": "134,000"}
     assert model.invoke([("user", "Tell me about Bern."), called, result]).text

@@ -194,7 +194,11 @@ def errors_pass_with_their_status() -> None:
             with raises(openai.BadRequestError) as caught:
                 client().chat.completions.create(**asked(model, messages=long, stream=stream))
             # By this name it falls back on a model with a longer context.
-            assert "ContextWindowExceededError" in str(caught.error), (model, stream)
+            assert "ContextWindowExceededError" in str(caught.error), (
+                model,
+                stream,
+                str(caught.error),
+            )
     with raises(openai.BadRequestError):
         client().chat.completions.create(**asked(temperature=9))
 
