@@ -85,6 +85,10 @@ _FIELDS = {
 }
 """The fields of a chat that have another name in a request for a message."""
 
+_CONTEXT = re.compile(
+    r"maximum context length is (\d+) tokens\. .*\((\d+) in the messages, (\d+) in the completion\)"
+)
+
 
 class AnthropicRoute(APIRoute):
     """A route whose errors have Anthropic's shape."""
@@ -112,7 +116,20 @@ def error_reply(error: PenstockError, request_id: str | None = None) -> Anthropi
 
 
 def as_asked(error: PenstockError) -> PenstockError:
-    """Returns an error about a field of the chat as one about the field that was sent."""
+    """Returns an error about a field of the chat as one about the field that was sent.
+
+    A prompt that is too long is refused in Anthropic's words, because clients and proxies look for
+    them.
+    """
+    if sizes := _CONTEXT.search(error.public_message):
+        limit, prompt, written = map(int, sizes.groups())
+        message = f"prompt is too long: {prompt} tokens > {limit} maximum"
+        if prompt < limit:
+            message = (
+                f"input length and `max_tokens` exceed context limit: {prompt} + {written} > "
+                f"{limit}, decrease input length or `max_tokens` and try again"
+            )
+        return error_for_code(error.code, message, error.field)
     field = _FIELDS.get(error.field or "")
     if field is None:
         return error

@@ -180,6 +180,31 @@ async def test_what_a_worker_finds_wrong_has_a_status_in_streams_too(api: ApiUnd
         }
 
 
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        (9017, "prompt is too long: 9017 tokens > 1024 maximum"),
+        (
+            1000,
+            "input length and `max_tokens` exceed context limit: 1000 + 40 > 1024, decrease input "
+            "length or `max_tokens` and try again",
+        ),
+    ],
+)
+async def test_a_prompt_that_is_too_long_is_refused_in_anthropics_words(
+    api: ApiUnderTest, prompt: int, reason: str
+) -> None:
+    """LiteLLM and agents look for them."""
+    messages = [{"role": "user", "content": "a"}]
+    given = GenerationInput(messages=messages, max_tokens=40, seed=1)
+    api.worker.refusal = given.too_long(prompt, 1024)
+    for stream in (False, True):
+        answer = await api.http.post(MESSAGES, json=asked(stream=stream))
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (error["type"], error["message"]) == ("invalid_request_error", reason)
+
+
 async def test_keys_come_as_anthropics_client_sends_them(redis_url: str, tmp_path: Path) -> None:
     keys = keys_url(tmp_path, ours="a")
     async with running_api(settings_for(tmp_path, redis_url=redis_url, keys_url=keys)) as api:
