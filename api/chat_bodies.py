@@ -163,11 +163,16 @@ class TextPart(Body):
     )
 
 
+OF_A_CLIENT = "Accepted, and not kept: clients add it to the answers that they send back."
+
+
 class FunctionCall(Body):
     """A function that an assistant called. `arguments` is JSON."""
 
     name: str
     arguments: str
+    parsed_arguments: Any = Field(None, exclude=True, description=OF_A_CLIENT)
+    provider_specific_fields: Any = Field(None, exclude=True, description=OF_A_CLIENT)
 
 
 class ToolCall(Body):
@@ -176,6 +181,8 @@ class ToolCall(Body):
     id: ItemId
     type: Annotated[Literal["function"], null_is("function")] = "function"
     function: FunctionCall
+    index: int | None = Field(None, exclude=True, description=OF_A_CLIENT)
+    provider_specific_fields: Any = Field(None, exclude=True, description=OF_A_CLIENT)
 
 
 class Message(Body):
@@ -202,6 +209,9 @@ class Message(Body):
     )
     audio: None = None
     function_call: None = None
+    parsed: Any = Field(None, exclude=True, description=OF_A_CLIENT)
+    provider_specific_fields: Any = Field(None, exclude=True, description=OF_A_CLIENT)
+    thinking_blocks: Any = Field(None, exclude=True, description=OF_A_CLIENT)
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
