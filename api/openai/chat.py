@@ -36,11 +36,13 @@ from api.openai.generation import (
     CHAT_PREFIX,
     COMPLETION_PREFIX,
     answer_id,
+    begun_call,
     chat_choice,
     chat_logprobs,
     chat_reply,
     completion_logprobs,
     completion_reply,
+    first_call,
     inputs_of,
     is_repeatable,
     model_of,
@@ -84,6 +86,7 @@ class ChatEvents:
         self._created = int(created_at_s)
         self._model = model
         self._has_tools = bool(body.allowed_tools)
+        self._is_forced = bool(body.forced_tools)
         options = body.stream_options
         self._has_usage = options is not None and options.include_usage
 
@@ -99,13 +102,30 @@ class ChatEvents:
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
     ) -> bytes | None:
-        """Returns the addition to the message. A possible start of a tool call is held back."""
+        """Returns the addition to the message. A possible start of a tool call is held back.
+
+        Of a call that must come, the arguments are sent as they are written.
+        """
+        encoded = chat_logprobs(logprobs) if self._body.logprobs and logprobs else None
+        if self._is_forced and (call := self._call_delta(index, before, before + text)):
+            return self._chunk(ChatChunkChoice(index, ChatDelta(tool_calls=[call]), encoded))
         if self._has_tools:
             text = shown_of(before + text)[len(shown_of(before)) :]
-        encoded = chat_logprobs(logprobs) if self._body.logprobs and logprobs else None
         if not text and encoded is None:
             return None
         return self._chunk(ChatChunkChoice(index, ChatDelta(content=text), encoded))
+
+    def _call_delta(self, index: int, before: str, now: str) -> dict[str, object] | None:
+        """Returns what a text has more of its first call than before."""
+        begun, earlier = begun_call(now), begun_call(before)
+        if begun is None:
+            return None
+        if earlier is None:
+            call = first_call(begun, f"{self._made}:{index}")
+            fields: dict[str, object] = msgspec.to_builtins(call)
+            return {"index": 0} | fields
+        added = begun.arguments[len(earlier.arguments) :]
+        return {"index": 0, "function": {"arguments": added}} if added else None
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
         """Returns the text held back, the tool calls, and the finish reason."""
@@ -116,6 +136,8 @@ class ChatEvents:
             events.append(self._chunk(ChatChunkChoice(index, ChatDelta(content=rest))))
         if isinstance(choice.message.tool_calls, list):
             for number, call in enumerate(choice.message.tool_calls):
+                if number == 0 and self._is_forced and begun_call(result.text) is not None:
+                    continue  # it was sent as it was written
                 tool_call = {"index": number} | msgspec.to_builtins(call)
                 delta = ChatDelta(tool_calls=[tool_call])
                 events.append(self._chunk(ChatChunkChoice(index, delta)))

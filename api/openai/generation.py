@@ -244,6 +244,42 @@ def read_cut_call(
     return text[:start].rstrip(), call
 
 
+class BegunCall(NamedTuple):
+    """A call as far as it is written."""
+
+    name: str
+    arguments: str
+    """JSON, or the beginning of it, as the model wrote it."""
+
+
+def begun_call(text: str) -> BegunCall | None:
+    """Returns the call that a text begins with, once its name is there.
+
+    The arguments of a longer text begin with those of a shorter one.
+    """
+    start = _WHOLE_CALL.match(text)
+    return _begun_at(text, start.end()) if start else None
+
+
+def first_call(begun: BegunCall, id_seed: str) -> CalledTool:
+    """Returns a begun call in the form of an answer, with the id that it has there."""
+    function = CalledFunction(begun.name, begun.arguments)
+    return CalledTool(_id_of(f"{id_seed}:0"), function)
+
+
+def _begun_at(text: str, at: int) -> BegunCall | None:
+    call = _CUT_CALL.match(text, at)
+    if call is None:
+        return None
+    begin = _ARGUMENTS.match(text, call.end())
+    if begin is None or text[begin.end() : begin.end() + 1] != "{":
+        return BegunCall(call["name"], "")
+    written = text[begin.end() :]
+    with contextlib.suppress(ValueError, RecursionError):  # it is not whole yet
+        written = written[: _decoder.raw_decode(written)[1]]
+    return BegunCall(call["name"], written)
+
+
 def _find_whole(text: str, names: Collection[str]) -> list[tuple[int, _Found]]:
     """Returns the call that the whole text is, if it is one."""
     before = _WHOLE_CALL.match(text)
@@ -276,7 +312,11 @@ def _calls_at(text: str, at: int, names: Collection[str]) -> _Found | None:
     if not listed or not all(_is_call(one, names) for one in listed):
         return None
     closing = _CLOSING.match(text, end)
-    return _Found([_call_of(one) for one in listed], closing.end() if closing else end)
+    calls = [_call_of(one) for one in listed]
+    begun = _begun_at(text, at)
+    if begun is not None and begun.arguments and begun.name == calls[0].function.name:
+        calls[0].function.arguments = begun.arguments  # to the letter, as a stream has it
+    return _Found(calls, closing.end() if closing else end)
 
 
 def _is_call(value: Any, names: Collection[str]) -> bool:

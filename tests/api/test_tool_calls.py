@@ -1,5 +1,6 @@
 """Calls of tools: read out of texts, forced, and streamed, as OpenAI's own client reads them."""
 
+import itertools
 import json
 from typing import Any
 
@@ -11,7 +12,7 @@ from llguidance import LLMatcher
 from openai import pydantic_function_tool
 from pydantic import BaseModel
 
-from api.openai.generation import call_schema, read_cut_call, read_tool_calls, shown_of
+from api.openai.generation import begun_call, call_schema, read_cut_call, read_tool_calls, shown_of
 from shared.errors import BadInput
 from shared.tasks.text import GenerationInput
 from tests.api.harness import ApiUnderTest, api_with_redis
@@ -297,10 +298,51 @@ async def test_a_call_that_was_cut_is_a_call(
     assert whole.message.content is None
     assert not any(chunk.delta.content for chunk in chunks)
     assert chunks[-1].finish_reason == "length"
-    streamed = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
-    for calls in (whole.message.tool_calls or (), streamed):
-        called = [(call.function.name, call.function.arguments) for call in calls]
-        assert called == ([] if name is None else [(name, arguments)])
+    wanted = [] if name is None else [(name, arguments)]
+    calls = whole.message.tool_calls or ()
+    assert [(call.function.name, call.function.arguments) for call in calls] == wanted
+    deltas = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    assert [call.function.name for call in deltas if call.id] == [name for name, _ in wanted]
+    assert "".join(call.function.arguments for call in deltas) == (arguments or "")
+
+
+@pytest.mark.anyio
+async def test_arguments_of_a_forced_call_come_as_they_are_written(api: ApiUnderTest) -> None:
+    said = '{"name": "Weather", "arguments": {"place": {"city": "La Chaux de Fonds"}} }'
+    client, given = api.openai(), asked(said, tool_choice="required")
+    (whole,) = (await client.chat.completions.create(**given)).choices
+    async with await client.chat.completions.create(**given, stream=True) as stream:
+        chunks = [chunk.choices[0] async for chunk in stream if chunk.choices]
+    (call,), deltas = (
+        whole.message.tool_calls,
+        [call for chunk in chunks for call in chunk.delta.tool_calls or ()],
+    )
+    assert len(deltas) > 4
+    (first,) = (one for one in deltas if one.id)
+    assert (first.function.name, first.type) == ("Weather", "function")
+    assert {one.index for one in deltas} == {0}
+    assert "".join(one.function.arguments for one in deltas) == call.function.arguments
+    assert not any(chunk.delta.content for chunk in chunks)
+    assert chunks[-1].finish_reason == "tool_calls"
+    async with client.chat.completions.stream(**given) as parsed:
+        final = await parsed.get_final_completion()
+    (parsed_call,) = final.choices[0].message.tool_calls
+    assert parsed_call.function.parsed_arguments == Weather(place=Place(city="La Chaux de Fonds"))
+
+
+@for_all(
+    st.dictionaries(st.text(), st.recursive(st.none() | st.text() | st.floats(), st.lists)),
+    st.sampled_from([None, 1]),
+    st.sampled_from(["", "<|python_tag|> ", " \n"]),
+)
+def test_arguments_only_grow(arguments: dict[str, Any], indent: int | None, sign: str) -> None:
+    written = json.dumps({"name": "weather", "arguments": arguments}, indent=indent)
+    text = sign + written
+    _, (call,) = read_tool_calls(text, {"weather"}, "")
+    seen = [begun_call(text[:end]) for end in range(len(text) + 1)]
+    grown = [one.arguments for one in seen if one is not None]
+    assert all(later.startswith(before) for before, later in itertools.pairwise(grown))
+    assert grown[-1] == call.function.arguments
 
 
 def test_a_cut_call_comes_behind_the_whole_ones() -> None:
