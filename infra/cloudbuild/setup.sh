@@ -52,7 +52,9 @@ done
 gcloud storage buckets add-iam-policy-binding "gs://$sboms" --member "serviceAccount:$build" \
   --role roles/storage.objectCreator > /dev/null
 
-# The trigger holds deploy.yaml itself: what is approved can't bring steps of its own.
+# The trigger holds deploy.yaml itself: what is approved can't bring steps of its own. gcloud reads it from a file only.
+trigger=$(mktemp)
+trap 'rm -f "$trigger"' EXIT
 {
   printf 'name: penstock-deploy\napprovalConfig: {approvalRequired: true}\n'
   printf 'serviceAccount: projects/%s/serviceAccounts/%s\n' "$project" "$deploy"
@@ -62,4 +64,5 @@ gcloud storage buckets add-iam-policy-binding "gs://$sboms" --member "serviceAcc
   for given in "$@"; do printf '  %s: "%s"\n' "${given%%=*}" "${given#*=}"; done
   printf 'build:\n'
   sed '/^serviceAccount:/d; s/^/  /' infra/cloudbuild/deploy.yaml
-} | gcloud builds triggers import --project "$project" --region "$region" --source -
+} > "$trigger"
+gcloud builds triggers import --project "$project" --region "$region" --source "$trigger"

@@ -185,7 +185,8 @@ def test_shell_is_sound() -> None:
 
 
 def test_trigger_is_the_file_with_an_approval_before_it(checkout: Path) -> None:
-    put(checkout, "gcloud", 'case "$*" in *import*) cat > trigger.yaml ;; esac')
+    # As gcloud does: `-` is no file to it.
+    put(checkout, "gcloud", 'case "$*" in *import*) cp -- "${@: -1}" trigger.yaml ;; esac')
     done = script(checkout, "bash", "setup.sh", "example-project", "europe-west4", "_STEPS=10,100")
     assert done.returncode == 0, done.stderr
     trigger = yaml.safe_load((checkout / "trigger.yaml").read_text())
