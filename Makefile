@@ -74,7 +74,7 @@ check: lint types imports ## the checks that run nothing
 lint: $(STAMP) ## ruff: rules and format; codespell: American spelling
 	$(call timed,ruff check,$(BIN)/ruff check)
 	$(call timed,ruff format,$(BIN)/ruff format --check)
-	$(call timed,codespell,git ls-files -z | xargs -0 $(BIN)/codespell)
+	$(call timed,codespell,$(BIN)/python -m tests.source_files | xargs -0 $(BIN)/codespell)
 
 format: $(STAMP) ## ruff: fix what it can
 	@$(BIN)/ruff check --fix

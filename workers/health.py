@@ -1,4 +1,4 @@
-"""The worker's health endpoint: /healthz (loop responds), /readyz (warm and pulling), /metrics.
+"""The worker's health endpoint: /livez (loop responds), /readyz (warm and pulling), /metrics.
 
 It runs on a thread, with the standard library's server, so it does not depend on the loop it
 checks.
@@ -37,7 +37,7 @@ def health_server(
         return responded.wait(LOOP_LIMIT_S)
 
     class Handler(BaseHTTPRequestHandler):
-        """Three paths, GET only."""
+        """A few paths, GET only."""
 
         def do_GET(self) -> None:
             """Answers a probe or a scrape."""
@@ -45,7 +45,7 @@ def health_server(
                 # OpenMetrics, which has exemplars, if the scraper asks for it.
                 encode, content_type = choose_encoder(self.headers.get("Accept", ""))
                 self._answer(200, encode(REGISTRY), content_type)
-            elif self.path == "/healthz":
+            elif self.path in ("/livez", "/healthz"):  # the latter from before
                 self._answer_bool(loop_responds())
             elif self.path == "/readyz":
                 self._answer_bool(is_ready())

@@ -113,7 +113,7 @@ class BodyBudget:
         )
 
 
-UNTRACED = frozenset({"/health", "/healthz", "/readyz"})
+UNTRACED = frozenset({"/health", "/healthz", "/livez", "/readyz"})
 """Paths without traces: probes would be most of the traces of an idle service."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 """Other words are the caller's own. The conventions write `_OTHER` for them."""

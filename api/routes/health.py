@@ -1,4 +1,8 @@
-"""Health checks: /healthz and /readyz. Metrics have a port of their own (api/metrics.py)."""
+"""Health checks: /livez and /readyz. Metrics have a port of their own (api/metrics.py).
+
+On Cloud Run, Google's front end answers /healthz itself, with 404 (
+"Reserved URL paths", https://docs.cloud.google.com/run/docs/known-issues).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ router = APIRouter()
 
 
 @router.get(
-    "/healthz", summary="Liveness", responses={200: success("The process is alive.", HealthReply)}
+    "/livez", summary="Liveness", responses={200: success("The process is alive.", HealthReply)}
 )
 async def is_alive(request: Request) -> Response:
     """200 while the process answers requests."""
@@ -23,10 +27,18 @@ async def is_alive(request: Request) -> Response:
 
 
 @router.get(
+    "/healthz", summary="Liveness", responses={200: success("The process is alive.", HealthReply)}
+)
+async def is_alive_as_before(request: Request) -> Response:
+    """The same as /livez, by its earlier name. It can't be reached on Cloud Run."""
+    return await is_alive(request)
+
+
+@router.get(
     "/health", summary="Liveness", responses={200: success("The process is alive.", HealthReply)}
 )
 async def is_alive_too(request: Request) -> Response:
-    """The same as /healthz, by the name that other servers have for it."""
+    """The same as /livez, by the name that other servers have for it."""
     return await is_alive(request)
 
 

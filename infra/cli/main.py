@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 from infra.cli import keys
 from infra.cli.canaries.commands import canary
+from infra.cli.dead_letters.commands import dead_letters
 from infra.load.commands import load
 from infra.local.ports import Ports
 from infra.monitoring.alerts import RUNBOOK
@@ -71,6 +72,7 @@ app.add_typer(keys.keys, name="keys")
 app.add_typer(keys.tenants, name="tenants")
 app.add_typer(keys.plans, name="plans")
 app.add_typer(canary, name="canary")
+app.add_typer(dead_letters, name="dead-letters")
 app.command()(report)
 app.command()(invoice)
 app.command()(load)

@@ -9,6 +9,7 @@ export BASES=$PWD/release/bases.env
 if [ "$image" = worker ]; then
   CUDA_BASE=$REGISTRY/cuda@$(sed -n 's/.*"containerimage.digest": "\([^"]*\)".*/\1/p' release/cuda.json)
   export CUDA_BASE
+  set -- --build-arg "MODEL_PACKAGES=$(cat release/model_packages)" "$@"
 fi
 # One manifest without attestations: the scanner and Cloud Run take it by its digest; the SBOM is made apart.
 infra/docker/build.sh "$image" "$reference:build-$BUILD_ID" --push --provenance=false --sbom=false \

@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# Puts each image's list of parts beside it, where Artifact Analysis and `gcloud artifacts sbom list` find it.
+# Keeps each image's list of parts, and notes beside the image where it is: `gcloud artifacts sbom list` finds it. gcloud
+# would make a bucket of its own for them, which the account may not. In the bucket it may only add, so the lists of a
+# build have a folder of their own: an image that is built again has the same name.
 set -euo pipefail
 for image in api functions worker; do
-  gcloud artifacts sbom load --source "release/$image.spdx.json" --uri "$(cat "release/$image.image")"
+  gcloud artifacts sbom load --source "release/$image.spdx.json" --uri "$(cat "release/$image.image")" \
+    --destination "gs://$SBOM_BUCKET/$BUILD_ID"
 done

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Makes a project ready for cloudbuild.yaml, once, and again when deploy.yaml has changed: the bucket, the two accounts
+# Makes a project ready for cloudbuild.yaml, once, and again when deploy.yaml has changed: the buckets, the two accounts
 # and the trigger that asks for approval. Run by an owner of the project, at the top of the repository:
 #   infra/cloudbuild/setup.sh PROJECT REGION [KEY=VALUE of deploy.yaml's substitutions...]
 set -euo pipefail
 project=$1 region=$2
 shift 2
-bucket=$project-penstock-state topic=penstock-releases
+bucket=$project-penstock-state sboms=$project-penstock-sboms topic=penstock-releases
 build=penstock-build@$project.iam.gserviceaccount.com deploy=penstock-deploy@$project.iam.gserviceaccount.com
 
 gcloud services enable --project "$project" artifactregistry.googleapis.com cloudbuild.googleapis.com \
@@ -13,8 +13,10 @@ gcloud services enable --project "$project" artifactregistry.googleapis.com clou
   ondemandscanning.googleapis.com pubsub.googleapis.com run.googleapis.com serviceusage.googleapis.com \
   storage.googleapis.com
 there() { "$@" --project "$project" > /dev/null 2>&1; }
-there gcloud storage buckets describe "gs://$bucket" || gcloud storage buckets create "gs://$bucket" \
-  --project "$project" --location "$region" --uniform-bucket-level-access --public-access-prevention
+for name in "$bucket" "$sboms"; do
+  there gcloud storage buckets describe "gs://$name" || gcloud storage buckets create "gs://$name" \
+    --project "$project" --location "$region" --uniform-bucket-level-access --public-access-prevention
+done
 gcloud storage buckets update "gs://$bucket" --versioning
 there gcloud pubsub topics describe "$topic" || gcloud pubsub topics create "$topic" --project "$project"
 for name in penstock-build penstock-deploy; do
@@ -46,7 +48,13 @@ for account in "$build" "$deploy"; do
     --role roles/storage.objectAdmin > /dev/null
 done
 
-# The trigger holds deploy.yaml itself: what is approved can't bring steps of its own.
+# May add lists of what is in images, and change none.
+gcloud storage buckets add-iam-policy-binding "gs://$sboms" --member "serviceAccount:$build" \
+  --role roles/storage.objectCreator > /dev/null
+
+# The trigger holds deploy.yaml itself: what is approved can't bring steps of its own. gcloud reads it from a file only.
+trigger=$(mktemp)
+trap 'rm -f "$trigger"' EXIT
 {
   printf 'name: penstock-deploy\napprovalConfig: {approvalRequired: true}\n'
   printf 'serviceAccount: projects/%s/serviceAccounts/%s\n' "$project" "$deploy"
@@ -56,4 +64,5 @@ done
   for given in "$@"; do printf '  %s: "%s"\n' "${given%%=*}" "${given#*=}"; done
   printf 'build:\n'
   sed '/^serviceAccount:/d; s/^/  /' infra/cloudbuild/deploy.yaml
-} | gcloud builds triggers import --project "$project" --region "$region" --source -
+} > "$trigger"
+gcloud builds triggers import --project "$project" --region "$region" --source "$trigger"

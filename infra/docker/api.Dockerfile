@@ -42,7 +42,7 @@ USER 10001:10001
 EXPOSE 8080
 # For `docker run`; Cloud Run and Kubernetes have probes of their own.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s \
-    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8080/healthz', timeout=4)"]
+    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8080/livez', timeout=4)"]
 ENTRYPOINT ["penstock", "api"]
 
 ARG PYTHON_BASE

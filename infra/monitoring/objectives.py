@@ -21,7 +21,7 @@ DEFAULT_WORKER_HOUR_USD = 0.853624271
 Scope: TypeAlias = Literal["model", "all"]
 """Each model, or all models together, without a label."""
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-_NO_PROBES = 'route!~"/healthz|/readyz"'
+_NO_PROBES = 'route!~"/health|/healthz|/livez|/readyz"'
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ def smoke(url: str, key: str, catalog: Catalog) -> list[str]:
     Raises:
         Unavailable: no answer in the model's deadline, or a wrong one.
     """
-    _call(f"{url}/healthz", "", None, 10.0)
+    # Not /healthz: on Cloud Run, Google's front end answers that path itself, with 404.
+    _call(f"{url}/readyz", "", None, 10.0)
     asked = [model for model in catalog.models if model.replicas.min >= 1]
     return [f"{url} answers"] + [_ask(url, key, model) for model in asked]
 

@@ -69,7 +69,7 @@ async def api_process(
 
 async def _answers(http: httpx.AsyncClient, url: str) -> bool:
     try:
-        await http.get(f"{url}/healthz")
+        await http.get(f"{url}/livez")
     except httpx.TransportError:
         return False
     return True

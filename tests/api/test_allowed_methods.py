@@ -24,6 +24,7 @@ PREFLIGHT = {
     "path",
     [
         "/healthz",
+        "/livez",
         "/readyz",
         "/docs",
         "/docs/assets/start.js",
@@ -61,6 +62,7 @@ async def test_head_of_a_stream_ends(tmp_path: Path, redis_url: str) -> None:
         ("/v1/files", "GET, HEAD, POST, OPTIONS"),
         ("/v1/models", "GET, HEAD, OPTIONS"),
         ("/healthz", "GET, HEAD, OPTIONS"),
+        ("/livez", "GET, HEAD, OPTIONS"),
     ],
 )
 async def test_allow_names_every_method_of_the_path(

@@ -42,7 +42,8 @@ async def test_not_ready_without_the_broker(api: ApiUnderTest) -> None:
         "redis": "out of reach: requests continue without it",
         "keys": "not required",
     }
-    assert (await api.http.get("/healthz")).status_code == 200
+    for path in ("/livez", "/healthz", "/health"):
+        assert (await api.http.get(path)).status_code == 200
 
 
 @pytest.mark.parametrize("is_direct", [True, False])

@@ -17,7 +17,7 @@ from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_fo
 from tests.keys import bearer, keys_url
 
 pytestmark = pytest.mark.anyio
-NOT_KEYED = {"/health", "/healthz", "/readyz", "/v1/objects/{key}"}
+NOT_KEYED = {"/health", "/healthz", "/livez", "/readyz", "/v1/objects/{key}"}
 NEVER_OF_A_ROUTE = {405}
 """Statuses that no documented method has."""
 OUR_SHAPES = (

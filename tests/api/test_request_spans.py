@@ -136,7 +136,7 @@ async def test_broker_that_is_away_is_an_error(
 
 
 async def test_probes_leave_no_span(api: ApiUnderTest, kept: KeptSpans) -> None:
-    for path in ("/health", "/healthz", "/readyz"):
+    for path in ("/health", "/healthz", "/livez", "/readyz"):
         assert (await api.http.get(path, headers=new_trace().attributes())).status_code == 200
     assert kept.spans == []
 

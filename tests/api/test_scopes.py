@@ -176,7 +176,17 @@ async def test_alias_of_a_model_is_the_model(api: ApiUnderTest) -> None:
     assert (await ask(api, "texts", ("POST", "/v1/embeddings", body))).status_code == 200
 
 
-OPEN_TO_ALL = {"health", "healthz", "readyz", "docs", "console", "openapi.json", "", "objects"}
+OPEN_TO_ALL = {
+    "health",
+    "healthz",
+    "livez",
+    "readyz",
+    "docs",
+    "console",
+    "openapi.json",
+    "",
+    "objects",
+}
 
 
 async def test_each_route_is_in_the_table(api: ApiUnderTest) -> None:

@@ -17,7 +17,7 @@ ACME, OTHER = bearer("a"), bearer("o")
 LINE = {"custom_id": "1", "method": "POST", "url": "/v1/embeddings"}
 BODY = {"model": TEXT_MODEL.name, "input": "the merger is off"}
 OF_EVERYBODY = {
-    *("/healthz", "/readyz", "/docs", "/", "/openapi.json"),
+    *("/healthz", "/livez", "/readyz", "/docs", "/", "/openapi.json"),
     "/v1/objects/{key:path}",  # whoever has the signed link
 }
 SHOWN_TO_ALL = {"model": TEXT_MODEL.name, "name": TEXT_MODEL.name, "owner": "any", "version": "x"}

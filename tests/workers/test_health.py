@@ -48,7 +48,7 @@ def test_ready_follows_the_worker(loop: asyncio.AbstractEventLoop) -> None:
 
 def test_alive_while_the_loop_turns(loop: asyncio.AbstractEventLoop) -> None:
     with health_server("127.0.0.1", 0, loop, lambda: False) as port:
-        assert status(port, "/healthz") == 200
+        assert [status(port, path) for path in ("/livez", "/healthz")] == [200, 200]
         assert status(port, "/elsewhere") == 404
 
 
@@ -60,7 +60,7 @@ def test_not_alive_when_the_loop_is_stuck(
     with health_server("127.0.0.1", 0, loop, lambda: True) as port:
         loop.call_soon_threadsafe(release.wait)
         try:
-            assert status(port, "/healthz") == 503
+            assert status(port, "/livez") == 503
         finally:
             release.set()
 

@@ -99,6 +99,14 @@ resource "google_pubsub_topic" "webhooks" {
   name    = "webhooks"
   labels  = var.labels
 
+  dynamic "message_storage_policy" {
+    for_each = length(local.storage_regions) == 0 ? [] : [""]
+
+    content {
+      allowed_persistence_regions = local.storage_regions
+    }
+  }
+
   depends_on = [google_project_service.default]
 }
 

@@ -84,6 +84,18 @@ resource "google_artifact_registry_repository" "default" {
     }
   }
 
+  # Each build tags its images. What runs for longer than this, while twenty
+  # newer ones were built, could not be pulled again.
+  cleanup_policies {
+    id     = "delete-old"
+    action = "DELETE"
+
+    condition {
+      tag_state  = "ANY"
+      older_than = "15552000s"
+    }
+  }
+
   # checkov:skip=CKV_GCP_84: Google's own keys are enough for images that hold no data
   depends_on = [google_project_service.default]
 }

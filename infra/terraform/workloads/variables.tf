@@ -13,15 +13,16 @@ variable "keda" {
   description = "Version of KEDA's chart, and how many of its operator run (one works, the others stand by)."
   type = object({
     replicas = optional(number, 2)
-    version  = optional(string, "2.18.0")
+    version  = optional(string, "2.20.2")
   })
   default  = {}
   nullable = false
 
-  # Before 2.17 the fallback knows no behavior, and takes workers away from a model with one trigger that still works.
+  # 2.17 brought the fallback's behavior, 2.18.3 the fix of CVE-2025-68476, 2.19 the fallback of a model at zero, and
+  # 2.20.2 the fixes of races and leaks in the fallback.
   validation {
-    condition     = can(regex("^2[.](1[7-9]|[2-9][0-9])[.][0-9]+$", var.keda.version))
-    error_message = "KEDA 2.17 or later, as 2.18.0."
+    condition     = can(regex("^2[.](20[.]([2-9]|[1-9][0-9])|(2[1-9]|[3-9][0-9])[.][0-9]+)$", var.keda.version))
+    error_message = "KEDA 2.20.2 or later, of 2, as 2.20.2."
   }
 
   validation {

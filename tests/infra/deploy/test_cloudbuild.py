@@ -185,7 +185,8 @@ def test_shell_is_sound() -> None:
 
 
 def test_trigger_is_the_file_with_an_approval_before_it(checkout: Path) -> None:
-    put(checkout, "gcloud", 'case "$*" in *import*) cat > trigger.yaml ;; esac')
+    # As gcloud does: `-` is no file to it.
+    put(checkout, "gcloud", 'case "$*" in *import*) cp -- "${@: -1}" trigger.yaml ;; esac')
     done = script(checkout, "bash", "setup.sh", "example-project", "europe-west4", "_STEPS=10,100")
     assert done.returncode == 0, done.stderr
     trigger = yaml.safe_load((checkout / "trigger.yaml").read_text())
@@ -263,15 +264,15 @@ def test_worker_is_built_on_the_base_of_this_build(checkout: Path) -> None:
     given = {"REGISTRY": "r", "BUILD_ID": "b1", "REVISION": "abc"}
     (checkout / "release/bases.env").write_text(f"PYTHON_BASE=p@{DIGEST}\n")
     assert script(checkout, "bash", "image.sh", "cuda", **given).returncode == 0
-    done = script(
-        checkout, "bash", "image.sh", "worker", "--build-arg", "MODEL_PACKAGES=x==1", **given
-    )
+    (checkout / "release/model_packages").write_text("x==1 y==2\n")
+    done = script(checkout, "bash", "image.sh", "worker", **given)
     assert done.returncode == 0, done.stderr
     cuda, worker = calls(checkout, "docker")
     assert f"PYTHON_BASE=p@{DIGEST}" in cuda
     assert f"CUDA_BASE=r/cuda@{DIGEST}" in worker
     assert "--cache-from type=registry,ref=r/worker:cache" in worker
-    assert "--build-arg MODEL_PACKAGES=x==1 ." in worker
+    assert "--build-arg MODEL_PACKAGES=x==1 y==2 ." in worker
+    assert "MODEL_PACKAGES" not in cuda
     assert (checkout / "release/worker.image").read_text() == f"r/worker@{DIGEST}\n"
 
 
@@ -301,6 +302,51 @@ def test_scan_stops_what_can_be_mended(
     done = script(checkout, "bash", "scan.sh", LOCATION="europe", SEVERITIES=severities)
     assert done.returncode == status, done.stdout + done.stderr
     assert len(calls(checkout, "gcloud")) == 6
+
+
+def test_lists_of_parts_go_where_the_account_may_add_them(checkout: Path) -> None:
+    put(checkout, "gcloud")
+    done = script(
+        checkout, "bash", "sbom.sh", BUILD_ID="b1", SBOM_BUCKET="example-project-penstock-sboms"
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = calls(checkout, "gcloud")
+    assert len(loaded) == 3
+    # A folder of its own: an object of the same name could not be written over.
+    assert all(
+        call.endswith("--destination gs://example-project-penstock-sboms/b1") for call in loaded
+    )
+    granted = (SCRIPTS / "setup.sh").read_text()
+    assert "sboms=$project-penstock-sboms" in granted
+    (members, roles) = re.findall(r'"gs://\$sboms" --member (\S+) \\\n +--role (\S+)', granted)[0]
+    assert (members, roles) == ('"serviceAccount:$build"', "roles/storage.objectCreator")
+
+
+def test_release_is_fetched_into_an_empty_workspace(checkout: Path, tmp_path: Path) -> None:
+    """A build that a message started has no source, so nothing is there."""
+    empty = tmp_path / "workspace"
+    empty.mkdir()
+    made = empty / "made"
+    # As gcloud does: the folder must be there.
+    put(
+        checkout,
+        "gcloud",
+        f'into="${{@: -1}}"; [ -d "$into" ] || exit 1\n'
+        f'tar czf "$into/source.tgz" -C "{checkout}" root; touch {made}',
+    )
+    words = steps(SCRIPTS / "deploy.yaml")["fetch"]["args"]
+    done = subprocess.run(
+        ["bash", *(word.replace("$_RELEASE", "gs://state/releases/b1") for word in words)],
+        cwd=empty,
+        env={"PATH": f"{checkout}/bin:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert made.exists()
+    assert (empty / "root").is_dir()
 
 
 def test_scan_that_did_not_run_stops_too(checkout: Path) -> None:

@@ -5,7 +5,7 @@ written anywhere.
 from __future__ import annotations
 
 import re
-import subprocess
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from shared.settings import ApiSettings, Settings, WorkerSettings
 from shared.topics import direct_id, inbox_topic_id
 from tests.infra.deploy.manifests import Objects, settings_of, workers
 from tests.infra.deploy.terraform import PROJECT, REGIONS, Plan, api_settings, function_settings
-from tests.limits import WAIT_LIMIT_S
+from tests.source_files import source_files
 from workers.functions.settings import FunctionSettings
 
 CATALOG = read_catalog(Path("models.yaml"))
@@ -188,17 +188,11 @@ def test_no_setting_is_misspelt_anywhere() -> None:
         | OF_THE_STACK
         | OF_THE_EXAMPLES
     )
-    files = subprocess.run(
-        ["git", "ls-files", "--", *WRITTEN_IN],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_LIMIT_S,
-        check=True,
-    )
+    files = [file for file in source_files() if any(fnmatch(str(file), one) for one in WRITTEN_IN)]
     written: set[str] = set()
-    for file in files.stdout.split():
+    for file in files:
         for name, family in re.findall(
-            r"\b(PENSTOCK_[A-Z0-9_]*[A-Z0-9])(_\*)?", Path(file).read_text("utf-8")
+            r"\b(PENSTOCK_[A-Z0-9_]*[A-Z0-9])(_\*)?", file.read_text("utf-8")
         ):
             assert any(one.startswith(name) for one in known) if family else name in known, (
                 f"{file}: {name}"

@@ -395,8 +395,8 @@ def test_examples_refuse_them_too(
 WORKLOADS: Wrong = {
     "cluster": [("Penstock", "lower-case")],
     "keda": [
-        ({"version": "2.11.2"}, "2.17 or later"),
-        ({"version": "latest"}, "2.17 or later"),
+        ({"version": "2.11.2"}, "2.20.2 or later"),
+        ({"version": "latest"}, "2.20.2 or later"),
         ({"replicas": 0}, "keda.replicas"),
         ({"replicas": 1.5}, "keda.replicas"),
     ],

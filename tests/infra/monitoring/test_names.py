@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from api.http.middleware import UNTRACED
 from infra.kubernetes.autoscaling import (
     MetricSource,
     TriggerQueries,
@@ -120,7 +121,7 @@ def test_values_of_labels_exist() -> None:
     }
     assert {value for label, value in values if label == "end"} <= set(ENDS)
     assert {value for label, value in values if label == "cache"} == SHARED
-    assert {value for label, value in values if label == "route"} == {"/healthz", "/readyz"}
+    assert {value for label, value in values if label == "route"} == UNTRACED
 
 
 def test_legends_name_labels_of_their_queries() -> None:

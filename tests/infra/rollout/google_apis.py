@@ -74,8 +74,10 @@ class GoogleApis:
         self.asked: list[str] = []
 
     def answer(self, verb: str, path: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
-        if path == "/healthz":
-            return 200, {"status": "ok"}
+        if path == "/healthz":  # as Google's front end does, before the API is asked
+            return 404, {"error": "The requested URL /healthz was not found on this server."}
+        if path == "/readyz":
+            return 200, {"status": "ready"}
         if path == "/v1/embeddings":
             self.asked.append(body["input"])
             return 200, {"data": [{"embedding": [1.0] + [0.0] * (self.dimensions - 1)}]}

@@ -60,6 +60,18 @@ resource "google_container_node_pool" "gpu" {
     auto_upgrade = true
   }
 
+  # By default an upgrade makes a node before it drains one: a GPU more than
+  # the quota is sized for. Flex-start nodes live too short to be upgraded.
+  dynamic "upgrade_settings" {
+    for_each = each.value.how == "flex-start" ? [] : [""]
+
+    content {
+      strategy        = "SURGE"
+      max_surge       = 0
+      max_unavailable = 1
+    }
+  }
+
   node_config {
     disk_size_gb    = var.gpu_types[each.value.type].disk_gb
     disk_type       = var.gpu_types[each.value.type].disk_type

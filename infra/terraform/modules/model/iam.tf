@@ -1,3 +1,6 @@
+# A changed filter replaces a subscription, and its bindings go with it, though
+# nothing of theirs has changed: hence `replace_triggered_by` of each.
+
 resource "google_pubsub_topic_iam_member" "api_publishes" {
   project = var.project_id
   topic   = google_pubsub_topic.jobs.name
@@ -23,6 +26,10 @@ resource "google_pubsub_subscription_iam_member" "drains" {
   subscription = google_pubsub_subscription.workers.name
   role         = "roles/pubsub.subscriber"
   member       = each.value
+
+  lifecycle {
+    replace_triggered_by = [google_pubsub_subscription.workers.filter]
+  }
 }
 
 resource "google_pubsub_subscription_iam_member" "drains_batch" {
@@ -32,6 +39,10 @@ resource "google_pubsub_subscription_iam_member" "drains_batch" {
   subscription = google_pubsub_subscription.batch.name
   role         = "roles/pubsub.subscriber"
   member       = each.value
+
+  lifecycle {
+    replace_triggered_by = [google_pubsub_subscription.batch.filter]
+  }
 }
 
 resource "google_pubsub_subscription_iam_member" "workers_pull" {
@@ -41,6 +52,10 @@ resource "google_pubsub_subscription_iam_member" "workers_pull" {
   subscription = google_pubsub_subscription.workers.name
   role         = "roles/pubsub.subscriber"
   member       = each.value
+
+  lifecycle {
+    replace_triggered_by = [google_pubsub_subscription.workers.filter]
+  }
 }
 
 resource "google_pubsub_subscription_iam_member" "workers_pull_batch" {
@@ -50,6 +65,10 @@ resource "google_pubsub_subscription_iam_member" "workers_pull_batch" {
   subscription = google_pubsub_subscription.batch.name
   role         = "roles/pubsub.subscriber"
   member       = each.value
+
+  lifecycle {
+    replace_triggered_by = [google_pubsub_subscription.batch.filter]
+  }
 }
 
 # A worker that gives a job up says why, which the service itself can't.
@@ -76,6 +95,10 @@ resource "google_pubsub_subscription_iam_member" "service_takes" {
   subscription = google_pubsub_subscription.workers.name
   role         = "roles/pubsub.subscriber"
   member       = var.pubsub_agent
+
+  lifecycle {
+    replace_triggered_by = [google_pubsub_subscription.workers.filter]
+  }
 }
 
 resource "google_pubsub_subscription_iam_member" "service_takes_batch" {
@@ -83,4 +106,8 @@ resource "google_pubsub_subscription_iam_member" "service_takes_batch" {
   subscription = google_pubsub_subscription.batch.name
   role         = "roles/pubsub.subscriber"
   member       = var.pubsub_agent
+
+  lifecycle {
+    replace_triggered_by = [google_pubsub_subscription.batch.filter]
+  }
 }

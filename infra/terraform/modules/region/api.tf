@@ -117,7 +117,7 @@ resource "google_cloud_run_v2_service" "api" {
         timeout_seconds = 5
 
         http_get {
-          path = "/healthz"
+          path = "/livez"
           port = local.port
         }
       }

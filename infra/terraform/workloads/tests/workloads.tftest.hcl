@@ -82,7 +82,7 @@ run "keda_too_old" {
   command = plan
 
   variables {
-    keda = { version = "2.16.1" }
+    keda = { version = "2.20.1" }
   }
 
   expect_failures = [var.keda]

@@ -53,6 +53,14 @@ run "time_sharing_where_shared" {
   }
 
   assert {
+    condition = alltrue([
+      for pool in google_container_node_pool.gpu :
+      pool.upgrade_settings[0].strategy == "SURGE" && pool.upgrade_settings[0].max_surge == 0 && pool.upgrade_settings[0].max_unavailable == 1
+    ])
+    error_message = "An upgrade takes no GPU beyond the quota."
+  }
+
+  assert {
     condition     = length(google_container_node_pool.gpu["l4-x1"].node_config[0].guest_accelerator[0].gpu_sharing_config) == 0
     error_message = "A GPU of one's own is not shared."
   }

@@ -29,7 +29,7 @@ run "api" {
 
   assert {
     condition = google_cloud_run_v2_service.api["api"].template[0].containers[0].startup_probe[0].http_get[0].path == "/readyz" && (
-      google_cloud_run_v2_service.api["api"].template[0].containers[0].liveness_probe[0].http_get[0].path == "/healthz"
+      google_cloud_run_v2_service.api["api"].template[0].containers[0].liveness_probe[0].http_get[0].path == "/livez"
     )
     error_message = "An instance serves when a message came back through Pub/Sub, and lives while it answers."
   }

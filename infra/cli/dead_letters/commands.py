@@ -1,0 +1,221 @@
+"""`penstock dead-letters`: jobs that no worker could finish, and what becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from shared.errors import BadInput
+
+if TYPE_CHECKING:
+    from infra.cli.dead_letters.letters import DeadLetters, Letter
+
+Done = TypeVar("Done")
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="the model in models.yaml")]
+Ids = Annotated[
+    list[str] | None, typer.Argument(metavar="ID", help="as `dead-letters list` shows them")
+]
+All = Annotated[bool, typer.Option("--all", help="instead of ids")]
+Most = Annotated[int, typer.Option("--limit", min=1, max=10_000, help="how many to look at")]
+
+dead_letters = typer.Typer(
+    help="Jobs that no worker could finish: show them, run them again, discard them.",
+    no_args_is_help=True,
+)
+
+
+@dead_letters.command("list")
+def list_letters(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL", help="all of the catalog if none is named"),
+    ] = None,
+    limit: Most = 100,
+    as_json: AsJson = False,
+) -> None:
+    """List the dead letters of models. None is taken away."""
+    from infra.text_table import table
+
+    shown = [fact for facts in _run(_models(models or []), limit, _facts) for fact in facts]
+    if as_json:
+        print(json.dumps(shown, indent=2))
+    elif shown:
+        heads = ("model", "id", "request_id", "tenant", "age_s", "bytes", "awaited", "reason")
+        print(table(heads, [[_cell(one[head]) for head in heads] for one in shown]))
+    else:
+        typer.echo("no dead letters")
+
+
+@dead_letters.command("show")
+def show(
+    model: Model,
+    letter_id: Annotated[str, typer.Argument(metavar="ID")],
+    data: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="where to write the body of the message")
+    ] = None,
+    limit: Most = 100,
+) -> None:
+    """Show a dead letter: its attributes, its size, and whether somebody waits for it."""
+
+    async def act(held: DeadLetters) -> tuple[dict[str, Any], bytes]:
+        letter = held.find(letter_id)
+        return _fact(held.model, letter) | {
+            "answered": letter.answered,
+            "attributes": dict(sorted(letter.message.attributes.items())),
+        }, letter.message.data
+
+    ((fact, body),) = _run(_models([model]), limit, act)
+    print(json.dumps(fact, indent=2))
+    if data is not None:
+        data.write_bytes(body)
+
+
+@dead_letters.command("replay")
+def replay(
+    model: Model,
+    ids: Ids = None,
+    every: All = False,
+    deadline: Annotated[
+        float | None,
+        typer.Option(min=1, metavar="SECONDS", help="from now; the model's longest if not set"),
+    ] = None,
+    limit: Most = 1000,
+) -> None:
+    """Run jobs again whose callers still wait. Each gets one answer, as before.
+
+    With --all, those to whose callers an answer was given stay. A single one of them is refused.
+    """
+    from shared.catalog import read_catalog
+    from shared.settings import Settings, read_settings
+
+    (name,) = _models([model])
+    catalog = read_catalog(read_settings(Settings).models_file)
+    deadline_s = deadline or catalog.find_deployed(name).deadline.longest_s
+
+    async def act(held: DeadLetters) -> tuple[int, int]:
+        chosen = _chosen(held, ids, every=every)
+        if every:
+            chosen = [letter for letter in chosen if letter.is_awaited]
+        refused = [letter for letter in chosen if not letter.is_awaited]
+        if refused:  # before anything is done
+            raise BadInput(f"{refused[0].id}: {refused[0].answered}", field="id")
+        for letter in chosen:
+            await held.replay(letter, deadline_s)
+        return len(chosen), len(held.letters) - len(chosen)
+
+    ((done, left),) = _run([name], limit, act)
+    typer.echo(f"{model}: {done} run again, {left} left")
+
+
+@dead_letters.command("discard")
+def discard(
+    model: Model,
+    ids: Ids = None,
+    every: All = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="also those whose callers still wait")
+    ] = False,
+    limit: Most = 1000,
+) -> None:
+    """Take dead letters away for good.
+
+    With --all, those whose callers still wait stay unless --force is given.
+    """
+
+    async def act(held: DeadLetters) -> tuple[int, int]:
+        chosen = _chosen(held, ids, every=every)
+        if every and not force:
+            chosen = [letter for letter in chosen if not letter.is_awaited]
+        awaited = [letter for letter in chosen if letter.is_awaited]
+        if awaited and not force:
+            raise BadInput(
+                f"{awaited[0].id}: its caller still waits: replay it, or add --force", field="id"
+            )
+        for letter in chosen:
+            held.discard(letter)
+        return len(chosen), len(held.letters) - len(chosen)
+
+    ((done, left),) = _run(_models([model]), limit, act)
+    typer.echo(f"{model}: {done} discarded, {left} left")
+
+
+def _chosen(held: DeadLetters, ids: Sequence[str] | None, *, every: bool) -> list[Letter]:
+    if bool(ids) == every:
+        raise BadInput("name the ids of letters, or --all", field="id")
+    return list(held.letters) if every else [held.find(one) for one in ids or ()]
+
+
+async def _facts(held: DeadLetters) -> list[dict[str, Any]]:
+    return [_fact(held.model, letter) for letter in held.letters]
+
+
+def _fact(model: str, letter: Letter) -> dict[str, Any]:
+    envelope = letter.envelope
+    return {
+        "model": model,
+        "id": letter.id,
+        "request_id": envelope.request_id if envelope else "",
+        "tenant": envelope.tenant if envelope else "",
+        "age_s": round(time.time() - letter.message.publish_time_s),
+        "bytes": len(letter.message.data),
+        "awaited": letter.is_awaited,
+        "reason": letter.reason,
+    }
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return value if value != "" else None
+
+
+def _models(names: Sequence[str]) -> list[str]:
+    """The names that topics have: those given, aliases resolved, or all of the catalog.
+
+    Raises:
+        UnknownModel: the catalog has no such model.
+    """
+    from shared.catalog import CANARY_SUFFIX, read_catalog
+    from shared.settings import Settings, read_settings
+
+    catalog = read_catalog(read_settings(Settings).models_file)
+    if not names:
+        return [model.name for model in catalog.deployed]
+    return [
+        (catalog.find_deployed(name) if name.endswith(CANARY_SUFFIX) else catalog.find(name)).name
+        for name in names
+    ]
+
+
+def _run(
+    models: Sequence[str], limit: int, act: Callable[[DeadLetters], Awaitable[Done]]
+) -> list[Done]:
+    """Holds the dead letters of models and runs `act` with those of each.
+
+    Raises:
+        PenstockError: of `act`, or because broker or Redis is out of reach.
+    """
+    from infra.cli.dead_letters.letters import held_letters
+    from shared.brokers import transport_of
+    from shared.settings import Settings, read_settings
+    from shared.stores.records import Records
+
+    settings = read_settings(Settings)
+
+    async def run() -> list[Done]:
+        async with Records(settings.records_redis_url) as records, transport_of(settings) as broker:
+
+            async def of(model: str) -> Done:
+                async with held_letters(broker, records, model, most=limit) as held:
+                    return await act(held)
+
+            return await asyncio.gather(*map(of, models))
+
+    return asyncio.run(run())

