@@ -79,7 +79,7 @@ _EXPOSED_HEADERS = (
     *("x-penstock-seed", "x-penstock-lane"),
     *(
         f"x-ratelimit-{kind}-{unit}"
-        for unit in ("requests", "tokens", "pixel-steps")
+        for unit in ("requests", "tokens", "pixel-steps", "work")
         for kind in ("limit", "remaining", "reset")
     ),
 )

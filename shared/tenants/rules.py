@@ -7,9 +7,10 @@ They hold for every change, and for a file at the start of the API.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from shared.errors import BadInput
+from shared.tasks.base import Unit
 from shared.tenants.api_key import holds_key
 from shared.tenants.directory import Document, Mistake, StoredKey
 from shared.tenants.plan import Limits, Plan, Rates
@@ -108,15 +109,14 @@ def _model_mistakes(name: str, served: Served, rates: Rates | None = None) -> It
         yield Mistake((), f"there is no model {name[:80]!r} in the catalog; it has {known}")
     elif rates is not None:
         unit = served.units[name]
-        for other in ("tokens", "pixel_steps"):
+        for other in get_args(Unit):
             if other != unit and getattr(rates, f"{other}_per_min") is not None:
-                right = "requests" if unit == "items" else unit
-                reason = f"{name} is counted in {unit}, so use {right}_per_min"
+                reason = f"{name} is counted in {unit}, so use {unit}_per_min"
                 yield Mistake((f"{other}_per_min",), reason)
 
 
 def _count_mistakes(rates: Rates) -> Iterator[Mistake]:
-    fields = ["requests_per_min", "tokens_per_min", "pixel_steps_per_min"]
+    fields = ["requests_per_min", *(f"{unit}_per_min" for unit in get_args(Unit))]
     if isinstance(rates, Limits):
         fields.append("max_in_flight")
     for field in fields:

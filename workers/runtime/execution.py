@@ -24,10 +24,12 @@ from workers.models.base import (
     OutOfMemory,
     PreparedItem,
     Previewer,
+    Printer,
     ProgressReporter,
     Resumable,
     RgbImage,
     SteppedModel,
+    Waiting,
 )
 from workers.runtime.protocol import (
     Admit,
@@ -85,7 +87,7 @@ def run_batch(resident_models: ResidentModels, batch: RunBatch, steps: StepRepor
     results = [result for _, result in sorted(execution.results.items())]
     done = _result(resident_models, batch, started_at_s, inference_ms, results)
     done.padded_work, done.out_of_memory = execution.padded_work, execution.out_of_memory
-    done.steps_saved, done.cpu_s = steps.saved, cpu_s
+    done.steps_saved, done.cpu_s, done.logs = steps.saved, cpu_s, execution.logs
     done.loaded_at_s = resident_models.loaded_at_s(batch.model)
     if execution.padded:
         padded = execution.padded
@@ -147,6 +149,8 @@ class StepReporter:
         if self._is_canceled():
             self.saved = steps - step
             raise Canceled
+        if not steps:
+            return
         if (now_s := time.monotonic()) - self._reported_s >= PROGRESS_EVERY_S:
             self._reported_s = now_s
             self._connection.sendall(encode_server_message(StepDone(self._number, step, steps)))
@@ -206,6 +210,8 @@ class BatchExecution:
         self.padded_work = 0
         self.padded: dict[int, int] = {}
         """Work of the items that were padded, padding included, by slot."""
+        self.logs: dict[int, str] = {}
+        """What the model printed for single items, by slot."""
         self.out_of_memory = False
 
     def compute(self, items: Sequence[PreparedItem]) -> None:
@@ -242,16 +248,22 @@ class BatchExecution:
             log.warning("batch failed", exc_info=True, extra={"items": len(group)})
             if len(group) == 1:
                 self.results[slots[0]] = Failure.from_error(error)
+                self._take_logs(slots)
                 return
         else:
             for slot, result in zip(slots, results, strict=True):
                 self.results[slot] = (
                     Failure.from_error(result) if isinstance(result, PenstockError) else result
                 )
+            self._take_logs(slots)
             return
         middle = len(slots) // 2
         self._compute_group(items, slots[:middle])
         self._compute_group(items, slots[middle:])
+
+    def _take_logs(self, slots: Sequence[int]) -> None:
+        if isinstance(self._model, Printer):
+            self.logs |= {slots[at]: log for at, log in self._model.take_logs().items()}
 
 
 class StepPreviews:
@@ -416,6 +428,8 @@ class StepExecution:
         failure = None
         if isinstance(model, ProgressReporter):
             self._previews = StepPreviews(model, self._batch.number, self._send)
+        if isinstance(model, Waiting):
+            model.wake_on(self._connection)
         try:
             self._admit(model, 0, self._batch.items)
             while self._obey(model):
@@ -532,6 +546,7 @@ class StepExecution:
     ) -> None:
         batch_items = max(1, round(item.item_steps / item.steps)) if item.steps else 1
         work = int(getattr(result, "tokens", 0)) or int(getattr(result, "pixel_steps", 0))
+        work = work or int(getattr(result, "work", 0))
         done = BatchResult(
             number=self._batch.number,
             results=[Failure.from_error(result) if isinstance(result, Exception) else result],
@@ -547,7 +562,7 @@ class StepExecution:
             loaded_at_s=self._resident_models.loaded_at_s(self._batch.model),
             average_items=batch_items,
             steps_saved=steps_saved,
-            logs=logs,
+            logs={0: logs} if logs else {},
         )
         self._send(ItemEnded(self._batch.number, slot, done))
 
