@@ -123,7 +123,7 @@ async def test_what_fails_costs_nothing(redis_url: str, tmp_path: Path) -> None:
         lied = await predict(world, text="abc", mode="lie")
         assert lied["error"] == "work: returned -5; a whole number from 1 on is needed"
         heavy = await predict(world, text="x" * (MOST + 1))
-        assert heavy["error"] == "input: it weighs 101, and at most 100 is allowed"
+        assert heavy["error"] == "input[0]: it weighs 101, and at most 100 is allowed"
         assert (await world.ledger.check())["one"] == 0.0
 
 
@@ -134,7 +134,7 @@ async def test_an_equal_result_costs_its_share_of_its_work(redis_url: str, tmp_p
         await predict(world, text="abcd")
         await world.ledger.check()
         first, again = sorted(world.ledger.rows(), key=lambda row: row.received_at_s)
-        assert (first.cache, again.cache) == ("miss", "redis")
+        assert (first.cache, again.cache) == ("miss", "memory")
         assert again.work == 4
         assert again.cost_usd == pytest.approx(0.5 * (0.25 + 4 * 0.01))
 

@@ -56,7 +56,7 @@ class AsideClass:
             raise ModelFailed(f"work: returned {work}; a whole number from 1 on is needed")
         if work > self._max_work:
             raise InputTooLarge(
-                f"input: it weighs {work}, and at most {self._max_work} is allowed", field="input"
+                f"it weighs {work}, and at most {self._max_work} is allowed", field="input"
             )
         return work
 
