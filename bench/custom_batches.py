@@ -134,9 +134,9 @@ def _predict(stack: Stack, count: int, word: str) -> LoadReport:
     if report.statuses() != {CREATED: count}:
         raise RuntimeError(f"{count} predictions were expected, not {report.statuses()}")
     for number, body in report.samples:
-        found = json.loads(body)
-        if found["output"] != f"{word} {number}".upper():
-            raise RuntimeError(f"prediction {number}: {found['status']} {found['error']}")
+        answer = json.loads(body)
+        if answer["output"] != f"{word} {number}".upper():
+            raise RuntimeError(f"prediction {number}: {answer['status']} {answer['error']}")
     return report
 
 

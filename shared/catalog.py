@@ -85,14 +85,14 @@ class Model(CatalogEntry):
         return self
 
     def _has_no_fields_of_ones_own(self) -> None:
-        given = {
+        fields = {
             "batch.key": self.batch.key,
             "batch.max_work": self.batch.max_work,
             "work.max": self.work.max,
             "deterministic": self.deterministic or None,
             "price.per_work_usd": self.price.per_work_usd or None,
         }
-        for name, value in given.items():
+        for name, value in fields.items():
             if value is not None:
                 raise ValueError(f"{name}: {self.definition.noun} has none; leave it out")
 

@@ -174,11 +174,11 @@ class Task(ABC):
     the items would each read the weights.
     """
 
-    def entry_defaults(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def entry_defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """Fields of a catalog entry that have another default for this task.
 
         Args:
-            given: the fields that the entry has, not checked yet.
+            fields: those that the entry has, not checked yet.
         """
         return {}
 

@@ -152,9 +152,9 @@ class CustomTask(Task):
     stores_blobs = True
     has_interface = True
 
-    def entry_defaults(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def entry_defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """One item at a time, unless the class computes batches."""
-        interface = given.get("interface")
+        interface = fields.get("interface")
         has_batches = isinstance(interface, ModelInterface) and interface.batches
         return {"batch": {} if has_batches else {"max_items": 1}}
 

@@ -97,7 +97,7 @@ class ImageTask(Task):
     stores_blobs = True
     compares_images = True
 
-    def entry_defaults(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def entry_defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """Torch is the only backend. An item takes seconds, which is what slots are for."""
         return {"backend": "torch", "replies": "slots"}
 

@@ -69,9 +69,9 @@ def batch_form_of(target: Any) -> BatchForm:
     return BatchForm(element, info)
 
 
-def _element_of(hint: Any, what: str) -> Any:
+def _element_of(hint: Any, part: str) -> Any:
     if typing.get_origin(hint) is not list:
-        raise ValueError(f"{METHOD}: {what} needs the type list[...]")
+        raise ValueError(f"{METHOD}: {part} needs the type list[...]")
     return typing.get_args(hint)[0]
 
 

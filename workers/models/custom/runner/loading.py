@@ -110,16 +110,16 @@ def _method(
 
     Otherwise None, and `notes` says it.
     """
-    found = getattr(predictor, name, None)
-    if found is None or inspect.isfunction(predictor):
+    method = getattr(predictor, name, None)
+    if method is None or inspect.isfunction(predictor):
         return None
-    if callable(found) and not inspect.iscoroutinefunction(found):
-        spec = inspect.getfullargspec(found)
-        own = len(spec.args) - inspect.ismethod(found)
+    if callable(method) and not inspect.iscoroutinefunction(method):
+        spec = inspect.getfullargspec(method)
+        own = len(spec.args) - inspect.ismethod(method)
         has_more = spec.varargs or spec.varkw or spec.kwonlyargs
         is_typed = spec.annotations.get("return") in (returns, returns.__name__)
         if own == count and is_typed and not has_more:
-            return cast("Callable[..., Any]", found)
+            return cast("Callable[..., Any]", method)
     notes.append(f"{name}: not of the form {_FORMS[name]}")
     return None
 

@@ -336,8 +336,8 @@ class AsideRunner(SyncRunner):
             )
         assert self._loaded.weigh is not None, "the interface says that it weighs; this is a bug"
         arguments = prediction.arguments()
-        made = self._loaded.element or SimpleNamespace
-        value = self._loaded.weigh(_made(made, arguments))
+        element = self._loaded.element or SimpleNamespace
+        value = self._loaded.weigh(_made(element, arguments))
         try:
             work = operator.index(value)
         except TypeError as error:
