@@ -25,7 +25,7 @@ from shared.transport import ReceivedMessage, Subscription
 from shared.usage.charge import device_share_of
 from shared.usage.row import Row, row_of
 from workers.models.base import Prepared, PreparedCustom, PreparedPrompt
-from workers.runtime.protocol import BatchResult
+from workers.runtime.protocol import BatchResult, Call
 
 FRESH_S = 0.05
 TOLERATED_CRASHES, GENERATION_TOLERATED_CRASHES = 1, 4
@@ -198,6 +198,8 @@ class Computed:
     """Its work with its part of the padding. None: nothing was padded."""
     logs: str = ""
     """What the model printed while it computed it alone."""
+    call: Call | None = None
+    """The call that computed it. None: all calls of its batch did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +319,7 @@ class QueuedItem:
 
     def _outcome(self, pulled: PulledJob, item: Item, cache: str) -> ItemOutcome:
         assert self.computed is not None, "asked for before the model had run; this is a bug"
-        result, batch = self.computed.outcome, self.computed.batch
+        result, batch, call = self.computed.outcome, self.computed.batch, self.computed.call
         if pulled.runs is not None:
             pulled.runs.append(Run(item.index, self.queued_at_s, self.deaths, self.computed))
         receipt = pulled.receipt(
@@ -325,8 +327,8 @@ class QueuedItem:
             started_at_s=batch.started_at_s,
             finished_at_s=batch.finished_at_s,
             batch_wait_ms=max(0.0, batch.started_at_s - self.queued_at_s) * 1000,
-            inference_ms=batch.inference_ms,
-            batch_size=batch.batch_items,
+            inference_ms=batch.inference_ms if call is None else call.inference_ms,
+            batch_size=batch.batch_items if call is None else call.items,
             work=self.work,
             cold_start=pulled.envelope.published_at_s < batch.loaded_at_s,
         )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.api.custom_serving import predict
-from tests.api.predicting import WAIT, until_over
+from tests.api.predicting import WAIT, until_over, until_processing
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow(about_s=20)]
 
@@ -38,7 +38,7 @@ class Predictor(BasePredictor):
 async def all_of(api: Any, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The predictions of inputs that came while another batch ran."""
     holding = asyncio.create_task(predict(api, text="first", mode="hold"))
-    await asyncio.sleep(0.2)
+    await until_processing(api)
     found = await asyncio.gather(*(predict(api, **one) for one in given))
     await holding
     return list(found)

@@ -12,11 +12,12 @@ import pytest
 
 from api.limits.limited_request import STOPS_WITHIN_S
 from shared.stores.objects import ObjectStore
+from shared.tasks.custom import interface_of
 from shared.tenants.plan import Plan
 from tests.api.fake_worker import FakeWorker
 from tests.api.harness import running_api, settings_for
 from tests.api.ledger import LedgerWorld, ledger_world
-from tests.api.predicting import WAIT
+from tests.api.predicting import WAIT, until_processing
 from tests.keys import bearer, keys_url
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import entry_of, write_class
@@ -66,8 +67,9 @@ async def charged(
         pool = await opened.enter_async_context(
             ModelPool([HostedModel(entry, folder)], device="cpu", processes=1)
         )
-        weigher = AsideClass(entry, folder)
-        opened.callback(weigher.close)
+        weigher = AsideClass(entry, folder) if interface_of(entry).weighs else None
+        if weigher is not None:
+            opened.callback(weigher.close)
         worker = running_worker(
             redis_url,
             tmp_path,
@@ -197,3 +199,63 @@ async def test_work_counts_toward_its_limit_by_the_minute(redis_url: str, tmp_pa
     assert [answer.status_code for answer in answers] == [201, 201, 429]
     assert answers[0].headers["x-ratelimit-limit-work"] == str(MOST + 20)
     assert "work per minute" in answers[2].json()["detail"]
+
+
+SLOW = """
+class Given(BaseModel):
+    text: str
+
+class Predictor(BasePredictor):
+    def setup(self) -> None:
+        time.sleep(1.5)
+
+    def predict_batch(self, inputs: list[Given]) -> list[str]:
+        time.sleep(0.3)
+        texts = [one.text for one in inputs]
+        if "exit" in texts:
+            os._exit(3)
+        if "raise" in texts:
+            raise ValueError("no")
+        return texts
+"""
+ONE_BY_ONE = """
+class Predictor(BasePredictor):
+    def setup(self) -> None:
+        time.sleep(1.5)
+
+    def predict(self, text: str) -> str:
+        if text == "exit":
+            os._exit(3)
+        return text
+"""
+
+
+@pytest.mark.parametrize(("body", "calls_s"), [(SLOW, 0.3), (ONE_BY_ONE, 0.0)])
+async def test_nobody_pays_for_the_set_up_after_anothers_crash(
+    redis_url: str, tmp_path: Path, body: str, calls_s: float
+) -> None:
+    async with charged(redis_url, tmp_path, body, work={}) as world:
+        assert (await predict(world, text="exit"))["status"] == "failed"
+        await predict(world, text="a")
+        await world.ledger.check()
+        (row,) = [one for one in world.ledger.rows() if one.status == "succeeded"]
+        assert row.inference_ms is not None
+        assert row.inference_ms < (calls_s + 1.2) * 1000, "without the 1.5 s of setup"
+
+
+async def test_nobody_pays_for_the_calls_that_another_made_fail(
+    redis_url: str, tmp_path: Path
+) -> None:
+    price = {"per_second_usd": 0.1}
+    async with charged(redis_url, tmp_path, SLOW, work={}, price=price) as world:
+        holds = asyncio.create_task(predict(world, text="first"))
+        await until_processing(world.api, bearer("one"))
+        texts = ("a", "b", "c", "d", "raise", "e", "f", "g")
+        await asyncio.gather(*(predict(world, text=text) for text in texts))
+        await holds
+        await world.ledger.check()
+        rows = [one for one in world.ledger.rows() if one.status == "succeeded"]
+        assert len(rows) == 8
+        for row in rows:
+            assert row.inference_ms is not None
+            assert row.inference_ms < 900, "one call of 0.3 s, not all seven"

@@ -321,8 +321,8 @@ class BatchResults:
         metrics.observe_batch(done, traces[0].exemplar if traces else None)
         work: Sequence[int | None] = done.computed_work or [None] * len(batch)
         for index, (queued, outcome) in enumerate(zip(batch, done.outcomes, strict=True)):
-            computed = Computed(outcome, done, traces, work[index], done.logs.get(index, ""))
-            self._settle(queued, computed)
+            logs, call = done.logs.get(index, ""), done.calls.get(index)
+            self._settle(queued, Computed(outcome, done, traces, work[index], logs, call))
 
     def end_item(self, queued: QueuedItem, done: BatchResult) -> None:
         """Settles an item that left the others of its batch."""

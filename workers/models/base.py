@@ -283,6 +283,17 @@ class Waiting(Protocol):
 
 
 @runtime_checkable
+class Restarting(Protocol):
+    """A model that may have to set itself up again in the middle of a batch or a step."""
+
+    def take_restart_s(self) -> float:
+        """Returns the seconds that it took for that since the last call.
+
+        Nobody pays for them: another's item may be the cause.
+        """
+
+
+@runtime_checkable
 class Printer(Protocol):
     """A model whose code prints what its callers may read."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -105,6 +106,7 @@ class CustomBatchModel(HostedClass):
 
     def _running(self, on_step: OnStep) -> RunnerProcess:
         """The runner, with the class set up. It is started again if it has ended."""
+        began_s = time.monotonic()
         if self._runner is not None and self._runner.has_ended:
             self._runner.close()
             self._runner = None
@@ -112,6 +114,7 @@ class CustomBatchModel(HostedClass):
             return self._runner
         runner = self._start()
         frames = runner.receive(SETUP_LIMIT_S)
+        self._restart_s += time.monotonic() - began_s
         if not frames or "ready" not in frames[0].message:
             raise ModelFailed(f"the model could not be set up again: {self._failed_start(frames)}")
         self._is_ready = True

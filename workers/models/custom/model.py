@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 import zlib
 from collections import OrderedDict
 from pathlib import Path
@@ -92,6 +93,7 @@ class HostedClass:
         self.device_name = "cpu" if device in ("cpu", "auto") else device
         self._runner: RunnerProcess | None = None
         self._is_ready = False
+        self._restart_s = 0.0
 
     def setup(self) -> None:
         """Starts the runner and waits until the class is set up.
@@ -116,6 +118,11 @@ class HostedClass:
         if runner is not None:
             runner.kill("the model is not needed any more")
             runner.close()
+
+    def take_restart_s(self) -> float:
+        """Returns the seconds that it took to set the class up again since the last call."""
+        restart_s, self._restart_s = self._restart_s, 0.0
+        return restart_s
 
     def _start(self) -> RunnerProcess:
         sources = read_sources(self._folder)
@@ -176,6 +183,13 @@ class CustomModel(HostedClass):
 
     def step(self) -> StepEnd:
         """Waits for the runner for a moment. Starts it again if it has ended."""
+        began_s, was_ready = time.monotonic(), self._is_ready
+        end = self._step()
+        if not was_ready:
+            self._restart_s += time.monotonic() - began_s
+        return end
+
+    def _step(self) -> StepEnd:
         end = StepEnd()
         runner = self._runner or self._start()
         if self._is_ready:

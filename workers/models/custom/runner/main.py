@@ -83,8 +83,17 @@ def main(fd: int, folder: str, *, inspects_only: bool = False, is_aside: bool = 
         return
     sys.stdout.flush()
     connection.sendall(encode_frame({"ready": interface, "notes": loaded.notes}))
-    if inspects_only:
-        return
+    if not inspects_only:
+        _serve(connection, loaded, loop, is_aside=is_aside)
+
+
+def _serve(
+    connection: socket.socket,
+    loaded: loading.Loaded,
+    loop: asyncio.AbstractEventLoop,
+    *,
+    is_aside: bool,
+) -> None:
     if is_aside:
         AsideRunner(connection, loaded).run()
     elif loading.is_async(loaded.compute):
