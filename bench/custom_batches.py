@@ -84,16 +84,15 @@ def run() -> Outcome:
         Figure("items per second through the stack", ITEMS / rounds[best]["stack_s"], "/s"),
         Figure("the second over the first, best round", max(ratios), "", ">=", MIN_RATIO),
         *(Figure(f"CPU per item, {name}", value, "ms") for name, value in cpu_ms.items()),
-        Figure(
-            "CPU per item, the worker's processes and the class's",
-            cpu_ms["worker, I/O"] + cpu_ms["worker, model and class"],
-            "ms",
-            "<=",
-            MAX_CPU_MS,
-        ),
+        Figure("CPU per item, API, worker and class", _own_ms(cpu_ms), "ms", "<=", MAX_CPU_MS),
         Figure("CPU per item, all parts", sum(cpu_ms.values()), "ms"),
     ]
     return Outcome(figures, {"rounds": rounds, "ratios": ratios})
+
+
+def _own_ms(cpu_ms: dict[str, float]) -> float:
+    """What the pipeline's own processes use. The servers are emulators here."""
+    return sum(value for name, value in cpu_ms.items() if name == "API" or "worker" in name)
 
 
 def _round(stack: Stack, source: Path, number: int) -> dict[str, Any]:
