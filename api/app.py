@@ -327,9 +327,14 @@ def _add_routes(app: FastRouteApp) -> None:
     app.include_router(messages.router)
     app.mount("/docs/assets", pages.docs_assets)
     app.mount("/console/assets", pages.console_assets)
-    for router in (prediction_routes.router, prediction_events.router, prediction_models.router):
-        app.include_router(router, prefix="/v1")
-        app.include_router(router, include_in_schema=False)
+    for router in (
+        prediction_routes.creation_router,
+        prediction_routes.router,
+        prediction_events.router,
+        prediction_models.router,
+    ):
+        app.add(router, "/v1")
+        app.add(router, is_in_schema=False)
 
 
 class _Configuration(NamedTuple):

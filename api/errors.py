@@ -164,7 +164,7 @@ class RateLimited(Overloaded):
 
     Args:
         message: which limit, of what, and when to try again.
-        unit: what it counts: requests, tokens, pixel_steps, items or usd.
+        unit: what it counts: requests, tokens, pixel_steps, work, items or usd.
         retry_after_s: when there is room again.
         is_final: whether the same request can't get through by waiting a little.
     """

@@ -28,6 +28,7 @@ MODULES = {
     "rows": "rows",
     "row_outage": "row_outage",
     "batches": "batches",
+    "custom_batches": "custom_batches",
     "tracing": "tracing",
     "keys": "keys",
     "limits": "limits",

@@ -49,7 +49,7 @@ class Model(CatalogEntry):
             return value
         name = value.get("task")
         task = TASKS.get(name) if isinstance(name, str) else None
-        return value if task is None else {**task.entry_defaults(), **value}
+        return value if task is None else {**task.entry_defaults(value), **value}
 
     @model_validator(mode="after")
     def _can_be_served(self) -> Self:
@@ -59,6 +59,8 @@ class Model(CatalogEntry):
                 f"precision: {self.definition.noun} has no {self.precision}; it has {known}"
             )
         self.definition.check_entry(self)
+        if not self.definition.has_interface:
+            self._has_no_fields_of_ones_own()
         if self.replies == "slots" and not self.definition.stores_blobs:
             raise ValueError(
                 f"replies: slots carry small results only, and those of {self.definition.noun} "
@@ -81,6 +83,18 @@ class Model(CatalogEntry):
         if self.deadline.default_s > self.deadline.longest_s:
             raise ValueError("deadline.default_s is above deadline.longest_s")
         return self
+
+    def _has_no_fields_of_ones_own(self) -> None:
+        fields = {
+            "batch.key": self.batch.key,
+            "batch.max_work": self.batch.max_work,
+            "work.max": self.work.max,
+            "deterministic": self.deterministic or None,
+            "price.per_work_usd": self.price.per_work_usd or None,
+        }
+        for name, value in fields.items():
+            if value is not None:
+                raise ValueError(f"{name}: {self.definition.noun} has none; leave it out")
 
     @property
     def is_canary(self) -> bool:
@@ -113,7 +127,7 @@ class Model(CatalogEntry):
 
     @property
     def budget(self) -> int:
-        """The most work (tokens or pixel-steps) in one batch."""
+        """The most work (in the unit of the task) in one batch."""
         return self.definition.budget(self)
 
     @property

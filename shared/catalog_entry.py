@@ -50,6 +50,20 @@ class Batch(_Entry):
     max_tokens: Positive | None = None
     max_pixel_steps: Positive | None = None
     max_items: Positive = 64
+    max_work: Positive | None = None
+    """Of models of one's own that weigh their items. None: `max_items` of the heaviest."""
+    key: str | None = None
+    """The input of a model of one's own whose values are equal in a batch. None: any may share
+    one."""
+
+
+MAX_WORK = 1_000_000_000
+
+
+class Work(_Entry):
+    """What an item of a model of one's own weighs. `max`: the most, which limits reserve."""
+
+    max: int | None = Field(None, ge=1, le=MAX_WORK)
 
 
 MAX_DEADLINE_S = 86_400
@@ -130,7 +144,11 @@ class PriceTerms(_Entry):
     """The price of prompt tokens that a worker had computed before. None: as for others."""
     per_million_pixel_steps_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     per_item_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """The price of a delivered result, whatever its size. Models of one's own have no other."""
+    """The price of a delivered result, whatever its size."""
+    per_work_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """The price of a unit of work, as `work` of a class of one's own says it. Others have 1."""
+    per_second_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """The price of a second of computing. The time of a batch is divided among its items."""
     cached_share: float = Field(0.0, ge=0, le=1)
     """The part of the price for a result from the cache or of an identical item in flight."""
 
@@ -152,6 +170,8 @@ class PriceTerms(_Entry):
             figures += [-1.0 if price is None else price for price in written]
         if self.per_item_usd:  # as above
             figures.append(self.per_item_usd)
+        if self.per_work_usd or self.per_second_usd:
+            figures += [-1.0, self.per_work_usd, self.per_second_usd]
         return self.version or _digest_of_figures(*figures)
 
 
@@ -323,12 +343,17 @@ class CatalogEntry(_Entry):
     tolerance: Tolerance = Tolerance()
     dimensions: Positive | None = None
     batch: Batch = Batch()
+    work: Work = Work()
     max_in_flight: Positive = 512
     """While this number of items wait for a worker, an API instance takes items (429) only of
     tenants that have less than their share.
     """
     deadline: Deadline = Deadline()
     cache: Cache = Cache()
+    deterministic: bool = False
+    """Whether a model of one's own gives equal outputs for equal inputs. Then results are cached,
+    and those of a canary are compared.
+    """
     replies: Replies = "direct"
     """Image models have `slots` by default. These need results that the object store can hold."""
     text: GenerationLimits = GenerationLimits()

@@ -233,6 +233,8 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     revision: str | None = None
     """The revision that answered, only of a model with a canary."""
     padded_tokens: int | None = None
+    work: int | None = None
+    """What the item weighs, of a model of one's own."""
     is_delivered_in_part: bool = False
     """Whether a reader got a part of a streamed output that has no result. Of a generation,
     `tokens` are these, with those of its prompt.
@@ -246,6 +248,7 @@ class Receipt(msgspec.Struct, omit_defaults=True):
         self.output_tokens = getattr(result, "output_tokens", None)
         self.cached_tokens = getattr(result, "cached_tokens", None)
         self.pixel_steps = getattr(result, "pixel_steps", None)
+        self.work = getattr(result, "work", None)
 
 
 class ItemOutcome(msgspec.Struct, omit_defaults=True):

@@ -21,6 +21,7 @@ MAX_BYTES = 64 * 1024
 MAX_INPUTS = 100
 FILE_FORMAT = "uri"
 SECRET_FORMAT = "password"
+_COMPARED = ("inputs", "output", "streams", "concurrency", "batches", "weighs", "compares")
 
 
 class ModelInterface(BaseModel):
@@ -37,6 +38,12 @@ class ModelInterface(BaseModel):
     list."""
     concurrency: int = Field(1, ge=1, le=1024)
     """The predictions that run at a time in one process. Above 1 for asynchronous classes only."""
+    batches: bool = False
+    """Whether it computes batches (`predict_batch`), whatever `concurrency` says."""
+    weighs: bool = False
+    """Whether it says what an input weighs (`work`)."""
+    compares: bool = False
+    """Whether it says which outputs are close (`is_close`)."""
     cog_version: str
     sources_sha256: str = Field(pattern="^[0-9a-f]{64}$")
     """The digest of the files that were inspected."""
@@ -67,7 +74,7 @@ class ModelInterface(BaseModel):
                         f"inputs.{name}.{keyword}: {_short(ours.get(keyword))} in {FILE_NAME}, "
                         f"{_short(theirs.get(keyword))} in the code"
                     )
-        for field in ("inputs", "output", "streams", "concurrency"):
+        for field in _COMPARED:
             if (mine := getattr(self, field)) != (its := getattr(other, field)):
                 return f"{field}: {_short(mine)} in {FILE_NAME}, {_short(its)} in the code"
         return ""

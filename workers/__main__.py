@@ -40,6 +40,7 @@ from workers.autotune.hardware import this_machine
 from workers.autotune.renewal import Renewal, TunedModel
 from workers.health import health_server
 from workers.job import WorkerInfo
+from workers.jobs.canary_comparison import RevisionComparison
 from workers.jobs.canary_share import CanaryShare
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
@@ -168,8 +169,8 @@ async def _open(
     )
     records = await stack.enter_async_context(Records(settings.records_redis_url))
     transport = await stack.enter_async_context(transport_of(settings))
-    parts = await _canary_parts(stack, settings, models, transport)
     objects = ObjectStore(settings.objects_url)
+    parts = await _canary_parts(stack, settings, hosted, transport, objects)
     device = pool.device_name
     facts = WorkerInfo(name, settings.region, device, gpu_type_of(device), settings.spot)
     reports.info = facts
@@ -221,9 +222,14 @@ def _writer(settings: WorkerSettings, models: Sequence[Model], kind: str, table:
 
 
 async def _canary_parts(
-    stack: AsyncExitStack, settings: WorkerSettings, models: Sequence[Model], publisher: Publisher
+    stack: AsyncExitStack,
+    settings: WorkerSettings,
+    hosted: Sequence[HostedModel],
+    publisher: Publisher,
+    objects: ObjectStore,
 ) -> dict[str, CanaryShare]:
     """The parts in comparisons of two revisions, by the names of the models that have one."""
+    models = [one.entry for one in hosted]
     canaries = {
         model.name: model if model.is_canary else model.as_canary()
         for model in models
@@ -232,11 +238,13 @@ async def _canary_parts(
     if not canaries:
         return {}
     canary_store = await stack.enter_async_context(CanaryStore(settings.records_redis_url))
-    return {
-        model.name: CanaryShare(model, canary, canary_store, publisher)
-        for model in models
-        if (canary := canaries.get(model.name)) is not None
-    }
+    parts = {}
+    for model, folder, _ in hosted:
+        if (canary := canaries.get(model.name)) is not None:
+            is_close = WORKER_TASKS[model.task].comparer(model, folder)
+            comparison = is_close and RevisionComparison(model, publisher, objects, is_close)
+            parts[model.name] = CanaryShare(model, canary, canary_store, publisher, comparison)
+    return parts
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from shared.tracing.spans import STAGE, Attributes, SpanBlock, TraceContext, rec
 from shared.transport import ReceivedMessage, Subscription
 from shared.usage.charge import device_share_of
 from shared.usage.row import Row, row_of
-from workers.models.base import Prepared, PreparedPrompt
-from workers.runtime.protocol import BatchResult
+from workers.models.base import Prepared, PreparedCustom, PreparedPrompt
+from workers.runtime.protocol import BatchResult, Call
 
 FRESH_S = 0.05
 TOLERATED_CRASHES, GENERATION_TOLERATED_CRASHES = 1, 4
@@ -196,6 +196,10 @@ class Computed:
     """The traces of the jobs in the batch whose spans are kept."""
     computed_work: int | None = None
     """Its work with its part of the padding. None: nothing was padded."""
+    logs: str = ""
+    """What the model printed while it computed it alone."""
+    call: Call | None = None
+    """The call that computed it. None: all calls of its batch did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +266,11 @@ class QueuedItem:
         return self.prepared.length
 
     @property
+    def work(self) -> int | None:
+        """What it weighs, of a model of one's own, for its receipt. None: its result says it."""
+        return self.prepared.length if isinstance(self.prepared, PreparedCustom) else None
+
+    @property
     def priority(self) -> Priority:
         """`batch` if all waiters are batch jobs."""
         are_batch = all(pulled.envelope.priority == "batch" for pulled, _ in self.waiters)
@@ -310,7 +319,7 @@ class QueuedItem:
 
     def _outcome(self, pulled: PulledJob, item: Item, cache: str) -> ItemOutcome:
         assert self.computed is not None, "asked for before the model had run; this is a bug"
-        result, batch = self.computed.outcome, self.computed.batch
+        result, batch, call = self.computed.outcome, self.computed.batch, self.computed.call
         if pulled.runs is not None:
             pulled.runs.append(Run(item.index, self.queued_at_s, self.deaths, self.computed))
         receipt = pulled.receipt(
@@ -318,8 +327,9 @@ class QueuedItem:
             started_at_s=batch.started_at_s,
             finished_at_s=batch.finished_at_s,
             batch_wait_ms=max(0.0, batch.started_at_s - self.queued_at_s) * 1000,
-            inference_ms=batch.inference_ms,
-            batch_size=batch.batch_items,
+            inference_ms=batch.inference_ms if call is None else call.inference_ms,
+            batch_size=batch.batch_items if call is None else call.items,
+            work=self.work,
             cold_start=pulled.envelope.published_at_s < batch.loaded_at_s,
         )
         if pulled.is_unwanted:
@@ -327,12 +337,12 @@ class QueuedItem:
             return pulled.unwanted(item.index, receipt, started=True)
         if isinstance(result, PenstockError):
             failed = failure(item.index, result, receipt)
-            failed.logs = batch.logs
+            failed.logs = self.computed.logs
             return failed
         receipt.count(result)
         if receipt.tokens is not None and cache != "joined":
             receipt.padded_tokens = self.computed.computed_work
-        return ItemOutcome(item.index, "succeeded", receipt, result, logs=batch.logs)
+        return ItemOutcome(item.index, "succeeded", receipt, result, logs=self.computed.logs)
 
     def _mark_for_cache(self, pulled: PulledJob, item: Item) -> None:
         if pulled.job.body.cache_write and item.cache_key:

@@ -90,6 +90,11 @@ PADDED_WORK = Counter("penstock_worker_padded_work_total", "The same as computed
 HANDED_BACK = Counter(
     "penstock_worker_jobs_handed_back_total", "Jobs given back to the broker unfinished"
 )
+CANARY_COMPARED = Counter(
+    "penstock_worker_canary_compared_total",
+    "Outputs of a canary that this worker compared with its own, by whether they were close.",
+    ["within"],
+)
 CANARY_FORWARDED = Counter(
     "penstock_worker_canary_forwarded_total",
     "Jobs of a canary that were handed to the other revision. failed: an item failed. late: half "

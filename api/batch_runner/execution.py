@@ -202,6 +202,7 @@ class LineExecutor:
             request.inputs,
             {},
             received_at_s=batch.created_at_s,
+            longest_s=max(0.0, request.deadline_s - time.time()),
             price_share=batch.price_share,
             operation=operation,
         )

@@ -48,6 +48,7 @@ _NO_RATES = {
     "requests_per_min": None,
     "tokens_per_min": None,
     "pixel_steps_per_min": None,
+    "work_per_min": None,
     "max_in_flight": None,
 }
 

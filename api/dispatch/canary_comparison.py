@@ -21,7 +21,7 @@ from api import metrics
 from api.dispatch.canary_routing import Counters
 from api.dispatch.request import InferenceRequest, InferenceResponse
 from shared.blob import Blob
-from shared.canary.verdict import CanaryCounts
+from shared.canary.verdict import COMPARISON_TENANT, CanaryCounts
 from shared.catalog import Model
 from shared.catalog_entry import Tolerance
 from shared.errors import PenstockError
@@ -30,8 +30,6 @@ from shared.tasks import Input, Result
 
 log = logging.getLogger(__name__)
 
-TENANT = "penstock-canary"
-"""The tenant of such requests, in rows and for fair shares."""
 AT_ONCE = 4
 """Maximum concurrent comparisons in this process. Further requests are not compared."""
 MAX_REQUEST = 16
@@ -161,7 +159,7 @@ def _shadow_of(asked: InferenceRequest, inputs: list[Input]) -> InferenceRequest
         asked.facts,
         request_id=f"cmp_{secrets.token_hex(12)}",
         client_request_id="",
-        tenant=TENANT,
+        tenant=COMPARISON_TENANT,
         received_at_s=now_s,
         key_id="",
         weight=1.0,

@@ -12,7 +12,7 @@ import asyncio
 import gzip
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from fastapi import APIRouter, FastAPI
@@ -26,6 +26,7 @@ from api.errors import EXPECTED_ERRORS, handle_error
 from api.http.idempotency import run_idempotent
 from api.http.middleware import BodyBudget, ContextMiddleware
 from api.http.request_options import IDEMPOTENCY_HEADER
+from api.problem_details import ProblemRoute, problem_response
 
 MIN_BYTES = 64 * 1024
 """About eight vectors. A smaller answer takes one or two round trips, compressed or not."""
@@ -79,7 +80,7 @@ _EXPOSED_HEADERS = (
     *("x-penstock-seed", "x-penstock-lane"),
     *(
         f"x-ratelimit-{kind}-{unit}"
-        for unit in ("requests", "tokens", "pixel-steps")
+        for unit in ("requests", "tokens", "pixel-steps", "work")
         for kind in ("limit", "remaining", "reset")
     ),
 )
@@ -117,9 +118,26 @@ _streamed_decoder = msgspec.json.Decoder(_Streamed)
 class FastRoute(APIRoute):
     """A route without path parameters, whose endpoint takes only the request."""
 
+    has_own_keys: ClassVar[bool] = False
+    """Whether its endpoint handles an Idempotency-Key itself."""
+
+    async def answer_error(self, request: Request, error: Exception) -> Response:
+        """Returns the response to one of the EXPECTED_ERRORS."""
+        return await handle_error(request, error)
+
 
 class StreamedRoute(FastRoute):
     """A route that answers `"stream": true` with a stream, which has its own way with keys."""
+
+
+class FastProblemRoute(ProblemRoute, FastRoute):
+    """One whose errors are problem details."""
+
+    has_own_keys = True
+
+    async def answer_error(self, request: Request, error: Exception) -> Response:
+        """Returns problem details."""
+        return problem_response(request, error)
 
 
 class FastRouteApp(FastAPI):
@@ -138,12 +156,12 @@ class FastRouteApp(FastAPI):
         self._in_context = ContextMiddleware(self._answer, bodies)
         self.add_middleware(ContextMiddleware, bodies=bodies)
 
-    def add(self, router: APIRouter) -> None:
+    def add(self, router: APIRouter, prefix: str = "", *, is_in_schema: bool = True) -> None:
         """Adds the routes of `router`, and calls its fast ones directly."""
-        self.include_router(router)
+        self.include_router(router, prefix=prefix, include_in_schema=is_in_schema)
         fast = [route for route in router.routes if isinstance(route, FastRoute)]
         self._fast_routes |= {
-            (method, route.path): route for route in fast for method in route.methods or ()
+            (method, prefix + route.path): route for route in fast for method in route.methods or ()
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -168,13 +186,13 @@ class FastRouteApp(FastAPI):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, route = Request(scope, receive, send), scope["route"]
         try:
-            is_keyed = IDEMPOTENCY_HEADER in request.headers
+            is_keyed = IDEMPOTENCY_HEADER in request.headers and not route.has_own_keys
             if is_keyed and isinstance(route, StreamedRoute):
                 is_keyed = not asks_for_stream(await request.body())
             endpoint = route.endpoint
             response = await (run_idempotent(request, endpoint) if is_keyed else endpoint(request))
         except EXPECTED_ERRORS as error:
-            response = await handle_error(request, error)
+            response = await route.answer_error(request, error)
         if scope["penstock.context"].is_compressible:
             await compress(response, request.headers.get("accept-encoding", ""))
         await response(scope, receive, send)

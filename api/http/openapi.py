@@ -146,7 +146,7 @@ ANSWERED: dict[str, Described] = {
         f"X-Ratelimit-{kind}-{unit}": _of_answers(
             words.format(unit=unit.lower()) + " Only if your plan has such a limit.", schema
         )
-        for unit in ("Requests", "Tokens", "Pixel-Steps")
+        for unit in ("Requests", "Tokens", "Pixel-Steps", "Work")
         for kind, words, schema in (
             ("Limit", "The {unit} that you may use in any minute.", _COUNT),
             ("Remaining", "What is left of the {unit} in this minute.", _COUNT),

@@ -351,6 +351,7 @@ class ApiRequest:
             inputs,
             self.context.headers,
             received_at_s=self.context.facts.received_at_s,
+            longest_s=self.options.done_within_s(model.deadline),
         )
 
     def check_room(self, model: Model, items: int) -> None:

@@ -154,8 +154,7 @@ class Accounts:
             )
 
     def _of_rates(self, rates: Rates, unit: Unit, key: str, subject: str) -> Iterator[Counter]:
-        of_units = {"tokens": rates.tokens_per_min, "pixel_steps": rates.pixel_steps_per_min}
-        of_unit = of_units.get(unit)  # none of items: they are counted as requests
+        of_unit = getattr(rates, f"{unit}_per_min")
         for name, limit in (("requests", rates.requests_per_min), (unit, of_unit)):
             if limit is not None:
                 words = f"{name.replace('_', '-')} per minute"

@@ -42,7 +42,7 @@ class Counter(ABC):
     Args:
         key: the name of the counter, in Redis too.
         limit: the maximum that may be used.
-        unit: the counted unit: requests, tokens, pixel_steps, items or usd.
+        unit: the counted unit: requests, tokens, pixel_steps, work, items or usd.
         subject: the limited subject, in words for callers.
     """
 

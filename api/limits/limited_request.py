@@ -30,6 +30,9 @@ from shared.usage.charge import (
     price_of,
 )
 
+STOPS_WITHIN_S = 5.0
+"""What is late or canceled may be computed, and charged if it was read, a moment longer."""
+
 
 class HeldLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The reservations of a prediction, as its hold in Redis has them."""
@@ -81,6 +84,7 @@ class LimitedRequest:
         inputs: the inputs to compute.
         headers: the headers of the answer. Those about limits are added.
         received_at_s: when it arrived, Unix seconds. Its rows have this time.
+        longest_s: how long it may be computed. None: as long as the model allows.
         price_share: the share of the list price that it pays.
         operation: GROUP/NAME, the same each time that this request is made again after the death of
             a process. Budgets count it once. Empty: it is not made again.
@@ -95,6 +99,7 @@ class LimitedRequest:
         headers: dict[str, str],
         *,
         received_at_s: float,
+        longest_s: float | None = None,
         price_share: float = 1.0,
         operation: str = "",
     ) -> None:
@@ -104,6 +109,8 @@ class LimitedRequest:
         self._inputs = inputs
         self._headers = headers
         self._received_at_s = received_at_s
+        longest_s = model.deadline.longest_s if longest_s is None else longest_s
+        self._longest_s = longest_s + STOPS_WITHIN_S
         self._price_share = price_share
         self._used: RequestDemand | None = None
         self._hold: Hold | None = None
@@ -220,11 +227,11 @@ class LimitedRequest:
         unit = self._model.definition.unit
         work, usd = 0, 0.0
         if account.counts_work:
-            work = sum(one.estimate_work() for one in self._inputs)
+            work = sum(one.estimate_work(self._model) for one in self._inputs)
         if account.has_budget:
             price = price_of(self._model, self._received_at_s, self._price_share)
             bounds = (one.bound_work(self._model) for one in self._inputs)
-            usd = sum(highest_cost_usd(price, unit, bound) for bound in bounds)
+            usd = sum(highest_cost_usd(price, unit, one, self._longest_s) for one in bounds)
         return RequestDemand(unit, items=len(self._inputs), work=work, cost_usd=usd)
 
 
@@ -252,13 +259,16 @@ def used_by(
     )
 
 
-def highest_cost_usd(price: ItemPrice, unit: Unit, bound: WorkBound) -> float:
+def highest_cost_usd(
+    price: ItemPrice, unit: Unit, bound: WorkBound, longest_s: float = 0.0
+) -> float:
     """Returns the maximum charge of an item.
 
     Args:
         price: the terms of the item.
         unit: the unit of its work.
         bound: the maximum work that it takes.
+        longest_s: the longest time that it is computed.
     """
     read = bound.work - bound.output_tokens if unit == "tokens" else 0
     return price.price_share * max(
@@ -267,6 +277,7 @@ def highest_cost_usd(price: ItemPrice, unit: Unit, bound: WorkBound) -> float:
             **{unit: bound.work},
             output_tokens=bound.output_tokens,
             cached_tokens=cached_tokens,
+            compute_s=longest_s,
         )
         for cached_tokens in (0, read)
     )

@@ -48,7 +48,7 @@ class RequestDemand:
     Args:
         unit: the unit of its work.
         items: the number of items in flight.
-        work: tokens or pixel-steps, rounded up.
+        work: in this unit, rounded up.
         cost_usd: its charge.
     """
 

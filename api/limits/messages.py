@@ -18,7 +18,7 @@ RESERVED_RETRY_S = 1.0
 """Retry-After for a budget whose rest is reserved: most requests end sooner."""
 BUDGET_UNIT = "usd"
 LIMITS_PREFIX = "x-ratelimit-"
-SHOWN_UNITS = ("requests", "tokens", "pixel_steps")
+SHOWN_UNITS = ("requests", "tokens", "pixel_steps", "work")
 
 
 class Need(NamedTuple):

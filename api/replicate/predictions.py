@@ -25,6 +25,7 @@ from starlette.responses import Response
 from api.bodies import MAX_URL_CHARS, Body
 from api.dispatch.request import InferenceRequest
 from api.http import openapi
+from api.http.fast_route import FastProblemRoute
 from api.http.idempotency import REPLAYED
 from api.http.openapi import OF_LIMITS, Responses, problems, success
 from api.http.request import ApiRequest, Dependencies, authenticate, open_request, while_connected
@@ -199,6 +200,7 @@ def creation_responses() -> Responses:
 
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
+creation_router = APIRouter(route_class=FastProblemRoute, tags=["predictions"])
 
 EARLY_S = 0.25
 """Clients that wait n seconds hang up half a second later. The answer is sent this long before
@@ -214,7 +216,7 @@ _ONE: openapi.Responses = {
 }
 
 
-@router.post(
+@creation_router.post(
     "/predictions",
     summary="Create a prediction",
     status_code=201,

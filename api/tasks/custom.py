@@ -72,7 +72,7 @@ class CustomApi(ApiTask):
         for name, shape in interface.properties.items():
             if shape.get("format") == SECRET_FORMAT and shown.get(name) is not None:
                 shown[name] = SHOWN_SECRET
-        return Inputs([custom_input], shown, is_list=False, is_repeatable=bool(model.cache.ttl_s))
+        return Inputs([custom_input], shown, is_list=False, is_repeatable=model.deterministic)
 
     async def _add_file(
         self,

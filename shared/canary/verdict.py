@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 from shared.catalog_entry import Canary
 
+COMPARISON_TENANT = "penstock-canary"
+"""The tenant of what is computed for comparisons only, in rows and for fair shares."""
 FALSE_ALARM = 1e-5
 """The probability below which a verdict is bad. It is small because it is computed every second."""
 MIN_ITEMS = 50

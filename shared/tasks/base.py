@@ -13,7 +13,7 @@ from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.catalog_entry import CatalogEntry, Tolerance
 
 MAX_JOB_ITEMS = 16
-Unit: TypeAlias = Literal["tokens", "pixel_steps", "items"]
+Unit: TypeAlias = Literal["tokens", "pixel_steps", "work"]
 
 
 class LinkTo(Protocol):
@@ -49,8 +49,12 @@ class TaskInput(msgspec.Struct, omit_defaults=True):
         """The same input with its `sources` in other places."""
         raise NotImplementedError
 
-    def estimate_work(self) -> int:
-        """About how much work it will take, in the unit of its task. Limits reserve this amount."""
+    def estimate_work(self, entry: CatalogEntry) -> int:
+        """About how much work it will take, in the unit of its task. Limits reserve this amount.
+
+        Args:
+            entry: of the model, in the catalog.
+        """
         raise NotImplementedError
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
@@ -59,7 +63,7 @@ class TaskInput(msgspec.Struct, omit_defaults=True):
         Args:
             entry: of the model, in the catalog.
         """
-        return WorkBound(self.estimate_work())
+        return WorkBound(self.estimate_work(entry))
 
     def cache_form(self) -> tuple[object, ...]:
         """All that decides the result, as plain values in a fixed order, for the cache key."""
@@ -76,7 +80,7 @@ class TaskInput(msgspec.Struct, omit_defaults=True):
 class TaskResult(msgspec.Struct, omit_defaults=True):
     """The result of one item. Each task has one subclass, with a tag.
 
-    A `tokens` or `pixel_steps` field is what the item is charged for.
+    A `tokens`, `pixel_steps` or `work` field is what the item is charged for.
     """
 
     @property
@@ -170,8 +174,12 @@ class Task(ABC):
     the items would each read the weights.
     """
 
-    def entry_defaults(self) -> Mapping[str, Any]:
-        """Fields of a catalog entry that have another default for this task."""
+    def entry_defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fields of a catalog entry that have another default for this task.
+
+        Args:
+            fields: those that the entry has, not checked yet.
+        """
         return {}
 
     @abstractmethod

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Self
 import msgspec
 
 from shared.blob import INLINE_LIMIT_BYTES, Blob
-from shared.catalog_entry import CatalogEntry
-from shared.model_interface import FILE_FORMAT, ModelInterface
+from shared.catalog_entry import CatalogEntry, Tolerance
+from shared.model_interface import FILE_FORMAT, SECRET_FORMAT, ModelInterface
 from shared.tasks.base import ExampleRequest, FirstGuesses, LinkTo, Task, TaskInput, TaskResult
 
 
@@ -22,39 +22,6 @@ class FilePlace(msgspec.Struct, frozen=True, array_like=True):
     at: list[str | int]
     """The path to it: names of fields and numbers of elements."""
     name: str = "file"
-
-
-class CustomInput(TaskInput, tag="custom"):
-    """The input of one prediction: plain values, and files in their places."""
-
-    values: dict[str, Any]
-    files: list[Blob] = msgspec.field(default_factory=list)
-    places: list[FilePlace] = msgspec.field(default_factory=list)
-    """Of each file."""
-    is_streamed: bool = False
-    """Whether its pieces go to a stream while they are made."""
-
-    @property
-    def sources(self) -> Sequence[Blob]:
-        """The files."""
-        return self.files
-
-    def with_sources(self, sources: Sequence[Blob]) -> Self:
-        """The same input with its files in other places."""
-        return msgspec.structs.replace(self, files=list(sources))
-
-    def estimate_work(self) -> int:
-        """One item."""
-        return 1
-
-    def cache_form(self) -> tuple[object, ...]:
-        """All values, and the files by their digests."""
-        written = json.dumps(self.values, sort_keys=True)
-        files = (
-            (json.dumps(place.at), place.name, _digest(file))
-            for place, file in zip(self.places, self.files, strict=True)
-        )
-        return ("custom", written, *files)
 
 
 class CustomResult(TaskResult, tag="custom"):
@@ -68,6 +35,8 @@ class CustomResult(TaskResult, tag="custom"):
     """As in the interface of the model."""
     metrics: dict[str, Any] = msgspec.field(default_factory=dict)
     """What the class recorded."""
+    work: int = 1
+    """What the item weighed."""
 
     @property
     def recorded_metrics(self) -> Mapping[str, Any]:
@@ -120,6 +89,41 @@ class CustomResult(TaskResult, tag="custom"):
         return len(self.output)
 
 
+class CustomInput(TaskInput, tag="custom"):
+    """The input of one prediction: plain values, and files in their places."""
+
+    values: dict[str, Any]
+    files: list[Blob] = msgspec.field(default_factory=list)
+    places: list[FilePlace] = msgspec.field(default_factory=list)
+    """Of each file."""
+    is_streamed: bool = False
+    """Whether its pieces go to a stream while they are made."""
+    compared_with: CustomResult | None = None
+    """What a canary gave for this input, which is computed again to compare the two."""
+
+    @property
+    def sources(self) -> Sequence[Blob]:
+        """The files."""
+        return self.files
+
+    def with_sources(self, sources: Sequence[Blob]) -> Self:
+        """The same input with its files in other places."""
+        return msgspec.structs.replace(self, files=list(sources))
+
+    def estimate_work(self, entry: CatalogEntry) -> int:
+        """The most that it may weigh: what it does weigh is known to its worker only."""
+        return entry.work.max or 1
+
+    def cache_form(self) -> tuple[object, ...]:
+        """All values, and the files by their digests."""
+        written = json.dumps(self.values, sort_keys=True)
+        files = (
+            (json.dumps(place.at), place.name, _digest(file))
+            for place, file in zip(self.places, self.files, strict=True)
+        )
+        return ("custom", written, *files)
+
+
 def piece_text(piece: Any) -> str:
     """An element of a streamed list as a line."""
     return msgspec.json.encode(piece).decode() + "\n"
@@ -138,38 +142,50 @@ def _digest(file: Blob) -> tuple[str, object]:
 
 
 class CustomTask(Task):
-    """Classes of one's own. Their unit of work and price is the item: one prediction."""
+    """Classes of one's own. Their unit of work is what they say that an item weighs, usually 1."""
 
     name = "custom"
     noun = "a model of one's own"
-    unit = "items"
+    unit = "work"
     precisions = ("auto",)
     first_guesses: ClassVar = FirstGuesses(item_s=1.0, gap_s=0.05, batch_s=0.1)
     stores_blobs = True
     has_interface = True
 
-    def entry_defaults(self) -> Mapping[str, Any]:
-        """One item at a time. No cache: only its author knows whether a class repeats itself."""
-        return {"batch": {"max_items": 1}, "cache": {"ttl_s": 0}}
+    def entry_defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """One item at a time, unless the class computes batches."""
+        interface = fields.get("interface")
+        has_batches = isinstance(interface, ModelInterface) and interface.batches
+        return {"batch": {} if has_batches else {"max_items": 1}}
 
     def check_entry(self, entry: CatalogEntry) -> None:
         """The class decides how many items it computes at a time."""
         if entry.backend != "auto":
             raise ValueError(f"{self.noun} has no backend; leave it out")
         interface = interface_of(entry)
+        _check_work(entry, interface)
+        if interface.batches:
+            _check_key(entry.batch.key, interface)
+            return
+        if entry.batch.key is not None:
+            raise ValueError("batch.key: the class has no predict_batch; leave it out")
         if entry.batch.max_items > interface.concurrency:
             raise ValueError(
                 f"batch.max_items: the class computes {interface.concurrency} at a time "
-                "(concurrency.max of its cog.yaml)"
+                "(concurrency.max of its cog.yaml, or predict_batch)"
             )
 
     def budget(self, entry: CatalogEntry) -> int:
-        """Items."""
-        return entry.batch.max_items
+        """What a batch may weigh."""
+        return entry.batch.max_work or entry.batch.max_items * (entry.work.max or 1)
 
     def tolerance(self, entry: CatalogEntry) -> float:
-        """None: results are not compared."""
+        """None: outputs are equal, or as close as the class says."""
         return 0.0
+
+    def compares(self, tolerance: Tolerance) -> bool:
+        """Not here: workers compare (workers/jobs/canary_comparison.py)."""
+        return False
 
     def usual_work(self, entry: CatalogEntry, tokens: float | None) -> float | None:
         """One item."""
@@ -208,6 +224,11 @@ class CustomTask(Task):
         return "an output"
 
 
+def are_equal(ours: CustomResult, theirs: CustomResult) -> bool:
+    """Returns whether two outputs are equal, with the bytes of their files."""
+    return (ours.output, ours.files) == (theirs.output, theirs.files)
+
+
 def interface_of(entry: CatalogEntry) -> ModelInterface:
     """The interface of a model of one's own.
 
@@ -217,6 +238,40 @@ def interface_of(entry: CatalogEntry) -> ModelInterface:
     if entry.interface is None:
         raise ValueError("the interface of the model is not known (penstock models check)")
     return entry.interface
+
+
+def _check_work(entry: CatalogEntry, interface: ModelInterface) -> None:
+    """Checks that the bounds of work are there if the class weighs its items, and only then.
+
+    Raises:
+        ValueError: they are not.
+    """
+    most = entry.work.max
+    if interface.weighs and most is None:
+        raise ValueError("work.max: the class has work(); say the most that an input may weigh")
+    if not interface.weighs and (most is not None or entry.batch.max_work is not None):
+        raise ValueError("work.max, batch.max_work: the class has no work(); leave them out")
+
+
+def _check_key(key: str | None, interface: ModelInterface) -> None:
+    """Checks that a key of batches is an input whose values can be compared.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if key is None:
+        return
+    plain = [
+        name
+        for name, shape in interface.properties.items()
+        if not {shape.get("format"), shape.get("items", {}).get("format")}
+        & {FILE_FORMAT, SECRET_FORMAT}
+    ]
+    if key not in plain:
+        raise ValueError(
+            f"batch.key: {key!r} is no input whose values can be compared; use one of "
+            f"{', '.join(plain) or 'none'}"
+        )
 
 
 def _example(shape: Mapping[str, Any], text: str) -> Any:

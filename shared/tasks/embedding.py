@@ -59,7 +59,7 @@ class TextInput(TaskInput, tag="text"):
     text: str
     truncate: Truncate = "end"
 
-    def estimate_work(self) -> int:
+    def estimate_work(self, entry: CatalogEntry) -> int:
         """Tokens, from the length of the text."""
         return estimate_tokens(self.text)
 
@@ -78,7 +78,7 @@ class TokensInput(TaskInput, tag="tokens"):
     tokens: list[int]
     truncate: Truncate = "end"
 
-    def estimate_work(self) -> int:
+    def estimate_work(self, entry: CatalogEntry) -> int:
         """Tokens, those given and the special ones."""
         return len(self.tokens) + SPECIAL_TOKENS
 

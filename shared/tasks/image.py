@@ -37,7 +37,7 @@ class ImageInput(TaskInput, tag="image"):
         """The same input with the image in another place."""
         return msgspec.structs.replace(self, image=sources[0])
 
-    def estimate_work(self) -> int:
+    def estimate_work(self, entry: CatalogEntry) -> int:
         """Pixel-steps. With a source only a part of the steps is run."""
         share = 1.0 if self.strength is None else self.strength
         return self.width * self.height * max(1, int(self.steps * share))
@@ -97,7 +97,7 @@ class ImageTask(Task):
     stores_blobs = True
     compares_images = True
 
-    def entry_defaults(self) -> Mapping[str, Any]:
+    def entry_defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """Torch is the only backend. An item takes seconds, which is what slots are for."""
         return {"backend": "torch", "replies": "slots"}
 

@@ -26,7 +26,7 @@ class SimilarityInput(TaskInput, tag="similarity"):
     query: str
     truncate: Truncate = "end"
 
-    def estimate_work(self) -> int:
+    def estimate_work(self, entry: CatalogEntry) -> int:
         """Tokens of both texts."""
         return estimate_tokens(self.text) + estimate_tokens(self.query)
 

@@ -193,7 +193,7 @@ class GenerationInput(TaskInput, tag="generation"):
             field=self.field,
         )
 
-    def estimate_work(self) -> int:
+    def estimate_work(self, entry: CatalogEntry) -> int:
         """Tokens: those of the prompt from its length, and all that may be written."""
         return self._estimate_prompt() + self.max_tokens
 
@@ -367,7 +367,7 @@ class PromptToCount(TaskInput, tag="text_to_count"):
     prompt: str = ""
     wants_ids: bool = False
 
-    def estimate_work(self) -> int:
+    def estimate_work(self, entry: CatalogEntry) -> int:
         """None of what a model does."""
         return 0
 

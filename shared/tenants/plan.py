@@ -28,6 +28,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The limit for models that are billed by tokens."""
     pixel_steps_per_min: Count | None = None
     """The limit for models that are billed by pixel-steps (width x height x steps)."""
+    work_per_min: Count | None = None
+    """The limit for models of one's own: what their items weigh."""
 
 
 class Limits(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,6 +49,7 @@ class Limits(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
             self.requests_per_min is None
             and self.tokens_per_min is None
             and self.pixel_steps_per_min is None
+            and self.work_per_min is None
             and self.max_in_flight is None
             and self.budget_usd_per_month is None
         )

@@ -20,6 +20,7 @@ MAX_TIME_S = 253_402_300_799
 """The end of the year 9999, as Unix time. Later times are probably milliseconds."""
 MAX_NAMED = 20
 """Models that an error names."""
+_RATES_OF_WORK = tuple(one for one in Rates.__struct_fields__ if one != "requests_per_min")
 IS_A_KEY = "has the form of an API key, which must not be stored"
 
 
@@ -108,15 +109,14 @@ def _model_mistakes(name: str, served: Served, rates: Rates | None = None) -> It
         yield Mistake((), f"there is no model {name[:80]!r} in the catalog; it has {known}")
     elif rates is not None:
         unit = served.units[name]
-        for other in ("tokens", "pixel_steps"):
-            if other != unit and getattr(rates, f"{other}_per_min") is not None:
-                right = "requests" if unit == "items" else unit
-                reason = f"{name} is counted in {unit}, so use {right}_per_min"
-                yield Mistake((f"{other}_per_min",), reason)
+        for field in _RATES_OF_WORK:
+            if field != f"{unit}_per_min" and getattr(rates, field) is not None:
+                reason = f"{name} is counted in {unit}, so use {unit}_per_min"
+                yield Mistake((field,), reason)
 
 
 def _count_mistakes(rates: Rates) -> Iterator[Mistake]:
-    fields = ["requests_per_min", "tokens_per_min", "pixel_steps_per_min"]
+    fields = [*Rates.__struct_fields__]
     if isinstance(rates, Limits):
         fields.append("max_in_flight")
     for field in fields:

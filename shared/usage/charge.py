@@ -34,6 +34,10 @@ class ItemPrice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     per_million_pixel_steps_usd: float = 0.0
     per_item_usd: float = 0.0
     """The price of a result that was delivered, or a part of it, whatever its size."""
+    per_work_usd: float = 0.0
+    """The price of each unit of what a class of one's own says that it weighs."""
+    per_second_usd: float = 0.0
+    """The price of each second that it was computed."""
     cached_share: float = 0.0
     """The part of the price for a result that another item had computed."""
     price_share: float = 1.0
@@ -71,6 +75,8 @@ def price_of(model: Model, at_s: float, price_share: float = 1.0) -> ItemPrice:
         per_million_cached_tokens_usd=price.per_million_cached_tokens_usd,
         per_million_pixel_steps_usd=price.per_million_pixel_steps_usd,
         per_item_usd=price.per_item_usd,
+        per_work_usd=price.per_work_usd,
+        per_second_usd=price.per_second_usd,
         cached_share=price.cached_share,
         price_share=price_share,
         device_share=device_share_of(model),
@@ -116,10 +122,14 @@ def charged_share(price: ItemPrice, outcome: ItemOutcome) -> float:
 
 
 def charged_work(price: ItemPrice, outcome: ItemOutcome) -> float:
-    """Returns the tokens or pixel-steps that count for limits, whatever the request pays."""
+    """Returns the work that counts for limits, whatever the request pays.
+
+    It is in tokens, in pixel-steps, or in what a class of one's own says that an item weighs.
+    """
     if not _is_delivered(outcome):
         return 0.0
-    work = (outcome.receipt.tokens or 0) + (outcome.receipt.pixel_steps or 0)
+    receipt = outcome.receipt
+    work = (receipt.tokens or 0) + (receipt.pixel_steps or 0) + (receipt.work or 0)
     return _share_of_result(price, outcome) * work
 
 
@@ -140,12 +150,15 @@ def list_price_usd(
     pixel_steps: int | None = None,
     *,
     items: int = 1,
+    work: int | None = None,
+    compute_s: float = 0.0,
     output_tokens: int | None = None,
     cached_tokens: int | None = None,
 ) -> float:
     """Returns the cost of an amount of work, by default of one item, before any share.
 
     `tokens` are all tokens. Those in `output_tokens` and `cached_tokens` may have other prices.
+    `work` is what a class of one's own says that the items weigh.
     """
     usual_usd, micro_usd = price.per_million_tokens_usd, 0.0
     for count, special_usd in (
@@ -156,17 +169,20 @@ def list_price_usd(
             micro_usd += count * (special_usd - usual_usd)
     micro_usd += (tokens or 0) * usual_usd
     micro_usd += (pixel_steps or 0) * price.per_million_pixel_steps_usd
-    return micro_usd / 1e6 + items * price.per_item_usd
+    item_usd = items * price.per_item_usd + (work or 0) * price.per_work_usd
+    return micro_usd / 1e6 + item_usd + compute_s * price.per_second_usd
 
 
 def charge_of(price: ItemPrice, outcome: ItemOutcome) -> Charge:
     """Returns what an item is charged, and from which list price."""
-    receipt = outcome.receipt
+    receipt, is_delivered = outcome.receipt, _is_delivered(outcome)
     listed_usd = list_price_usd(
         price,
         receipt.tokens,
         receipt.pixel_steps,
-        items=int(_is_delivered(outcome)),
+        items=int(is_delivered),
+        work=receipt.work if is_delivered else None,
+        compute_s=compute_s(receipt) if is_delivered else 0.0,
         output_tokens=receipt.output_tokens,
         cached_tokens=receipt.cached_tokens,
     )
@@ -178,11 +194,16 @@ def cost_usd(price: ItemPrice, outcome: ItemOutcome) -> float:
     return charge_of(price, outcome).cost_usd
 
 
-def device_s(price: ItemPrice, receipt: Receipt) -> float:
-    """Returns the seconds of a whole device that an item took. 0 if no model ran for it.
+def compute_s(receipt: Receipt) -> float:
+    """Returns the seconds that an item was computed. 0 if no model ran for it.
 
     A batch's time belongs to its items in equal parts, as in the `usage` report.
     """
     if receipt.inference_ms is None or not receipt.batch_size:
         return 0.0
-    return receipt.inference_ms / 1000 * price.device_share / receipt.batch_size
+    return receipt.inference_ms / 1000 / receipt.batch_size
+
+
+def device_s(price: ItemPrice, receipt: Receipt) -> float:
+    """Returns the seconds of a whole device that an item took. 0 if no model ran for it."""
+    return compute_s(receipt) * price.device_share

@@ -132,6 +132,9 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
     padded_tokens: int | None = None
     """Tokens that were computed for the item, with its part of the padding; null for models without
     tokens, for joined items, and where no model ran."""
+    work: int | None = None
+    """What the item weighs, as the class of a model of one's own says, whoever pays; work times
+    charged_share are charged; null for other models."""
 
 
 class RowSink(Protocol):

@@ -22,6 +22,15 @@ async def api(tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
 
 
 @pytest.fixture
+async def serve(tmp_path: Path, redis_url: str) -> AsyncIterator[Any]:
+    """Serves a class of one's own (tests/api/custom_serving.py)."""
+    from tests.api.custom_serving import serving
+
+    async with serving(tmp_path, redis_url) as served:
+        yield served
+
+
+@pytest.fixture
 async def page(api: ApiUnderTest) -> dict[str, Any]:
     """The OpenAPI document, as it is served."""
     found: dict[str, Any] = (await api.http.get("/openapi.json")).json()

@@ -26,6 +26,16 @@ async def until_over(api: ApiUnderTest, prediction: dict[str, Any]) -> dict[str,
             await asyncio.sleep(0.02)
 
 
+async def until_processing(api: ApiUnderTest, headers: dict[str, str] | None = None) -> None:
+    """Waits until a worker has the newest prediction of the caller."""
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while True:
+            listed = (await api.http.get("/v1/predictions", headers=headers)).json()["results"]
+            if listed and listed[0]["status"] == "processing":
+                return
+            await asyncio.sleep(0.02)
+
+
 def admitted() -> float:
     """Items that count as in flight, as /metrics shows them."""
     labels = {"model": TEXT_MODEL.name, "lane": "interactive"}

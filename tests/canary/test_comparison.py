@@ -9,12 +9,12 @@ import pytest
 from msgspec.structs import replace
 from PIL import Image
 
-from api.dispatch.canary_comparison import TENANT, CanaryComparisons
+from api.dispatch.canary_comparison import CanaryComparisons
 from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOptions
 from api.inputs.codec_pool import CodecPool
 from api.inputs.image_codec import ImageCodec
 from shared.blob import Blob
-from shared.canary.verdict import CanaryCounts
+from shared.canary.verdict import COMPARISON_TENANT, CanaryCounts
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Canary, Tolerance
 from shared.errors import BadInput
@@ -159,7 +159,7 @@ async def test_nobody_reads_along_what_is_compared() -> None:
 async def test_comparison_is_nobodys_request() -> None:
     _, _, (asked,) = await compared(TEXT_MODEL, vector(1, 0), vector(1, 0))
     facts = asked.facts
-    assert (facts.tenant, facts.price_share, facts.key_id) == (TENANT, 0.0, "")
+    assert (facts.tenant, facts.price_share, facts.key_id) == (COMPARISON_TENANT, 0.0, "")
     assert (facts.priority, asked.options.cache_read, asked.options.cache_write) == (
         "batch",
         False,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from api.dispatch.canary_comparison import TENANT
+from shared.canary.verdict import COMPARISON_TENANT
 from tests.canary.world import CANARY, MODEL, CanaryWorld, Fault, running_world
 
 pytestmark = [pytest.mark.slow(about_s=5), pytest.mark.anyio]
@@ -45,7 +45,7 @@ async def test_bad_revision_is_taken_back(
         assert {answer.headers["x-penstock-revision"] for answer in after} == {"1"}
         sent += AT_ONCE
         await world.until_rows(sent)
-        rows = [row for row in world.rows() if row.tenant != TENANT]
+        rows = [row for row in world.rows() if row.tenant != COMPARISON_TENANT]
         assert len({row.row_id for row in rows}) == len(rows) == sent
         assert {row.status for row in rows} == {"succeeded"}
         assert {row.model for row in rows} == {MODEL.name}
@@ -61,9 +61,9 @@ async def test_good_revision_stays(redis_url: str, tmp_path: Path) -> None:
         assert set(shares) == {"1", "2"}
         assert 60 <= shares["2"] <= 140  # of 200 at a share of a half: 99.9999 % of all draws
         await world.until_rows(200)
-        rows = [row for row in world.rows() if row.tenant != TENANT]
+        rows = [row for row in world.rows() if row.tenant != COMPARISON_TENANT]
         assert Counter(row.revision for row in rows) == shares
-        shadows = [row for row in world.rows() if row.tenant == TENANT]
+        shadows = [row for row in world.rows() if row.tenant == COMPARISON_TENANT]
         assert {(row.revision, row.cost_usd) for row in shadows} <= {("1", 0.0)}
 
 

@@ -16,9 +16,9 @@ from typing import Literal
 import httpx
 import numpy as np
 
-from api.dispatch.canary_comparison import TENANT
 from infra.local.provision_servers import provision
 from shared.canary.store import JUDGE_EVERY_S, CanaryStore
+from shared.canary.verdict import COMPARISON_TENANT
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Batch, Canary, Price
 from shared.errors import ModelFailed
@@ -181,7 +181,7 @@ class CanaryWorld:
     async def until_rows(self, count: int) -> None:
         """Waits until so many items of callers have their rows."""
         async with asyncio.timeout(WAIT_LIMIT_S):
-            while sum(row.tenant != TENANT for row in self.rows()) < count:  # noqa: ASYNC110
+            while sum(row.tenant != COMPARISON_TENANT for row in self.rows()) < count:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     async def until_judged(self) -> None:

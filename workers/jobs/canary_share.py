@@ -28,6 +28,7 @@ from shared.topics import batch_subscription_id, workers_subscription_id
 from shared.transport import Publisher, Subscriber, Subscription
 from workers import metrics
 from workers.job import PulledJob
+from workers.jobs.canary_comparison import COMPUTED, RevisionComparison
 from workers.jobs.registry import JobRegistry
 
 log = logging.getLogger(__name__)
@@ -84,8 +85,6 @@ REFRESH_S = 1.0
 DRAIN_MESSAGES = 64
 DRAIN_RETRY_S = 5.0
 LAST_COUNT_LIMIT_S = 1.0
-COMPUTED = ("miss", "none")
-"""The sources of results that this revision computed (`Receipt.cache`)."""
 
 
 class CanaryShare:
@@ -96,6 +95,7 @@ class CanaryShare:
         canary: the canary.
         canary_store: in Redis.
         publisher: sends drained jobs to the other revision.
+        comparison: of outputs that the API can't compare. None: there are none.
         refresh_s: pause between two looks at the canary_store.
     """
 
@@ -105,9 +105,11 @@ class CanaryShare:
         canary: Model,
         canary_store: CanaryStore,
         publisher: Publisher,
+        comparison: RevisionComparison | None = None,
         *,
         refresh_s: float = REFRESH_S,
     ) -> None:
+        self._comparison = comparison
         self._is_canary = model.is_canary
         self._canary = canary
         self._canary_store = canary_store
@@ -135,6 +137,18 @@ class CanaryShare:
         """Counts the items of a job that took too long here."""
         if pulled.envelope.priority == "interactive":
             self._counts.canary.add_failed(len(pulled.items))
+
+    async def compare(self, pulled: PulledJob, outcomes: Sequence[ItemOutcome]) -> None:
+        """Compares the outputs of a job that has ended with the other revision's, or has it done.
+
+        Never fails.
+        """
+        if self._comparison is None:
+            return
+        for is_close in await self._comparison.after(pulled, outcomes):
+            self._counts.compared += 1
+            self._counts.outside += not is_close
+            metrics.CANARY_COMPARED.labels("yes" if is_close else "no").inc()
 
     async def run(self, subscriber: Subscriber, is_ready: Callable[[], bool]) -> None:
         """Keeps the canary_store up to date, and drains, until it is canceled."""

@@ -426,6 +426,8 @@ class Completion:
             self._give_up(pulled, error)
             return
         self._write_rows([(pulled, answered)])
+        if self.canary is not None:
+            await self.canary.compare(pulled, answered.outcomes)
 
     async def _reply(self, pulled: PulledJob, answered: ReplyBody, recorded: bytes) -> None:
         """Publishes the answer in the record, or `recorded` if the reply is the same."""

@@ -166,17 +166,26 @@ class Cancellation:
                 # Others go on with what has started, and one of them pays all of it.
                 is_started = item.index in started
                 is_joined = is_started and pulled.reads_cache and item.cache_key
-                receipt = pulled.receipt(cache="joined") if is_joined else None
+                receipt = (
+                    pulled.receipt(cache="joined", work=started[item.index].work)
+                    if is_joined
+                    else None
+                )
                 outcome = pulled.unwanted(item.index, receipt, started=is_started)
                 self._completion.settle(pulled, outcome)
         # The ack makes room for new jobs, so the items of this one must not stay in the queue.
         self._queue.discard_unwanted()
 
 
-def _items_in(batches: Iterable[Sequence[QueuedItem]], pulled: PulledJob) -> set[int]:
-    """The indexes of the job's items in `batches`."""
-    waiters = (waiter for batch in batches for queued in batch for waiter in queued.waiters)
-    return {item.index for job, item in waiters if job is pulled}
+def _items_in(batches: Iterable[Sequence[QueuedItem]], pulled: PulledJob) -> dict[int, QueuedItem]:
+    """The job's items in `batches`, by their indexes."""
+    return {
+        item.index: queued
+        for batch in batches
+        for queued in batch
+        for job, item in queued.waiters
+        if job is pulled
+    }
 
 
 SOURCE_LIMIT_BYTES = 64 * 1024 * 1024
@@ -358,7 +367,7 @@ class JobConsumer:
         self.cancellation = Cancellation(self.queue, completion, records)
         self.tokens = TokenOutput(completion, records)
         self._preprocessor = Preprocessor(
-            preparer, objects, on_thread=WORKER_TASKS[model.task].prepares_on_thread
+            preparer, objects, on_thread=WORKER_TASKS[model.task].prepares_on_thread(model)
         )
         self._cache = cache
         self._claims = Claims(records, completion)

@@ -19,13 +19,11 @@ import msgspec
 from PIL import Image
 
 from shared.catalog import Model
-from shared.errors import Canceled, ModelFailed, PenstockError, Unavailable
+from shared.errors import Canceled, ModelFailed, Unavailable
 from shared.messages import Item, failure
 from shared.stores.records import Records
 from shared.stores.token_streams import Written
-from shared.tasks import Result
 from shared.tasks.text import TokenChunk
-from shared.tracing.spans import TraceContext
 from workers import metrics
 from workers.job import Computed, PulledJob, QueuedItem, kept_traces
 from workers.jobs.completion import Completion, is_streamed
@@ -322,28 +320,23 @@ class BatchResults:
         traces = kept_traces(batch)
         metrics.observe_batch(done, traces[0].exemplar if traces else None)
         work: Sequence[int | None] = done.computed_work or [None] * len(batch)
-        for queued, outcome, computed in zip(batch, done.outcomes, work, strict=True):
-            self._settle(queued, outcome, done, traces, computed)
+        for index, (queued, outcome) in enumerate(zip(batch, done.outcomes, strict=True)):
+            logs, call = done.logs.get(index, ""), done.calls.get(index)
+            self._settle(queued, Computed(outcome, done, traces, work[index], logs, call))
 
     def end_item(self, queued: QueuedItem, done: BatchResult) -> None:
         """Settles an item that left the others of its batch."""
         self._queue.item_ended(queued)
         traces = kept_traces([queued])
         metrics.observe_batch(done, traces[0].exemplar if traces else None)
-        self._settle(queued, done.outcomes[0], done, traces)
+        computed = Computed(done.outcomes[0], done, traces, logs=done.logs.get(0, ""))
+        self._settle(queued, computed)
 
-    def _settle(
-        self,
-        queued: QueuedItem,
-        outcome: Result | PenstockError,
-        done: BatchResult,
-        traces: Sequence[TraceContext],
-        computed: int | None = None,
-    ) -> None:
-        self._observe_wait(queued, done, is_traced=bool(traces))
-        if isinstance(outcome, Canceled):
+    def _settle(self, queued: QueuedItem, computed: Computed) -> None:
+        self._observe_wait(queued, computed.batch, is_traced=bool(computed.traces))
+        if isinstance(computed.outcome, Canceled):
             self._requeue_coalesced(queued)
-        queued.computed = Computed(outcome, done, traces, computed)
+        queued.computed = computed
         for pulled, item_outcome in list(queued.outcomes()):
             self._completion.settle(pulled, item_outcome)
         self._queue.forget_when_cached(queued)

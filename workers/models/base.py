@@ -6,6 +6,7 @@ that batching needs.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,14 +14,15 @@ import msgspec
 
 from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.tasks import Input, Result
+from shared.tasks.custom import CustomResult
 from shared.tasks.text import RESPONSE_FORMAT, TokenChunk, TokenCount, TokenLogprob
 
 
 class Prepared(msgspec.Struct, kw_only=True):
     """An item that a model can run.
 
-    `key`: only items with equal keys may share a batch. `length`: the work of the item, in tokens
-    or pixel-steps, which counts against the batch budget. If a model pads, every item of a call
+    `key`: only items with equal keys may share a batch. `length`: the work of the item, in the unit
+    of its task, which counts against the batch budget. If a model pads, every item of a call
     costs as much as the longest. `room`: what it takes of the budget if items are admitted and
     leave between steps. 0: its length.
     """
@@ -114,7 +116,10 @@ class PreparedFile(msgspec.Struct, array_like=True):
 
 
 class PreparedCustom(Prepared, tag="custom", omit_defaults=True):
-    """The input of a class of one's own. `length` is 1. Null stands for each file in `values`."""
+    """The input of a class of one's own. `length` is what it weighs.
+
+    Null stands for each file in `values`.
+    """
 
     values: dict[str, Any]
     files: list[PreparedFile] = []
@@ -122,9 +127,12 @@ class PreparedCustom(Prepared, tag="custom", omit_defaults=True):
 
 
 PreparedItem = PreparedText | PreparedImage | PreparedPair | PreparedPrompt | PreparedCustom
-PreparedOutcome = PreparedItem | TokenCount | BadInput
+PreparedOutcome = PreparedItem | TokenCount | BadInput | ModelFailed
 OnStep = Callable[[int, int], None]
-"""Called as on_step(step, steps) after each step of a batch, from 1."""
+"""Called as on_step(step, steps) after each step of a batch, from 1.
+
+on_step(0, 0) of a model that knows no steps asks only whether the batch is canceled.
+"""
 
 
 class RgbImage(msgspec.Struct, array_like=True):
@@ -133,6 +141,10 @@ class RgbImage(msgspec.Struct, array_like=True):
     width: int
     height: int
     pixels: bytes
+
+
+IsClose = Callable[[CustomResult, CustomResult], bool]
+"""Returns whether two outputs of one input are close. It may block, and raise PenstockError."""
 
 
 class Preparer(Protocol):
@@ -260,6 +272,33 @@ class Previewer(Protocol):
 
         To be called within `on_step` only.
         """
+
+
+@runtime_checkable
+class Waiting(Protocol):
+    """A SteppedModel whose steps wait for something else than the device."""
+
+    def wake_on(self, connection: socket.socket) -> None:
+        """A step ends as soon as something can be read from this: an item to admit, or to drop."""
+
+
+@runtime_checkable
+class Restarting(Protocol):
+    """A model that may have to set itself up again in the middle of a batch or a step."""
+
+    def take_restart_s(self) -> float:
+        """Returns the seconds that it took for that since the last call.
+
+        Nobody pays for them: another's item may be the cause.
+        """
+
+
+@runtime_checkable
+class Printer(Protocol):
+    """A model whose code prints what its callers may read."""
+
+    def take_logs(self) -> dict[int, str]:
+        """Returns what was printed in the last call, by the index of its item."""
 
 
 class OutOfMemory(ModelFailed):

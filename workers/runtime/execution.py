@@ -24,14 +24,18 @@ from workers.models.base import (
     OutOfMemory,
     PreparedItem,
     Previewer,
+    Printer,
     ProgressReporter,
+    Restarting,
     Resumable,
     RgbImage,
     SteppedModel,
+    Waiting,
 )
 from workers.runtime.protocol import (
     Admit,
     BatchResult,
+    Call,
     Cancel,
     Chunks,
     Drop,
@@ -79,13 +83,15 @@ def run_batch(resident_models: ResidentModels, batch: RunBatch, steps: StepRepor
     started_at_s, began_s, began_cpu_s = time.time(), time.perf_counter(), time.process_time()
     execution = BatchExecution(model, steps)
     execution.compute(batch.items)
-    inference_ms, cpu_s = (time.perf_counter() - began_s) * 1000, time.process_time() - began_cpu_s
+    cpu_s = time.process_time() - began_cpu_s
+    inference_ms = (time.perf_counter() - began_s - execution.restart_s) * 1000
     if execution.out_of_memory:
         resident_models.evict_others(keep=batch.model)  # makes room for the next batch
     results = [result for _, result in sorted(execution.results.items())]
     done = _result(resident_models, batch, started_at_s, inference_ms, results)
     done.padded_work, done.out_of_memory = execution.padded_work, execution.out_of_memory
     done.steps_saved, done.cpu_s = steps.saved, cpu_s
+    done.logs, done.calls = execution.logs, execution.calls
     done.loaded_at_s = resident_models.loaded_at_s(batch.model)
     if execution.padded:
         padded = execution.padded
@@ -147,6 +153,8 @@ class StepReporter:
         if self._is_canceled():
             self.saved = steps - step
             raise Canceled
+        if not steps:
+            return
         if (now_s := time.monotonic()) - self._reported_s >= PROGRESS_EVERY_S:
             self._reported_s = now_s
             self._connection.sendall(encode_server_message(StepDone(self._number, step, steps)))
@@ -206,10 +214,19 @@ class BatchExecution:
         self.padded_work = 0
         self.padded: dict[int, int] = {}
         """Work of the items that were padded, padding included, by slot."""
+        self.logs: dict[int, str] = {}
+        """What the model printed for single items, by slot."""
+        self.calls: dict[int, Call] = {}
+        """The calls that computed items after others had failed, by slot."""
+        self.restart_s = 0.0
+        """The seconds in which the model was set up again."""
+        self._has_failed = False
         self.out_of_memory = False
 
     def compute(self, items: Sequence[PreparedItem]) -> None:
         """Fills `results` for every slot in `items`."""
+        self._count_restart()
+        self.restart_s = 0.0  # what an earlier batch left
         try:
             for slots in self._model.groups(items):
                 self._compute_group(items, slots)
@@ -219,16 +236,9 @@ class BatchExecution:
 
     def _compute_group(self, items: Sequence[PreparedItem], slots: Sequence[int]) -> None:
         group = [items[slot] for slot in slots]
-        lengths = [item.length for item in group]
-        computed = self._model.computed_work(lengths)
-        self.padded_work += computed
-        if (real := sum(lengths)) < computed:
-            # If each item costs as much as the longest, padding is not in proportion.
-            each = [computed // len(group)] * len(group)
-            if not self._model.pads:
-                each = [length * computed // real for length in lengths]
-            self.padded |= dict(zip(slots, each, strict=True))
+        self._count_padding([item.length for item in group], slots)
         self._steps.slots = slots
+        began_s, restarted_s = time.perf_counter(), self.restart_s
         try:
             results = self._model.predict(group, self._steps)
             if len(results) != len(group):
@@ -238,20 +248,46 @@ class BatchExecution:
             raise
         except Exception as error:
             # The boundary to the model libraries: their errors fail items, never the process.
+            self._count_restart()
+            self._has_failed = True
             self.out_of_memory |= isinstance(error, OutOfMemory)
             log.warning("batch failed", exc_info=True, extra={"items": len(group)})
             if len(group) == 1:
                 self.results[slots[0]] = Failure.from_error(error)
+                self._take_logs(slots)
                 return
         else:
             for slot, result in zip(slots, results, strict=True):
                 self.results[slot] = (
                     Failure.from_error(result) if isinstance(result, PenstockError) else result
                 )
+            self._count_restart()
+            if self._has_failed:
+                took_s = time.perf_counter() - began_s - (self.restart_s - restarted_s)
+                self.calls |= dict.fromkeys(slots, Call(took_s * 1000, len(slots)))
+            self._take_logs(slots)
             return
         middle = len(slots) // 2
         self._compute_group(items, slots[:middle])
         self._compute_group(items, slots[middle:])
+
+    def _count_padding(self, lengths: Sequence[int], slots: Sequence[int]) -> None:
+        computed = self._model.computed_work(lengths)
+        self.padded_work += computed
+        if (real := sum(lengths)) < computed:
+            # If each item costs as much as the longest, padding is not in proportion.
+            each = [computed // len(lengths)] * len(lengths)
+            if not self._model.pads:
+                each = [length * computed // real for length in lengths]
+            self.padded |= dict(zip(slots, each, strict=True))
+
+    def _count_restart(self) -> None:
+        if isinstance(self._model, Restarting):
+            self.restart_s += self._model.take_restart_s()
+
+    def _take_logs(self, slots: Sequence[int]) -> None:
+        if isinstance(self._model, Printer):
+            self.logs |= {slots[at]: log for at, log in self._model.take_logs().items()}
 
 
 class StepPreviews:
@@ -416,6 +452,8 @@ class StepExecution:
         failure = None
         if isinstance(model, ProgressReporter):
             self._previews = StepPreviews(model, self._batch.number, self._send)
+        if isinstance(model, Waiting):
+            model.wake_on(self._connection)
         try:
             self._admit(model, 0, self._batch.items)
             while self._obey(model):
@@ -484,7 +522,8 @@ class StepExecution:
         began_s, began_cpu_s = self._clock(), time.process_time()
         end = model.step()
         now_s, cpu_s = self._clock(), time.process_time() - began_cpu_s
-        self._charge(end.work, now_s - began_s, cpu_s)
+        restart_s = model.take_restart_s() if isinstance(model, Restarting) else 0.0
+        self._charge(end.work, max(0.0, now_s - began_s - restart_s), cpu_s)
         if end.results or now_s - self._spare_reported_s >= SPARE_EVERY_S:
             self._report_spare(now_s)
         for slot, result in end.results.items():
@@ -532,6 +571,7 @@ class StepExecution:
     ) -> None:
         batch_items = max(1, round(item.item_steps / item.steps)) if item.steps else 1
         work = int(getattr(result, "tokens", 0)) or int(getattr(result, "pixel_steps", 0))
+        work = work or int(getattr(result, "work", 0))
         done = BatchResult(
             number=self._batch.number,
             results=[Failure.from_error(result) if isinstance(result, Exception) else result],
@@ -547,7 +587,7 @@ class StepExecution:
             loaded_at_s=self._resident_models.loaded_at_s(self._batch.model),
             average_items=batch_items,
             steps_saved=steps_saved,
-            logs=logs,
+            logs={0: logs} if logs else {},
         )
         self._send(ItemEnded(self._batch.number, slot, done))
 

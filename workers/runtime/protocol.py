@@ -141,6 +141,13 @@ class Failure(msgspec.Struct, tag="failure"):
         return error_for_code(self.code, self.message, self.field)
 
 
+class Call(msgspec.Struct, array_like=True):
+    """One call of a model: how long it took, and for how many items."""
+
+    inference_ms: float
+    items: int
+
+
 class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     """A batch that ran: one result or failure per item, in order, and what the batch took.
 
@@ -154,7 +161,7 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     finished_at_s: float
     inference_ms: float
     real_work: int
-    """Tokens or pixel-steps of the items."""
+    """Of the items, in the unit of their task."""
     padded_work: int
     """The same with padding, as computed."""
     out_of_memory: bool = False
@@ -175,8 +182,11 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     """The spare seconds of its steps that belong to it, if it was admitted to others."""
     average_items: int = 0
     """The average number of items computed at a time, if items join between steps. 0: all."""
-    logs: str = ""
-    """What the model printed, if it computed one item alone."""
+    calls: dict[int, Call] = {}
+    """The calls that computed items after others had failed, by the index of the item. An item does
+    not pay for calls that another one made fail."""
+    logs: dict[int, str] = {}
+    """What the model printed, by the index of the item that it computed alone meanwhile."""
 
     @property
     def batch_items(self) -> int:

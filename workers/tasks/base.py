@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from shared.catalog import Model
 from workers.models.backend import Backend
-from workers.models.base import LoadedModel, Preparer
+from workers.models.base import IsClose, LoadedModel, Preparer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,6 @@ class Resources:
 class WorkerTask(ABC):
     """The models of one task. No method but `model` imports torch."""
 
-    prepares_on_thread: ClassVar[bool] = False
-    """Whether preparing an item takes milliseconds, which the event loop can't spare."""
     measures_backends: ClassVar[bool] = False
     """Whether a worker measures which backend computes a model fastest (workers/autotune)."""
     optimizer: ClassVar[str]
@@ -63,6 +61,20 @@ class WorkerTask(ABC):
         By default: yes. A model that starts threads can't be forked.
         """
         return True
+
+    def prepares_on_thread(self, entry: Model) -> bool:
+        """Returns whether preparing an item takes milliseconds, which the event loop can't spare.
+
+        By default: no.
+        """
+        return False
+
+    def comparer(self, entry: Model, folder: Path) -> IsClose | None:
+        """What compares two results, if only a worker can: the code for it is the model's own.
+
+        None, the default: the API does (`Task.is_close`), or nobody.
+        """
+        return None
 
     @abstractmethod
     def preparer(self, entry: Model, folder: Path) -> Preparer:

@@ -12,7 +12,6 @@ from workers.tasks.base import Resources, WorkerTask
 class ImageWorker(WorkerTask):
     """Preparing an image can mean decoding its source image."""
 
-    prepares_on_thread = True
     optimizer = "image"
     variants = ("tuned", "bf16", "int8", "compiled")
     variant_prefix = "torch"
@@ -26,6 +25,10 @@ class ImageWorker(WorkerTask):
         from workers.models.image.preprocessing import can_step
 
         return entry.image.join == "auto" and can_step(folder)
+
+    def prepares_on_thread(self, entry: Model) -> bool:
+        """Yes."""
+        return True
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:
         """Checks sizes and steps, and decodes sources."""

@@ -12,7 +12,6 @@ from workers.tasks.base import Resources, WorkerTask
 class GenerationWorker(WorkerTask):
     """Rendering a chat template and reading its tokens takes up to milliseconds."""
 
-    prepares_on_thread = True
     optimizer = "text"
     variants = ()
     variant_prefix = "text"
@@ -23,6 +22,10 @@ class GenerationWorker(WorkerTask):
 
     def computes_steps(self, entry: Model, folder: Path) -> bool:
         """All of them."""
+        return True
+
+    def prepares_on_thread(self, entry: Model) -> bool:
+        """Yes."""
         return True
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:

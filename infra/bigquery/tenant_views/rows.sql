@@ -23,6 +23,7 @@
 -- column output_tokens: tokens that were written
 -- column cached_tokens: the part of input_tokens that was not computed again
 -- column pixel_steps: width x height x steps of an image
+-- column work: what an item of a model of one's own weighs
 -- column price_version: which price of the catalog
 -- column list_price_usd: what the work costs before any share
 -- column charged_share: the part of the price that is charged
@@ -53,6 +54,7 @@ SELECT
   output_tokens,
   cached_tokens,
   pixel_steps,
+  work,
   price_version,
   list_price_usd,
   charged_share,

@@ -7,7 +7,7 @@
 -- column model: its name in the catalog
 -- column unit: tokens or pixel-steps; items of models of one's own
 -- column price_version: which price of the catalog; NULL in rows of releases that did not have it
--- column unit_price_usd: of a million units, before any share; of texts, whose tokens have several prices, the average of the line; NULL where an old row was charged nothing and does not say
+-- column unit_price_usd: of a million units, before any share; of texts, whose tokens have several prices, and of models of one's own, the average of the line; NULL where an old row was charged nothing and does not say
 -- column kind: computed, cached (from the cache, or joined), failed, expired or canceled
 -- column charged_share: the part of the price that is charged
 -- column items: texts, images or predictions
@@ -24,7 +24,7 @@ WITH once AS (
     price_version,
     cost_usd,
     COALESCE(list_price_usd, SAFE_DIVIDE(cost_usd, COALESCE(charged_share, IF(cost_usd > 0, 1.0, 0.0)))) AS item_list_usd,
-    output_tokens IS NOT NULL AS is_written,
+    output_tokens IS NOT NULL OR task = 'custom' AS has_many_prices,
     IF(task = 'custom', 'items', IF(pixel_steps IS NULL, 'tokens', 'pixel-steps')) AS unit,
     IF(task = 'custom', IF(status = 'succeeded' OR charged_share > 0, 1, 0), COALESCE(pixel_steps, tokens, 0)) AS units,
     -- Rows from before the column: what was charged was charged in full.
@@ -40,7 +40,7 @@ priced AS (
   SELECT
     *,
     -- Nine decimals of a dollar for a million units: finer than any price, coarser than the error of a double.
-    IF(is_written, NULL, ROUND(1000000 * SAFE_DIVIDE(item_list_usd, units), 9)) AS item_price_usd
+    IF(has_many_prices, NULL, ROUND(1000000 * SAFE_DIVIDE(item_list_usd, units), 9)) AS item_price_usd
   FROM once
   WHERE status != 'refused'
 )

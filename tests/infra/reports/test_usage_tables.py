@@ -368,3 +368,16 @@ def test_batches_are_counted_from_their_items(created: bigquery.Client) -> None:
         1,
     )
     assert line["inference_ms_per_item"] == pytest.approx((3 * 10 + 30) / 4)
+
+
+def test_items_of_ones_own_models_are_one_line_whatever_each_weighs(
+    created: bigquery.Client,
+) -> None:
+    """Else an invoice has a line for each item that took another time."""
+    known = {"task": "custom", "charged_share": 1.0, "price_version": "1", "cache": "none"}
+    for number, usd in enumerate((0.25, 0.5, 0.75)):
+        charge = {"work": number + 1, "list_price_usd": usd, "cost_usd": usd}
+        insert(created, row(f"r{number}", **known, **charge))
+    (line,) = report(created, "invoice")
+    assert (line["unit"], line["quantity"], line["unit_price_usd"]) == ("items", 3, 500_000.0)
+    assert line["amount_usd"] == 1.5

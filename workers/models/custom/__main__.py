@@ -67,7 +67,8 @@ def _check(arguments: argparse.Namespace) -> None:
     path = write_interface(arguments.folder, inspected.interface)
     names = ", ".join(inspected.interface.properties) or "none"
     streams = {"": "as a whole", "text": "as a stream of text", "items": "element by element"}
-    print(f"{path}: inputs {names}; the output comes {streams[inspected.interface.streams]}")
+    comes = "in batches" if inspected.interface.batches else streams[inspected.interface.streams]
+    print(f"{path}: inputs {names}; the output comes {comes}")
 
 
 def _init(arguments: argparse.Namespace) -> None:

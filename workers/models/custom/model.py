@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import time
 import zlib
 from collections import OrderedDict
 from pathlib import Path
@@ -21,7 +23,8 @@ from workers.models.custom.runner.frames import Frame
 from workers.models.custom.sources import Sources, read_sources
 
 STEP_S = 0.05
-"""The longest wait for the runner in a step. Between two steps, items are canceled and admitted."""
+"""The longest wait for the runner in a step. Between two steps, items are canceled and admitted, so
+a step ends at once if there are some."""
 SETUP_LIMIT_S = 1800.0
 RUNNER_KILLED = 70
 """The exit status of a model process whose runner was killed from outside. So its item is tried
@@ -48,8 +51,33 @@ class _Running:
             self.pieces.append(piece)
 
 
-class CustomModel:
-    """Computes items by a class, `interface.concurrency` at a time.
+def outcome_of(frame: Frame, interface: ModelInterface, work: int) -> CustomResult | PenstockError:
+    """What the last frame of a prediction says. `work`: what it weighs."""
+    message = frame.message
+    if "error" not in message:
+        files, places = [], []
+        for where, data in zip(message["files"], frame.blobs, strict=True):
+            files.append(Blob(where["media_type"], data=data))
+            places.append(FilePlace(where["at"], where["name"]))
+        return CustomResult(
+            message["output"], files, places, interface.streams, message["metrics"], work
+        )
+    reason = str(message["error"])
+    if message["kind"] == "input":
+        named = (one for one in interface.properties if reason.startswith(f"{one}"))
+        return BadInput(reason, field=next(named, "input"))
+    return Canceled() if message["kind"] == "canceled" else ModelFailed(reason)
+
+
+def message_of(number: int, item: PreparedCustom) -> tuple[dict[str, Any], list[bytes]]:
+    """The message that has the runner compute an item, and the bytes of its files."""
+    files = [{"at": one.at, "name": one.name} for one in item.files]
+    message = {"id": number, "input": item.values, "files": files}
+    return message, [one.data for one in item.files]
+
+
+class HostedClass:
+    """A class in its runner.
 
     Args:
         entry: of the catalog, with its interface.
@@ -65,10 +93,7 @@ class CustomModel:
         self.device_name = "cpu" if device in ("cpu", "auto") else device
         self._runner: RunnerProcess | None = None
         self._is_ready = False
-        self._items: OrderedDict[int, _Running] = OrderedDict()
-        self._dropped: dict[int, int] = {}
-        """Numbers of predictions that were dropped and that the runner has not ended."""
-        self._numbers = 0
+        self._restart_s = 0.0
 
     def setup(self) -> None:
         """Starts the runner and waits until the class is set up.
@@ -93,6 +118,11 @@ class CustomModel:
         if runner is not None:
             runner.kill("the model is not needed any more")
             runner.close()
+
+    def take_restart_s(self) -> float:
+        """Returns the seconds that it took to set the class up again since the last call."""
+        restart_s, self._restart_s = self._restart_s, 0.0
+        return restart_s
 
     def _start(self) -> RunnerProcess:
         sources = read_sources(self._folder)
@@ -124,6 +154,22 @@ class CustomModel:
             reason = f"{self._folder}: its process {end_of(status)} before it was set up"
         return f"{reason}\n{printed}" if printed else reason
 
+
+class CustomModel(HostedClass):
+    """Computes items by a class, `interface.concurrency` at a time."""
+
+    def __init__(self, entry: Model, folder: Path, device: str, threads: int) -> None:
+        super().__init__(entry, folder, device, threads)
+        self._items: OrderedDict[int, _Running] = OrderedDict()
+        self._dropped: dict[int, int] = {}
+        """Numbers of predictions that were dropped and that the runner has not ended."""
+        self._numbers = 0
+        self._wakes_on: socket.socket | None = None
+
+    def wake_on(self, connection: socket.socket) -> None:
+        """A step ends as soon as something can be read from this."""
+        self._wakes_on = connection
+
     def admit(self, slot: int, item: PreparedItem) -> None:
         """Takes an item in.
 
@@ -137,6 +183,13 @@ class CustomModel:
 
     def step(self) -> StepEnd:
         """Waits for the runner for a moment. Starts it again if it has ended."""
+        began_s, was_ready = time.monotonic(), self._is_ready
+        end = self._step()
+        if not was_ready:
+            self._restart_s += time.monotonic() - began_s
+        return end
+
+    def _step(self) -> StepEnd:
         end = StepEnd()
         runner = self._runner or self._start()
         if self._is_ready:
@@ -146,7 +199,7 @@ class CustomModel:
                 return end
             self._send_items(runner)
         try:
-            frames = runner.receive(STEP_S)
+            frames = runner.receive(STEP_S, wakes_on=self._wakes_on)
         except ValueError as error:
             runner.kill(f"it sent something else than an answer: {error}")
             frames = None
@@ -167,9 +220,7 @@ class CustomModel:
                 running.is_sent = True
                 if inside == 1:
                     runner.printed.take()  # what was printed between two predictions is nobody's
-                files = [{"at": one.at, "name": one.name} for one in running.item.files]
-                message = {"id": running.number, "input": running.item.values, "files": files}
-                runner.send(message, [one.data for one in running.item.files])
+                runner.send(*message_of(running.number, running.item))
 
     def _handle(self, frame: Frame, end: StepEnd) -> None:
         message = frame.message
@@ -198,22 +249,8 @@ class CustomModel:
         running = self._found(number)
         if running is not None:
             logs = self._runner.printed.take() if is_alone else ""
-            self._end(running.slot, self._outcome(frame), end, logs)
-
-    def _outcome(self, frame: Frame) -> CustomResult | PenstockError:
-        message = frame.message
-        if "error" not in message:
-            files, places = [], []
-            for where, data in zip(message["files"], frame.blobs, strict=True):
-                files.append(Blob(where["media_type"], data=data))
-                places.append(FilePlace(where["at"], where["name"]))
-            streams, metrics = self._interface.streams, message["metrics"]
-            return CustomResult(message["output"], files, places, streams, metrics)
-        reason = str(message["error"])
-        if message["kind"] == "input":
-            named = (one for one in self._interface.properties if reason.startswith(f"{one}"))
-            return BadInput(reason, field=next(named, "input"))
-        return Canceled() if message["kind"] == "canceled" else ModelFailed(reason)
+            outcome = outcome_of(frame, self._interface, running.item.length)
+            self._end(running.slot, outcome, end, logs)
 
     def _end(
         self, slot: int, outcome: CustomResult | PenstockError, end: StepEnd, logs: str = ""

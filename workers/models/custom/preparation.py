@@ -2,28 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from shared.errors import BadInput
+from shared.catalog import Model
+from shared.errors import BadInput, ModelFailed
 from shared.tasks import Input
-from shared.tasks.custom import CustomInput
+from shared.tasks.custom import CustomInput, interface_of
 from workers.models.base import PreparedCustom, PreparedFile
+from workers.models.custom.aside import AsideClass
+
+MAX_KEY_CHARS = 64
+"""A longer value has its digest as key."""
 
 
 class CustomPreparer:
-    """Makes PreparedCustom of CustomInput. The API has checked them by the model's interface."""
+    """Makes PreparedCustom of CustomInput. The API has checked them by the model's interface.
 
-    def prepare(self, inputs: Sequence[Input]) -> list[PreparedCustom | BadInput]:
+    Args:
+        entry: of the catalog, with its interface.
+        weigher: says what an input weighs. None: 1.
+    """
+
+    def __init__(self, entry: Model, weigher: AsideClass | None = None) -> None:
+        self._weigher = weigher
+        self._key = entry.batch.key
+        self._properties = interface_of(entry).properties
+
+    def prepare(self, inputs: Sequence[Input]) -> list[PreparedCustom | BadInput | ModelFailed]:
         """One outcome per input, in order."""
         return [self._prepared(value) for value in inputs]
 
-    def _prepared(self, value: Input) -> PreparedCustom | BadInput:
+    def _prepared(self, value: Input) -> PreparedCustom | BadInput | ModelFailed:
         if not isinstance(value, CustomInput):
             return BadInput("this model takes inputs as its schema says", field="input")
         files = [
             PreparedFile(place.at, place.name, file.data or b"")
             for place, file in zip(value.places, value.files, strict=True)
         ]
-        return PreparedCustom(
-            key="", length=1, values=value.values, files=files, is_streamed=value.is_streamed
+        prepared = PreparedCustom(
+            key=self._key_of(value.values),
+            length=1,
+            values=value.values,
+            files=files,
+            is_streamed=value.is_streamed,
         )
+        if self._weigher is not None:
+            try:
+                prepared.length = self._weigher.weigh(prepared)
+            except (BadInput, ModelFailed) as error:
+                return error
+        return prepared
+
+    def _key_of(self, values: Mapping[str, Any]) -> str:
+        """What the items of a batch have in common: the value of one input, or nothing."""
+        if self._key is None:
+            return ""
+        value = values.get(self._key, self._properties[self._key].get("default"))
+        written = json.dumps(value, sort_keys=True)
+        if len(written) <= MAX_KEY_CHARS:
+            return written
+        return hashlib.blake2b(written.encode(), digest_size=MAX_KEY_CHARS // 2).hexdigest()

@@ -47,7 +47,7 @@ sys.path.remove({root!r})
 for name in [one for one in sys.modules if one.partition(".")[0] == "workers"]:
     if not name.startswith("workers.models.custom.runner."):
         del sys.modules[name]
-main({fd}, {folder!r}, inspects_only={inspects_only})
+main({fd}, {folder!r}, inspects_only={inspects_only}, is_aside={is_aside})
 """
 
 
@@ -141,6 +141,7 @@ class RunnerProcess:
         threads: for libraries that compute on a CPU.
         environment: what cog.yaml sets.
         inspects_only: whether it ends when the class is inspected.
+        is_aside: whether it calls `work` and `is_close` only, and does not set up the class.
         passes_on: whether what it prints goes to our stderr, too.
     """
 
@@ -152,13 +153,18 @@ class RunnerProcess:
         threads: int = 1,
         environment: Mapping[str, str] | None = None,
         inspects_only: bool = False,
+        is_aside: bool = False,
         passes_on: bool = False,
     ) -> None:
         self._scratch = Path(tempfile.mkdtemp(prefix="penstock-class-"))
         self._socket, theirs = socket.socketpair()
         output, their_output = os.pipe()
         program = _PROGRAM.format(
-            root=str(_ROOT), fd=theirs.fileno(), folder=str(folder), inspects_only=inspects_only
+            root=str(_ROOT),
+            fd=theirs.fileno(),
+            folder=str(folder),
+            inspects_only=inspects_only,
+            is_aside=is_aside,
         )
         with theirs:
             try:
@@ -181,8 +187,14 @@ class RunnerProcess:
         self.killed_for = ""
         """Why we killed it."""
 
-    def receive(self, timeout_s: float) -> list[Frame] | None:
+    def receive(
+        self, timeout_s: float, *, wakes_on: socket.socket | None = None
+    ) -> list[Frame] | None:
         """Waits for frames. Returns those that came in time. None: the process has ended.
+
+        Args:
+            timeout_s: the longest wait.
+            wakes_on: the wait also ends when something can be read from this.
 
         Raises:
             ValueError: what came is no frame.
@@ -190,10 +202,14 @@ class RunnerProcess:
         until_s = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
+            if wakes_on is not None:
+                selector.register(wakes_on, selectors.EVENT_READ)
             while True:
                 frames = self._take_frames()
                 left_s = until_s - time.monotonic()
-                if frames or left_s <= 0 or not selector.select(left_s):
+                if frames or left_s <= 0 or not (ready := selector.select(left_s)):
+                    return frames
+                if all(key.fileobj is not self._socket for key, _ in ready):
                     return frames
                 try:
                     piece = self._socket.recv(1 << 20)
@@ -217,6 +233,11 @@ class RunnerProcess:
         """Sends a message. A process that has ended does not get it, which `receive` says."""
         with contextlib.suppress(ConnectionError):
             self._socket.sendall(encode_frame(message, blobs))
+
+    def send_all(self, messages: Sequence[tuple[dict[str, Any], Sequence[bytes]]]) -> None:
+        """Sends messages as one piece."""
+        with contextlib.suppress(ConnectionError):
+            self._socket.sendall(b"".join(encode_frame(*one) for one in messages))
 
     def cancel(self, number: int) -> None:
         """Ends a prediction, and the process if the prediction is still there after a while."""

@@ -41,7 +41,8 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
         ready = _next(runner)
         if "failed" in ready.message:
             raise ConfigurationError(f"{folder}: {ready.message['failed']}", field="source")
-        runner.send({"id": 1, "input": values, "files": files}, blobs)
+        batch = [({"batch": 1}, ())] if interface.batches else []
+        runner.send_all([*batch, ({"id": 1, "input": values, "files": files}, blobs)])
         frame = _next(runner)
         while "piece" in frame.message:
             _show_piece(frame.message["piece"], interface)
@@ -49,7 +50,10 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
     finally:
         runner.kill("it is not needed any more")
         runner.close()
+    if "batch_error" in frame.message:
+        raise ModelFailed(frame.message["batch_error"])
     if "error" in frame.message:
+        print(frame.message.get("log", ""), end="", file=sys.stderr)
         kind = BadInput if frame.message["kind"] == "input" else ModelFailed
         raise kind(frame.message["error"])
     if interface.streams:

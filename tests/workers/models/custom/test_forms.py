@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -484,3 +485,23 @@ def test_what_cog_yaml_asks_for_in_vain_is_named(tmp_path: Path) -> None:
         "cog.yaml: build.system_packages has no effect here",
         "cog.yaml: image has no effect here",
     ]
+
+
+def test_a_step_ends_when_there_is_something_to_admit(
+    tmp_path: Path, started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise an item that comes while others are computed waits for the end of a step."""
+    body = """
+    class Runner(BaseRunner):
+        async def run(self, a: int) -> int:
+            await asyncio.sleep(a)
+            return a
+    """
+    model = started(write_class(tmp_path, body))
+    monkeypatch.setattr("workers.models.custom.model.STEP_S", 600.0)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        model.wake_on(theirs)
+        model.admit(0, prepared({"a": 20}))
+        ours.send(b"x")
+        assert model.step().results == {}, "it waited until the item was computed"

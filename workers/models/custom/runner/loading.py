@@ -15,13 +15,15 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import cog
 import yaml
 from cog import _adt as adt
 from cog import _inspector as inspector
 from cog.predictor import extract_setup_weights, has_setup_weights
+
+from workers.models.custom.runner.batch_form import METHOD, batch_form_of, has_batches
 
 USUAL_FILES = ("run.py", "predict.py")
 USUAL_CLASSES = ("Runner", "Predictor")
@@ -35,11 +37,17 @@ class Loaded(NamedTuple):
     predictor: Any
     """The instance, or the function itself."""
     compute: Callable[..., Any]
-    """Its `run` or `predict`, bound."""
+    """Its `predict_batch`, `run` or `predict`, bound."""
     info: adt.PredictorInfo
     concurrency: int
     notes: list[str]
     """What its cog.yaml asks for that is not honored, by name."""
+    element: Callable[..., Any] | None = None
+    """Makes an element of the list that `predict_batch` takes. None: it has none."""
+    weigh: Callable[[Any], Any] | None = None
+    """Its `work`, bound. None: it has none."""
+    is_close: Callable[[Any, Any], Any] | None = None
+    """Its `is_close`, bound. None: it has none."""
 
 
 class NotLoadable(Exception):
@@ -68,10 +76,66 @@ def load(folder: Path) -> Loaded:
             f"{name} has no {wanted or 'class Runner or Predictor'}; cog.yaml names another one "
             "as predict: FILE.py:NAME"
         )
+    if has_batches(getattr(module, wanted)):
+        return _loaded_batches(module, wanted, settings)
     info = _inspected(module.__name__, wanted)
     predictor, compute = _instance(getattr(module, wanted), wanted)
+    return _loaded(predictor, compute, info, settings)
+
+
+def _loaded(
+    predictor: Any,
+    compute: Callable[..., Any],
+    info: adt.PredictorInfo,
+    settings: dict[str, Any],
+    element: Callable[..., Any] | None = None,
+) -> Loaded:
+    notes = _not_honored(settings)
+    weigh = _method(predictor, "work", 1, int, notes)
+    is_close = _method(predictor, "is_close", 2, bool, notes)
     concurrency = _concurrency(settings, compute)
-    return Loaded(predictor, compute, info, concurrency, _not_honored(settings))
+    return Loaded(predictor, compute, info, concurrency, notes, element, weigh, is_close)
+
+
+_FORMS = {
+    "work": "work(self, input) -> int, so each input weighs 1",
+    "is_close": "is_close(self, a, b) -> bool, so equal outputs are close",
+}
+
+
+def _method(
+    predictor: Any, name: str, count: int, returns: type, notes: list[str]
+) -> Callable[..., Any] | None:
+    """A method that is called if it has our form: a class written for Cog may have one so named.
+
+    Otherwise None, and `notes` says it.
+    """
+    method = getattr(predictor, name, None)
+    if method is None or inspect.isfunction(predictor):
+        return None
+    if callable(method) and not inspect.iscoroutinefunction(method):
+        spec = inspect.getfullargspec(method)
+        own = len(spec.args) - inspect.ismethod(method)
+        has_more = spec.varargs or spec.varkw or spec.kwonlyargs
+        is_typed = spec.annotations.get("return") in (returns, returns.__name__)
+        if own == count and is_typed and not has_more:
+            return cast("Callable[..., Any]", method)
+    notes.append(f"{name}: not of the form {_FORMS[name]}")
+    return None
+
+
+def _loaded_batches(module: ModuleType, wanted: str, settings: dict[str, Any]) -> Loaded:
+    """A class with `predict_batch`. Its `predict`, if it has one, is for other servers."""
+    target = getattr(module, wanted)
+    inspector._find_coders(module)
+    try:
+        if hasattr(target, "setup"):
+            inspector._validate_setup(inspector._unwrap(target.setup))
+        element, info = batch_form_of(target)
+    except (ValueError, TypeError, NameError) as error:
+        raise NotLoadable(str(error)) from error
+    predictor = target()
+    return _loaded(predictor, getattr(predictor, METHOD), info, settings, element)
 
 
 def set_up(loaded: Loaded) -> Any:
@@ -176,6 +240,9 @@ def interface_of(loaded: Loaded) -> dict[str, Any]:
         "output": output.json_type(),
         "streams": _streams(output),
         "concurrency": loaded.concurrency,
+        "batches": loaded.element is not None,
+        "weighs": loaded.weigh is not None,
+        "compares": loaded.is_close is not None,
         "cog_version": cog.__version__,
     }
 

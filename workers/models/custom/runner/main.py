@@ -4,6 +4,12 @@ It gets `{"id", "input", "files"}` with the bytes of the files, and `{"cancel"}`
 `{"ready"}` or `{"failed"}` once, then of each prediction `{"id", "piece"}` for what it streams, and
 one of `{"id", "output", …}` and `{"id", "error", "kind"}`.
 
+A class with `predict_batch` gets `{"batch"}`, the number of predictions whose frames follow. It
+answers them together, or with `{"batch_error", "kind"}` if it failed as a whole.
+
+A runner that stands aside does not set up the class. It answers an input with its `work`, and
+`{"id", "outputs", "files"}` with whether the two are `close`.
+
 A synchronous class runs on the main thread, where SIGUSR1 raises Cog's exception of a cancellation.
 An asynchronous one runs as tasks, of which one is canceled.
 """
@@ -13,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import operator
 import os
 import shutil
 import signal
@@ -20,9 +27,10 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import cog
@@ -30,23 +38,29 @@ from cog import _adt as adt
 from cog import _inspector as inspector
 
 from workers.models.custom.runner import confinement, loading, scope
+from workers.models.custom.runner.batch_form import METHOD
 from workers.models.custom.runner.frames import Frame, FrameReader, encode_frame, read_frame
 from workers.models.custom.runner.outputs import MAX_OUTPUT_BYTES, OutputEncoder, WrongOutput
 
 MAX_ERROR_CHARS = 2000
+MAX_LOG_CHARS = 8000
+MAX_SHOWN_CHARS = 80
+MAX_WORK = 2**53
+"""What is far beyond any bound is as wrong as this."""
 
 
 class WrongInput(Exception):
     """An input that the class does not take. The message begins with its name."""
 
 
-def main(fd: int, folder: str, *, inspects_only: bool = False) -> None:
+def main(fd: int, folder: str, *, inspects_only: bool = False, is_aside: bool = False) -> None:
     """Serves the class of a folder until the socket is closed.
 
     Args:
         fd: of this end of the socket.
         folder: of the class. It becomes the working directory.
         inspects_only: whether to end when the class is inspected.
+        is_aside: whether to call `work` and `is_close` instead of computing.
     """
     confinement.confine()
     connection = socket.socket(fileno=fd)
@@ -57,7 +71,7 @@ def main(fd: int, folder: str, *, inspects_only: bool = False) -> None:
     try:
         loaded = loading.load(Path(folder))
         interface = loading.interface_of(loaded)
-        if not inspects_only:
+        if not (inspects_only or is_aside):
             done = loading.set_up(loaded)
             if inspect.isawaitable(done):
                 loop.run_until_complete(_awaited(done))
@@ -69,11 +83,24 @@ def main(fd: int, folder: str, *, inspects_only: bool = False) -> None:
         return
     sys.stdout.flush()
     connection.sendall(encode_frame({"ready": interface, "notes": loaded.notes}))
-    if inspects_only:
-        return
-    if loading.is_async(loaded.compute):
+    if not inspects_only:
+        _serve(connection, loaded, loop, is_aside=is_aside)
+
+
+def _serve(
+    connection: socket.socket,
+    loaded: loading.Loaded,
+    loop: asyncio.AbstractEventLoop,
+    *,
+    is_aside: bool,
+) -> None:
+    if is_aside:
+        AsideRunner(connection, loaded).run()
+    elif loading.is_async(loaded.compute):
         asyncio.set_event_loop(loop)
         loop.run_until_complete(AsyncRunner(connection, loaded).run())
+    elif loaded.element is not None:
+        BatchRunner(connection, loaded, loaded.element).run()
     else:
         SyncRunner(connection, loaded).run()
 
@@ -95,7 +122,7 @@ class _Prediction:
     def __init__(self, frame: Frame, info: adt.PredictorInfo) -> None:
         self.id: int = frame.message["id"]
         self._info = info
-        self._folder = Path(tempfile.mkdtemp(prefix="prediction-"))
+        self._folder: Path | None = None
         self._opened: list[Any] = []
         self.encoder = OutputEncoder(info.output)
         self.scope = scope.enter_scope()
@@ -110,30 +137,42 @@ class _Prediction:
             WrongInput: the class does not take them.
         """
         values = self._frame.message["input"]
-        for number, (where, data) in enumerate(
-            zip(self._frame.message["files"], self._frame.blobs, strict=True)
-        ):
-            path = self._folder / str(number) / (Path(where["name"]).name or "file")
-            path.parent.mkdir()
-            path.write_bytes(data)
-            self._put(values, where["at"], path)
+        for at, path in self._written_files():
+            _put(values, at, self._file_of(at, path))
         try:
             arguments: dict[str, Any] = inspector.check_input(self._info.inputs, values)
         except (ValueError, TypeError) as error:
             raise WrongInput(str(error)) from error
         return arguments
 
-    def _put(self, values: dict[str, Any], at: list[str | int], path: Path) -> None:
-        """Puts a file where it belongs: its path, or an open file if the class asks for that."""
-        kind = self._info.inputs[str(at[0])].type.primitive
-        file: Any = cog.Path(path)
-        if kind is adt.PrimitiveType.FILE:
-            file = path.open("rb")
-            self._opened.append(file)
-        place: Any = values
-        for part in at[:-1]:
-            place = place[part]
-        place[at[-1]] = file
+    def outputs(self) -> list[Any] | None:
+        """The two outputs to compare, with the paths of their files. None: it is an input."""
+        outputs: list[Any] | None = self._frame.message.get("outputs")
+        if outputs is not None:
+            for at, path in self._written_files():
+                _put(outputs, at, cog.Path(path))
+        return outputs
+
+    def _written_files(self) -> Iterator[tuple[list[str | int], Path]]:
+        """Writes the files that came. Yields the place and the path of each."""
+        if self._frame.blobs:
+            self._folder = Path(tempfile.mkdtemp(prefix="prediction-"))
+        for number, (where, data) in enumerate(
+            zip(self._frame.message["files"], self._frame.blobs, strict=True)
+        ):
+            assert self._folder is not None, "made above; this is a bug"
+            path = self._folder / str(number) / (Path(where["name"]).name or "file")
+            path.parent.mkdir()
+            path.write_bytes(data)
+            yield where["at"], path
+
+    def _file_of(self, at: list[str | int], path: Path) -> Any:
+        """A file as the class asks for it: its path, or an open file."""
+        if self._info.inputs[str(at[0])].type.primitive is not adt.PrimitiveType.FILE:
+            return cog.Path(path)
+        file = path.open("rb")
+        self._opened.append(file)
+        return file
 
     def piece(self, value: Any) -> Any:
         """Takes the next piece of a streamed output. Returns it as JSON.
@@ -169,25 +208,47 @@ class _Prediction:
 
     def failure(self, error: BaseException) -> bytes:
         """The frame of an error. What the code raised is printed, for the logs."""
-        kind = "model"
-        if isinstance(error, WrongInput):
-            kind = "input"
-        elif isinstance(error, cog.CancelationException | asyncio.CancelledError):
-            kind = "canceled"
-        elif not isinstance(error, WrongOutput):
-            # Without our own frames: the first two are of this file.
-            kept = error.__traceback__
-            while kept is not None and kept.tb_frame.f_code.co_filename == __file__:
-                kept = kept.tb_next
-            traceback.print_exception(type(error), error, kept)
-        return encode_frame({"id": self.id, "error": words_of(error), "kind": kind})
+        print(_traceback_of(error), end="", file=sys.stderr)
+        return encode_frame({"id": self.id, "error": words_of(error), "kind": _kind_of(error)})
+
+    def failure_alone(self, error: BaseException) -> bytes:
+        """The frame of an error in a batch. The logs of others do not have what it says."""
+        log = _traceback_of(error)[-MAX_LOG_CHARS:]
+        return encode_frame(
+            {"id": self.id, "error": words_of(error), "kind": _kind_of(error), "log": log}
+        )
 
     def close(self) -> None:
         """Removes its files."""
         for file in self._opened:
             with contextlib.suppress(OSError):
                 file.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _put(values: Any, at: list[str | int], file: Any) -> None:
+    for part in at[:-1]:
+        values = values[part]
+    values[at[-1]] = file
+
+
+def _kind_of(error: BaseException) -> str:
+    if isinstance(error, WrongInput):
+        return "input"
+    is_canceled = isinstance(error, cog.CancelationException | asyncio.CancelledError)
+    return "canceled" if is_canceled else "model"
+
+
+def _traceback_of(error: BaseException) -> str:
+    """The traceback of what the code of a class raised. Empty, if it did not raise it."""
+    if _kind_of(error) != "model" or isinstance(error, WrongOutput):
+        return ""
+    # Without our own frames: the first ones are of this file.
+    kept = error.__traceback__
+    while kept is not None and kept.tb_frame.f_code.co_filename == __file__:
+        kept = kept.tb_next
+    return "".join(traceback.format_exception(type(error), error, kept))
 
 
 class SyncRunner:
@@ -221,23 +282,33 @@ class SyncRunner:
         self._is_canceled = True
 
     def _compute(self, frame: Frame) -> None:
-        self._is_canceled = False
         prediction = _Prediction(frame, self._loaded.info)
+        self._answer_with(partial(self._answer, prediction), prediction.failure, [prediction])
+
+    def _answer_with(
+        self,
+        answer: Callable[[], bytes],
+        failure: Callable[[BaseException], bytes],
+        predictions: Sequence[_Prediction],
+    ) -> None:
+        """Computes predictions and sends the answer, or that of what the class raised."""
+        self._is_canceled = False
         try:
             try:
                 self._interruptible()
-                answer = self._answer(prediction)
+                sent = answer()
             finally:
                 self._may_interrupt = False
         except BaseException as error:
             # The boundary to the code of the class: its errors end a prediction, not the process.
             if os.getpid() == self._pid:
-                answer = prediction.failure(error)
+                sent = failure(error)
         if os.getpid() != self._pid:
             os._exit(0)  # a fork of the class that came back here
-        prediction.close()
+        for prediction in predictions:
+            prediction.close()
         _flush()
-        self._connection.sendall(answer)
+        self._connection.sendall(sent)
 
     def _answer(self, prediction: _Prediction) -> bytes:
         output = self._loaded.compute(**prediction.arguments())
@@ -261,6 +332,125 @@ class SyncRunner:
         self._may_interrupt = True
         if self._is_canceled:
             raise cog.CancelationException
+
+
+class AsideRunner(SyncRunner):
+    """Says what inputs weigh and which outputs are close, and computes nothing."""
+
+    def _answer(self, prediction: _Prediction) -> bytes:
+        if (outputs := prediction.outputs()) is not None:
+            assert self._loaded.is_close is not None, "the interface says so; this is a bug"
+            return encode_frame(
+                {"id": prediction.id, "close": bool(self._loaded.is_close(*outputs))}
+            )
+        assert self._loaded.weigh is not None, "the interface says that it weighs; this is a bug"
+        arguments = prediction.arguments()
+        element = self._loaded.element or SimpleNamespace
+        value = self._loaded.weigh(_made(element, arguments))
+        try:
+            work = operator.index(value)
+        except TypeError as error:
+            reason = f"returned {repr(value)[:MAX_SHOWN_CHARS]}; a whole number is needed"
+            raise WrongOutput(reason) from error
+        return encode_frame({"id": prediction.id, "work": max(-MAX_WORK, min(work, MAX_WORK))})
+
+
+class BatchRunner(SyncRunner):
+    """Runs a class with `predict_batch`, one batch at a time.
+
+    Args:
+        connection: to the model process.
+        loaded: the class, set up.
+        element: makes an element of the list that it takes.
+    """
+
+    def __init__(
+        self, connection: socket.socket, loaded: loading.Loaded, element: Callable[..., Any]
+    ) -> None:
+        super().__init__(connection, loaded)
+        self._element = element
+
+    def run(self) -> None:
+        """Computes until the socket is closed."""
+        reader = FrameReader()
+        with contextlib.suppress(ConnectionError):
+            while (frame := read_frame(self._connection, reader)) is not None:
+                if "batch" in frame.message:
+                    frames = [
+                        read_frame(self._connection, reader) for _ in range(frame.message["batch"])
+                    ]
+                    self._compute_batch([one for one in frames if one is not None])
+
+    def _compute_batch(self, frames: Sequence[Frame]) -> None:
+        predictions = [_Prediction(frame, self._loaded.info) for frame in frames]
+        self._answer_with(partial(self._answer_all, predictions), _batch_failure, predictions)
+
+    def _answer_all(self, predictions: Sequence[_Prediction]) -> bytes:
+        """The frames of all predictions of a batch. Wrong inputs and outputs fail alone.
+
+        Raises:
+            WrongOutput: it is not one output for each input.
+        """
+        answers, inside = [], []
+        for prediction in predictions:
+            try:
+                inside.append((prediction, _made(self._element, prediction.arguments())))
+            except WrongInput as error:
+                answers.append(prediction.failure_alone(error))
+        recorded = scope.enter_scope()
+        outputs = self._loaded.compute([one for _, one in inside]) if inside else []
+        if not isinstance(outputs, list | tuple) or len(outputs) != len(inside):
+            raise WrongOutput(
+                f"output: {METHOD} returned {_counted(outputs)} for {len(inside)} inputs; "
+                "a list with an output for each is needed"
+            )
+        if len(predictions) == 1:
+            predictions[0].scope = recorded
+        for (prediction, _), output in zip(inside, outputs, strict=True):
+            answers.append(_answered_alone(prediction, output))
+        return b"".join(answers)
+
+
+def _made(element: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """An input as one object.
+
+    Raises:
+        WrongInput: its type does not take these fields.
+    """
+    try:
+        return element(**arguments)
+    except (ValueError, TypeError) as error:
+        raise WrongInput(_first_mistake(error)) from error
+
+
+def _answered_alone(prediction: _Prediction, output: Any) -> bytes:
+    """The frame of one output of a batch. An exception in its place fails its prediction."""
+    if isinstance(output, BaseException):
+        return prediction.failure_alone(output)
+    try:
+        return prediction.result(prediction.encoder.encode(output))
+    except Exception as error:
+        # The boundary to the code of the class, as everywhere here.
+        return prediction.failure_alone(error)
+
+
+def _batch_failure(error: BaseException) -> bytes:
+    print(_traceback_of(error), end="", file=sys.stderr)
+    return encode_frame({"batch_error": words_of(error), "kind": _kind_of(error)})
+
+
+def _counted(outputs: Any) -> str:
+    is_list = isinstance(outputs, list | tuple)
+    return f"{len(outputs)} outputs" if is_list else f"a value of type {type(outputs).__name__}"
+
+
+def _first_mistake(error: Exception) -> str:
+    """What a pydantic model or a dataclass says of a wrong field, which comes first."""
+    mistakes = getattr(error, "errors", None)
+    if not callable(mistakes):
+        return words_of(error)
+    first = mistakes()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:MAX_ERROR_CHARS]
 
 
 class AsyncRunner:

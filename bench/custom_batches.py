@@ -1,0 +1,159 @@
+"""A class with `predict_batch` through the whole stack, and the same class alone in one process.
+
+The model takes 5 ms for each item of a batch, as a device does: its process sleeps. So the CPU time
+that its processes use is the pipeline's own. Callers keep 128 predictions in flight, and the queue
+forms batches of 64. Both run in turns, so that other load on the machine falls on both.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from bench.load.generator import LoadOrder, LoadReport, drive, percentiles
+from bench.pipeline import BROKER, Part, say_nothing
+from bench.report import Figure, Outcome
+from infra.local.interfaces import refresh_interfaces
+from infra.local.ports import Ports
+from infra.local.stack import Stack
+from infra.local.up import served_stack
+
+NAME = "batches"
+ITEMS, OF_A_BATCH, IN_FLIGHT = 2000, 64, 128
+ITEM_S = 0.005
+ROUNDS = 3
+WARM_UP = 256
+CREATED = 201
+MIN_RATIO, MAX_CPU_MS = 0.9, 1.0
+CLASS = f"""
+import time
+from cog import BaseModel, BasePredictor, Input
+
+class Given(BaseModel):
+    text: str = Input(min_length=1)
+
+class Predictor(BasePredictor):
+    def setup(self) -> None:
+        self.sizes = []
+
+    def predict_batch(self, inputs: list[Given]) -> list[str]:
+        time.sleep({ITEM_S} * len(inputs))
+        return [one.text.upper() for one in inputs]
+"""
+ALONE = f"""
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from predict import Given, Predictor
+predictor = Predictor()
+predictor.setup()
+began_s = time.perf_counter()
+for first in range(0, {ITEMS}, {OF_A_BATCH}):
+    count = min({OF_A_BATCH}, {ITEMS} - first)
+    predictor.predict_batch([Given(text=f"text {{first + at}}") for at in range(count)])
+print(time.perf_counter() - began_s)
+"""
+
+
+def run() -> Outcome:
+    """Compares rates, and says what an item costs in each part."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "class"
+        source.mkdir()
+        (source / "predict.py").write_text(CLASS)
+        entry = {"name": NAME, "task": "custom", "source": f"local:{source}"}
+        models_file = Path(folder) / "models.yaml"
+        models_file.write_text(yaml.safe_dump({"models": [entry]}))
+        refresh_interfaces(models_file)
+        variables = {"PENSTOCK_MODELS_FILE": str(models_file), "PENSTOCK_PROCESSES": "1"}
+        state_dir = Path(folder) / "state"
+        with served_stack(state_dir, Ports.free(), variables, say_nothing, BROKER) as stack:
+            _predict(stack, WARM_UP, "warm")
+            rounds = [_round(stack, source, number) for number in range(ROUNDS)]
+    ratios = [one["alone_s"] / one["stack_s"] for one in rounds]
+    best = max(range(ROUNDS), key=ratios.__getitem__)
+    cpu_ms: dict[str, float] = rounds[best]["cpu_ms"]
+    figures = [
+        Figure("items per second of the class alone", ITEMS / rounds[best]["alone_s"], "/s"),
+        Figure("items per second through the stack", ITEMS / rounds[best]["stack_s"], "/s"),
+        Figure("the second over the first, best round", max(ratios), "", ">=", MIN_RATIO),
+        *(Figure(f"CPU per item, {name}", value, "ms") for name, value in cpu_ms.items()),
+        Figure("CPU per item, API, worker and class", _own_ms(cpu_ms), "ms", "<=", MAX_CPU_MS),
+        Figure("CPU per item, all parts", sum(cpu_ms.values()), "ms"),
+    ]
+    return Outcome(figures, {"rounds": rounds, "ratios": ratios})
+
+
+def _own_ms(cpu_ms: dict[str, float]) -> float:
+    """What the pipeline's own processes use. The servers are emulators here."""
+    return sum(value for name, value in cpu_ms.items() if name == "API" or "worker" in name)
+
+
+def _round(stack: Stack, source: Path, number: int) -> dict[str, Any]:
+    alone = subprocess.run(
+        [sys.executable, "-c", ALONE, str(source)], check=True, capture_output=True, text=True
+    )
+    parts = _parts(stack)
+    before = _cpu_s(parts)
+    report = _predict(stack, ITEMS, f"round {number}")
+    after = _cpu_s(parts)
+    return {
+        "alone_s": float(alone.stdout),
+        "stack_s": report.wall_s,
+        "cpu_ms": {name: (after[name] - before[name]) / ITEMS * 1000 for name in before},
+        "round_trip_ms": percentiles([one.round_trip_ms for one in report.exchanges]),
+    }
+
+
+def _predict(stack: Stack, count: int, word: str) -> LoadReport:
+    """Asks for predictions whose callers wait.
+
+    Raises:
+        RuntimeError: one did not succeed, or has another output than the class gives.
+    """
+    bodies = [
+        msgspec.json.encode({"version": NAME, "input": {"text": f"{word} {number}"}}).decode()
+        for number in range(count)
+    ]
+    order = LoadOrder(
+        stack.ports.api,
+        bodies,
+        IN_FLIGHT,
+        path="/v1/predictions",
+        headers={"prefer": "wait"},
+        sample_every=1,
+    )
+    report = drive(order)
+    if report.statuses() != {CREATED: count}:
+        raise RuntimeError(f"{count} predictions were expected, not {report.statuses()}")
+    for number, body in report.samples:
+        answer = json.loads(body)
+        if answer["output"] != f"{word} {number}".upper():
+            raise RuntimeError(f"prediction {number}: {answer['status']} {answer['error']}")
+    return report
+
+
+def _parts(stack: Stack) -> dict[str, Part]:
+    is_rabbit = stack.broker == "rabbitmq"
+    return {
+        "API": Part(stack.ports.api),
+        "worker": Part(stack.ports.health[0]),
+        "broker": Part(stack.ports.rabbitmq if is_rabbit else stack.ports.pubsub),
+        "Redis": Part(stack.ports.redis),
+        "BigQuery": Part(stack.ports.bigquery),
+    }
+
+
+def _cpu_s(parts: dict[str, Part]) -> dict[str, float]:
+    seconds = {name: part.cpu_s() for name, part in parts.items() if name != "worker"}
+    worker = parts["worker"]
+    return seconds | {
+        "worker, I/O": worker.cpu_s(),
+        "worker, model and class": worker.children_cpu_s(),
+    }

@@ -1,0 +1,261 @@
+"""What predictions of classes of one's own cost: by item, by work, by second. Three books agree."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api.limits.limited_request import STOPS_WITHIN_S
+from shared.stores.objects import ObjectStore
+from shared.tasks.custom import interface_of
+from shared.tenants.plan import Plan
+from tests.api.fake_worker import FakeWorker
+from tests.api.harness import running_api, settings_for
+from tests.api.ledger import LedgerWorld, ledger_world
+from tests.api.predicting import WAIT, until_processing
+from tests.keys import bearer, keys_url
+from tests.limits import WAIT_LIMIT_S
+from tests.workers.models.custom.classes import entry_of, write_class
+from tests.workers.worker_harness import running_worker
+from workers.models.custom.aside import AsideClass
+from workers.models.custom.preparation import CustomPreparer
+from workers.runtime.pool import HostedModel, ModelPool
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow(about_s=30)]
+
+BATCHED = """
+class Given(BaseModel):
+    text: str
+    mode: str = Input(default="say", choices=["say", "fail", "lie"])
+
+class Predictor(BasePredictor):
+    def predict_batch(self, inputs: list[Given]) -> list[str]:
+        time.sleep(0.01)
+        return [ValueError("no") if one.mode == "fail" else one.text for one in inputs]
+
+    def work(self, input: Given) -> int:
+        return -5 if input.mode == "lie" else len(input.text)
+"""
+TALKS_ON = """
+class Predictor(BasePredictor):
+    def predict(self, text: str) -> ConcatenateIterator[str]:
+        yield "piece"
+        while True:
+            time.sleep(0.01)
+
+    def work(self, input) -> int:
+        return len(input.text)
+"""
+MOST = 100
+PRICE = {"per_item_usd": 0.25, "per_work_usd": 0.01, "per_second_usd": 0.5, "cached_share": 0.5}
+
+
+@asynccontextmanager
+async def charged(
+    redis_url: str, tmp_path: Path, body: str, **fields: Any
+) -> AsyncIterator[LedgerWorld]:
+    """A deployment of a class whose tenants have budgets, with its books."""
+    (tmp_path / "class").mkdir()
+    folder = write_class(tmp_path / "class", body)
+    entry = entry_of(folder, **{"price": PRICE, "work": {"max": MOST}, **fields})
+    async with AsyncExitStack() as opened:
+        pool = await opened.enter_async_context(
+            ModelPool([HostedModel(entry, folder)], device="cpu", processes=1)
+        )
+        weigher = AsideClass(entry, folder) if interface_of(entry).weighs else None
+        if weigher is not None:
+            opened.callback(weigher.close)
+        worker = running_worker(
+            redis_url,
+            tmp_path,
+            pool=pool,
+            objects=ObjectStore(f"file://{tmp_path}/objects"),
+            model=entry,
+            preparer=CustomPreparer(entry, weigher),
+        )
+        yield await opened.enter_async_context(
+            ledger_world(redis_url, tmp_path, entry, worker=worker)
+        )
+
+
+async def predict(world: LedgerWorld, key: str = "one", **given: Any) -> dict[str, Any]:
+    """A prediction that is over. What its answer says of its cost is noted."""
+    http = world.api.http
+    body = {"version": "mine", "input": given}
+    response = await http.post("/v1/predictions", json=body, headers=bearer(key) | WAIT)
+    assert response.status_code == 201, response.text
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while True:
+            url = f"/v1/predictions/{response.json()['id']}"
+            found: dict[str, Any] = (await http.get(url, headers=bearer(key))).json()
+            if found["status"] in ("succeeded", "failed", "canceled"):
+                break
+            await asyncio.sleep(0.02)
+    world.ledger.tell(key, (found["metrics"] or {}).get("cost_usd", 0.0))
+    return found
+
+
+async def test_work_and_seconds_are_charged_alike_in_answer_counter_and_row(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with charged(redis_url, tmp_path, BATCHED) as world:
+        texts = ("a", "b" * 10, "c" * MOST)
+        await asyncio.gather(*(predict(world, text=text) for text in texts))
+        costs = await world.ledger.check()
+        rows = {row.work: row for row in world.ledger.rows()}
+        assert sorted(rows) == [1, 10, MOST]  # type: ignore[type-var]
+        for work, row in rows.items():
+            assert work is not None
+            assert row.inference_ms is not None
+            assert row.batch_size is not None
+            seconds = row.inference_ms / 1000 / row.batch_size
+            assert row.cost_usd == pytest.approx(0.25 + work * 0.01 + seconds * 0.5)
+        assert costs["one"] > 3 * 0.25 + 111 * 0.01
+
+
+async def test_what_fails_costs_nothing(redis_url: str, tmp_path: Path) -> None:
+    async with charged(redis_url, tmp_path, BATCHED) as world:
+        failed = await predict(world, text="abc", mode="fail")
+        assert (failed["status"], failed["error"]) == ("failed", "no")
+        lied = await predict(world, text="abc", mode="lie")
+        assert lied["error"] == "work: returned -5; a whole number from 1 on is needed"
+        heavy = await predict(world, text="x" * (MOST + 1))
+        assert heavy["error"] == "input[0]: it weighs 101, and at most 100 is allowed"
+        assert (await world.ledger.check())["one"] == 0.0
+
+
+async def test_an_equal_result_costs_its_share_of_its_work(redis_url: str, tmp_path: Path) -> None:
+    async with charged(redis_url, tmp_path, BATCHED, deterministic=True) as world:
+        await predict(world, text="abcd")
+        await world.ledger.check()
+        await predict(world, text="abcd")
+        await world.ledger.check()
+        first, again = sorted(world.ledger.rows(), key=lambda row: row.received_at_s)
+        assert (first.cache, again.cache) == ("miss", "memory")
+        assert again.work == 4
+        assert again.cost_usd == pytest.approx(0.5 * (0.25 + 4 * 0.01))
+
+
+async def test_a_stream_that_was_read_in_part_costs_its_whole_work(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with charged(redis_url, tmp_path, TALKS_ON) as world:
+        http, key = world.api.http, bearer("one")
+        body = {"version": "mine", "input": {"text": "abcdefg"}}
+        made = (await http.post("/v1/predictions", json=body, headers=key)).json()
+        async with http.stream("GET", made["urls"]["stream"], headers=key) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: piece"):
+                    break
+        await http.post(f"/v1/predictions/{made['id']}/cancel", headers=key)
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while not world.ledger.rows():  # noqa: ASYNC110  written once the class has stopped
+                await asyncio.sleep(0.01)
+        found = (await http.get(f"/v1/predictions/{made['id']}", headers=key)).json()
+        world.ledger.tell("one", found["metrics"]["cost_usd"])
+        await world.ledger.check()
+        (row,) = world.ledger.rows()
+        assert (row.status, row.work) == ("canceled", 7)
+        assert row.cost_usd is not None
+        assert row.inference_ms is not None
+        seconds = row.inference_ms / 1000
+        assert row.cost_usd == pytest.approx(0.25 + 7 * 0.01 + seconds * 0.5)
+
+
+async def test_a_budget_reserves_the_most_work_and_the_longest_time(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """Who has less left than the most it can cost is refused, however little it would cost."""
+    async with charged(redis_url, tmp_path, BATCHED, deadline={"longest_s": 60}) as world:
+        http = world.api.http
+        body = {"version": "mine", "input": {"text": "a"}}
+        refused = await http.post("/v1/predictions", json=body, headers=bearer("poor"))
+        assert refused.status_code == 429
+        assert await predict(world, text="a")
+        await world.ledger.check()
+        model = world.catalog.find("mine")
+        most = 0.25 + MOST * 0.01 + (model.deadline.longest_s + STOPS_WITHIN_S) * 0.5
+        assert most < 1000
+
+
+async def test_work_counts_toward_its_limit_by_the_minute(redis_url: str, tmp_path: Path) -> None:
+    """Of each prediction the most is reserved, and what it did weigh counts."""
+    async with charged(redis_url, tmp_path, BATCHED) as world:
+        plan = Plan(work_per_min=MOST + 20)
+        keys = keys_url(tmp_path, plans={"p": plan}, tenants={"acme": "p"}, a="acme")
+        settings = settings_for(tmp_path, redis_url=redis_url, keys_url=keys)
+        broker = world.harness.broker
+        nobody, body = FakeWorker(broker, ()), {"version": "mine", "input": {"text": "x" * 15}}
+        async with running_api(settings, broker, broker, world.catalog, worker=nobody) as api:
+            answers = [
+                await api.http.post("/v1/predictions", json=body, headers=bearer("a") | WAIT)
+                for _ in range(3)
+            ]
+    assert [answer.status_code for answer in answers] == [201, 201, 429]
+    assert answers[0].headers["x-ratelimit-limit-work"] == str(MOST + 20)
+    assert "work per minute" in answers[2].json()["detail"]
+
+
+SLOW = """
+class Given(BaseModel):
+    text: str
+
+class Predictor(BasePredictor):
+    def setup(self) -> None:
+        time.sleep(1.5)
+
+    def predict_batch(self, inputs: list[Given]) -> list[str]:
+        time.sleep(0.3)
+        texts = [one.text for one in inputs]
+        if "exit" in texts:
+            os._exit(3)
+        if "raise" in texts:
+            raise ValueError("no")
+        return texts
+"""
+ONE_BY_ONE = """
+class Predictor(BasePredictor):
+    def setup(self) -> None:
+        time.sleep(1.5)
+
+    def predict(self, text: str) -> str:
+        if text == "exit":
+            os._exit(3)
+        return text
+"""
+
+
+@pytest.mark.parametrize(("body", "calls_s"), [(SLOW, 0.3), (ONE_BY_ONE, 0.0)])
+async def test_nobody_pays_for_the_set_up_after_anothers_crash(
+    redis_url: str, tmp_path: Path, body: str, calls_s: float
+) -> None:
+    async with charged(redis_url, tmp_path, body, work={}) as world:
+        assert (await predict(world, text="exit"))["status"] == "failed"
+        await predict(world, text="a")
+        await world.ledger.check()
+        (row,) = [one for one in world.ledger.rows() if one.status == "succeeded"]
+        assert row.inference_ms is not None
+        assert row.inference_ms < (calls_s + 1.2) * 1000, "without the 1.5 s of setup"
+
+
+async def test_nobody_pays_for_the_calls_that_another_made_fail(
+    redis_url: str, tmp_path: Path
+) -> None:
+    price = {"per_second_usd": 0.1}
+    async with charged(redis_url, tmp_path, SLOW, work={}, price=price) as world:
+        holds = asyncio.create_task(predict(world, text="first"))
+        await until_processing(world.api, bearer("one"))
+        texts = ("a", "b", "c", "d", "raise", "e", "f", "g")
+        await asyncio.gather(*(predict(world, text=text) for text in texts))
+        await holds
+        await world.ledger.check()
+        rows = [one for one in world.ledger.rows() if one.status == "succeeded"]
+        assert len(rows) == 8
+        for row in rows:
+            assert row.inference_ms is not None
+            assert row.inference_ms < 900, "one call of 0.3 s, not all seven"

@@ -1,0 +1,429 @@
+"""Classes with `predict_batch`, in their own process: one outcome per input, whatever they do."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.catalog import Model
+from shared.errors import BadInput, ConfigurationError
+from shared.model_interface import FILE_NAME
+from shared.tasks.custom import CustomInput, CustomResult
+from tests.workers.models.custom.classes import entry_of, prepared, write_class
+from workers.models.base import PreparedFile
+from workers.models.custom.__main__ import main
+from workers.models.custom.batches import CustomBatchModel
+from workers.models.custom.checking import inspect_folder
+from workers.models.custom.preparation import CustomPreparer
+from workers.runtime.execution import BatchExecution, StepReporter
+from workers.runtime.protocol import Failure, encode_cancel
+
+PYDANTIC = """
+import pydantic
+
+class Given(pydantic.BaseModel):
+    text: str = pydantic.Field(min_length=1, max_length=9, description="What is said.")
+    times: int = pydantic.Field(1, ge=1, le=5)
+    mode: Literal["say", "fail", "exit", "raise", "loop", "die"] = "say"
+
+class Predictor(BasePredictor):
+    def setup(self) -> None:
+        self.sizes = []
+
+    def predict_batch(self, inputs: list[Given]) -> list[str | Exception]:
+        self.sizes.append(len(inputs))
+        modes = {one.mode for one in inputs}
+        if "exit" in modes: os._exit(4)
+        if "raise" in modes: raise RuntimeError("not with these")
+        while "loop" in modes: time.sleep(0.01)
+        return [
+            ValueError(f"not {one.text}") if one.mode == "fail" else one.text * one.times
+            for one in inputs
+        ]
+"""
+COG = """
+class Given(BaseModel):
+    text: str = Input(min_length=1, max_length=9, description="What is said.")
+    times: int = Input(default=1, ge=1, le=5)
+    mode: str = Input(default="say", choices=["say", "fail", "exit", "raise", "loop", "die"])
+
+class Predictor(BasePredictor):
+    def predict_batch(self, inputs: List[Given]) -> List[str]:
+        return [one.text * one.times for one in inputs]
+"""
+
+
+def simple(method: str) -> str:
+    """A class with one input, whose batches a line computes."""
+    return f"""
+class Given(BaseModel):
+    a: int
+
+class Predictor(BasePredictor):
+    def predict_batch(self, inputs: list[Given]) -> list[int]:
+        {method}
+"""
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Any:
+    """Makes models that are set up, and ends them."""
+    models: list[CustomBatchModel] = []
+
+    def start(body: str) -> CustomBatchModel:
+        folder = write_class(tmp_path, body)
+        models.append(CustomBatchModel(entry_of(folder), folder, "cpu", 1))
+        models[-1].setup()
+        return models[-1]
+
+    yield start
+    for model in models:
+        model.close()
+
+
+def compute(model: CustomBatchModel, *inputs: dict[str, Any], cancels: bool = False) -> list[Any]:
+    """Computes a batch as a model process does. Returns the output or the failure of each."""
+    return outcomes(run(model, *inputs, cancels=cancels))
+
+
+def run(model: CustomBatchModel, *inputs: dict[str, Any], cancels: bool = False) -> BatchExecution:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        if cancels:
+            ours.sendall(encode_cancel(1))
+        execution = BatchExecution(model, StepReporter(theirs, 1))
+        execution.compute([prepared(values) for values in inputs])
+    return execution
+
+
+def outcomes(execution: BatchExecution) -> list[Any]:
+    found = [one for _, one in sorted(execution.results.items())]
+    return [one.output if isinstance(one, CustomResult) else one for one in found]
+
+
+@pytest.mark.parametrize("body", [PYDANTIC, COG])
+def test_the_fields_of_the_element_are_the_inputs(tmp_path: Path, body: str) -> None:
+    interface = inspect_folder(write_class(tmp_path, body)).interface
+    assert (interface.batches, interface.concurrency, interface.streams) == (True, 1, "")
+    assert interface.inputs["required"] == ["text"]
+    assert interface.properties["text"] == {
+        "type": "string",
+        "title": "Text",
+        "description": "What is said.",
+        "minLength": 1,
+        "maxLength": 9,
+        "x-order": 0,
+    }
+    assert interface.properties["times"]["default"] == 1
+    assert (interface.properties["times"]["minimum"], interface.properties["times"]["maximum"]) == (
+        1,
+        5,
+    )
+    assert interface.properties["mode"]["enum"][:2] == ["say", "fail"]
+    assert interface.output["type"] == "string"
+
+
+@pytest.mark.parametrize("body", [PYDANTIC, COG])
+def test_a_batch_has_an_output_for_each_input_in_order(started: Any, body: str) -> None:
+    model = started(body)
+    assert compute(model, {"text": "a"}, {"text": "b", "times": 3}, {"text": "c"}) == [
+        "a",
+        "bbb",
+        "c",
+    ]
+
+
+def test_it_is_one_call_of_the_class(started: Any) -> None:
+    model = started(simple("return [len(inputs)] * len(inputs)"))
+    assert compute(model, *({"a": one} for one in range(5))) == [5] * 5
+
+
+def test_an_exception_in_the_list_fails_its_item_alone_with_its_own_log(started: Any) -> None:
+    body = (
+        simple("return [self.tried(one.a) for one in inputs]")
+        + """
+    def tried(self, a):
+        print("seen by all", a)
+        try:
+            return 10 // a
+        except ZeroDivisionError as error:
+            return error
+"""
+    )
+    execution = run(started(body), {"a": 1}, {"a": 0}, {"a": 2})
+    first, failed, last = outcomes(execution)
+    assert (first, last) == (10, 5)
+    assert isinstance(failed, Failure)
+    assert "by zero" in failed.message
+    assert list(execution.logs) == [1]
+    assert "ZeroDivisionError" in execution.logs[1]
+    assert "seen by all" not in execution.logs[1], "others may be in the batch"
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason"), [("raise", "not with these"), ("exit", "ended with exit status 4")]
+)
+def test_what_breaks_a_batch_fails_alone(started: Any, mode: str, reason: str) -> None:
+    model = started(PYDANTIC)
+    given = [{"text": str(one), "mode": mode if one == 5 else "say"} for one in range(8)]
+    execution = run(model, *given)
+    found = outcomes(execution)
+    assert isinstance(found[5], Failure)
+    assert reason in found[5].message
+    assert [one for at, one in enumerate(found) if at != 5] == list("0123467")
+    if mode == "raise":
+        assert "RuntimeError: not with these" in execution.logs[5]
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("return [1]", "returned 1 outputs for 2 inputs"),
+        ("return [1] * 3", "returned 3 outputs for 2 inputs"),
+        ("return None", "returned a value of type NoneType for 2 inputs"),
+        ("return (one.a for one in inputs)", "returned a value of type generator for 2"),
+        ("return 'ab'", "returned a value of type str for 2 inputs"),
+    ],
+)
+def test_a_wrong_number_of_outputs_fails_with_its_reason(
+    started: Any, method: str, reason: str
+) -> None:
+    model = started(simple(method))
+    with pytest.raises(Exception, match=reason):
+        model.predict([prepared({"a": 1}), prepared({"a": 2})], lambda step, steps: None)
+
+
+def test_a_wrong_output_fails_its_item_alone(started: Any) -> None:
+    model = started(simple("return [one.a if one.a else object() for one in inputs]"))
+    first, wrong, last = compute(model, {"a": 1}, {"a": 0}, {"a": 2})
+    assert (first, last) == (1, 2)
+    assert "a value of type object is not integer" in wrong.message
+
+
+def test_an_input_that_only_the_element_refuses_names_its_field(started: Any) -> None:
+    body = PYDANTIC.replace(
+        "class Predictor",
+        "    @pydantic.field_validator('text')\n"
+        "    def no_digits(cls, text):\n"
+        "        assert not text.isdigit(), 'no digits'\n"
+        "        return text\n\n"
+        "class Predictor",
+    )
+    good, bad = compute(started(body), {"text": "a"}, {"text": "1"})
+    assert good == "a"
+    assert isinstance(bad, Failure)
+    assert (bad.code, bad.field) == (BadInput.code, "text")
+    assert "no digits" in bad.message
+
+
+def test_files_go_in_and_out(tmp_path: Path, started: Any) -> None:
+    body = """
+    class Given(BaseModel):
+        file: Path
+
+    class Predictor(BasePredictor):
+        def predict_batch(self, inputs: list[Given]) -> list[Path]:
+            found = []
+            for number, one in enumerate(inputs):
+                out = Path(os.environ["TMPDIR"]) / f"{number}.txt"
+                out.write_bytes(one.file.read_bytes() * 2)
+                found.append(out)
+            return found
+    """
+    model = started(body)
+    batch = [
+        prepared({"file": None}, [PreparedFile(["file"], "a.txt", data)]) for data in (b"a", b"b")
+    ]
+    found = model.predict(batch, lambda step, steps: None)
+    assert [one.files[0].data for one in found] == [b"aa", b"bb"]
+
+
+def test_a_canceled_batch_is_stopped_and_the_next_one_computed(started: Any) -> None:
+    model = started(PYDANTIC)
+    for _ in range(2):
+        found = compute(model, {"text": "a", "mode": "loop"}, {"text": "b"}, cancels=True)
+        assert [one.code for one in found] == ["canceled", "canceled"]
+        assert compute(model, {"text": "c"}, {"text": "d"}) == ["c", "d"]
+
+
+def test_a_batch_that_does_not_stop_is_killed(started: Any) -> None:
+    body = simple(
+        "while inputs[0].a:\n            try: time.sleep(0.01)\n"
+        "            except BaseException: pass\n        return [os.getpid()] * len(inputs)"
+    )
+    model = started(body)
+    (before,) = compute(model, {"a": 0})
+    assert [one.code for one in compute(model, {"a": 1}, {"a": 2}, cancels=True)] == [
+        "canceled"
+    ] * 2
+    (after,) = compute(model, {"a": 0})
+    assert before != after
+
+
+def test_large_batches_go_through(started: Any) -> None:
+    """64 inputs and outputs near their bound of 1 MiB are more than one message may have."""
+    body = """
+    class Given(BaseModel):
+        a: str
+
+    class Predictor(BasePredictor):
+        def predict_batch(self, inputs: list[Given]) -> list[str]:
+            return [one.a for one in inputs]
+    """
+    text = "x" * 1_000_000
+    assert compute(started(body), *({"a": text} for _ in range(64))) == [text] * 64
+
+
+def test_what_one_alone_printed_and_recorded_is_its_own(started: Any) -> None:
+    model = started(
+        simple("print(len(inputs)); self.record_metric('n', len(inputs)); return [1] * len(inputs)")
+    )
+    alone = run(model, {"a": 1})
+    assert (alone.logs, alone.results[0].metrics) == ({0: "1\n"}, {"n": 1})  # type: ignore[union-attr]
+    both = run(model, {"a": 1}, {"a": 2})
+    assert both.logs == {}
+    assert [one.metrics for one in both.results.values()] == [{}, {}]  # type: ignore[union-attr]
+
+
+WRONG_FORMS = [
+    ("async def predict_batch(self, inputs: list[Given]) -> list[int]: ...", "is asynchronous"),
+    (
+        "def predict_batch(self, inputs) -> list[int]: ...",
+        "the argument inputs needs the type list",
+    ),
+    ("def predict_batch(self, inputs: list[Given]): ...", "the return value needs the type list"),
+    ("def predict_batch(self, inputs: list[int]) -> list[int]: ...", "whose fields are the inputs"),
+    (
+        "def predict_batch(self, inputs: list[Given], b: int) -> list[int]: ...",
+        "one list of inputs",
+    ),
+    ("def predict_batch(self, inputs: list[Given]) -> list[Iterator[int]]: ...", "be iterators"),
+    ("def predict_batch(self, inputs: list[Gone]) -> list[int]: ...", "name 'Gone' is not defined"),
+]
+
+
+@pytest.mark.parametrize(("method", "reason"), WRONG_FORMS)
+def test_another_form_is_refused_by_check(tmp_path: Path, method: str, reason: str) -> None:
+    body = f"class Given(BaseModel):\n    a: int\n\nclass Predictor(BasePredictor):\n    {method}\n"
+    with pytest.raises(ConfigurationError, match=reason):
+        inspect_folder(write_class(tmp_path, body))
+
+
+def test_check_says_that_a_class_batches_and_the_worker_compares(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_class(tmp_path, simple("return [1] * len(inputs)"))
+    assert main(["check", str(folder)]) == 0
+    assert "in batches" in capsys.readouterr().out
+    assert '"batches": true' in (folder / FILE_NAME).read_text()
+    entry = entry_of(folder)
+    write_class(
+        tmp_path, "class Predictor(BasePredictor):\n    def predict(self, a: int) -> int: ..."
+    )
+    model = CustomBatchModel(entry, folder, "cpu", 1)
+    with pytest.raises(
+        ConfigurationError, match=r"batches: true in schema\.json, false in the code"
+    ):
+        model.setup()
+    model.close()
+
+
+def test_predict_runs_a_batch_of_one_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_class(tmp_path, PYDANTIC)
+    assert main(["predict", str(folder), "-i", "text=ab", "-i", "times=2"]) == 0
+    assert '"abab"' in capsys.readouterr().out
+    assert main(["predict", str(folder), "-i", "text=ab", "-i", "mode=fail"]) == 1
+    assert "not ab" in capsys.readouterr().err
+    assert main(["predict", str(folder), "-i", "text=ab", "-i", "mode=raise"]) == 1
+    assert "not with these" in capsys.readouterr().err
+
+
+def entry_with(folder: Path, **batch: Any) -> Model:
+    return entry_of(write_class(folder, PYDANTIC), batch=batch)
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [("language", "'language' is no input whose values can be compared; use one of text, times")],
+)
+def test_a_key_that_does_not_exist_is_refused(tmp_path: Path, key: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        entry_with(tmp_path, key=key)
+
+
+def test_a_key_needs_a_class_with_batches_and_a_task_with_inputs(tmp_path: Path) -> None:
+    folder = write_class(
+        tmp_path, "class Predictor(BasePredictor):\n    def predict(self, a: int) -> int: ..."
+    )
+    with pytest.raises(ValueError, match="the class has no predict_batch"):
+        entry_of(folder, batch={"key": "a", "max_items": 1})
+    with pytest.raises(ValueError, match="an embedding model has none; leave it out"):
+        Model.model_validate(
+            {
+                "name": "letters",
+                "task": "embedding",
+                "source": "local:x",
+                "dimensions": 1,
+                "batch": {"max_tokens": 9, "key": "a"},
+            }
+        )
+
+
+def test_a_batch_has_64_items_unless_the_entry_says_otherwise(tmp_path: Path) -> None:
+    folder = write_class(tmp_path, PYDANTIC)
+    assert entry_of(folder).batch.max_items == 64
+    assert entry_of(folder, batch={"max_items": 8}).budget == 8
+
+
+def test_equal_values_share_a_key_and_a_default_is_a_value(tmp_path: Path) -> None:
+    preparer = CustomPreparer(entry_with(tmp_path, key="times"))
+    given = ({"text": "a"}, {"text": "b", "times": 1}, {"text": "c", "times": 2})
+    keys = [one.key for one in preparer.prepare([CustomInput(values) for values in given])]  # type: ignore[union-attr]
+    assert keys[0] == keys[1] != keys[2]
+    long = CustomPreparer(entry_with(tmp_path, key="text"))
+    (found,) = long.prepare([CustomInput({"text": "x" * 10_000_000})])
+    assert len(found.key) == 64  # type: ignore[union-attr]
+
+
+def test_a_runner_that_the_system_kills_takes_the_model_process_with_it(tmp_path: Path) -> None:
+    folder = write_class(tmp_path, simple("os.kill(os.getpid(), 9)"))
+    entry = entry_of(folder)
+    child = os.fork()
+    if child == 0:
+        model = CustomBatchModel(entry, folder, "cpu", 1)
+        model.setup()
+        run(model, {"a": 1}, {"a": 2})
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 70
+
+
+@pytest.mark.parametrize(
+    "frame", ['{"id": 0, "output": 7, "files": [], "metrics": {}, "blobs": []}', '{"blobs": []}']
+)
+def test_an_answer_that_the_class_makes_up_is_not_given_to_others(started: Any, frame: str) -> None:
+    """It has the socket, so it could send what the next batch would get."""
+    body = (
+        simple("return self.tried(inputs)")
+        + f"""
+    def tried(self, inputs):
+        if inputs[0].a == 1:
+            data = {frame!r}.encode()
+            for fd in range(3, 64):
+                try:
+                    os.write(fd, len(data).to_bytes(4, "little") + data)
+                except OSError:
+                    pass
+        return [one.a for one in inputs]
+"""
+    )
+    model = started(body)
+    assert compute(model, {"a": 5}) == [5]
+    (wrong,) = compute(model, {"a": 1})
+    assert "it sent an answer to something else" in wrong.message
+    assert compute(model, {"a": 6}, {"a": 9}) == [6, 9]

@@ -1,0 +1,113 @@
+"""Compares outputs of a canary by the workers of both revisions, if only these have the code.
+
+The API compares what it can (api/dispatch/canary_comparison.py). A class of one's own says itself
+which outputs are close, and all that it computes are predictions, which the API does not wait for.
+So the canary's worker has a share of its items computed once more by the other revision, with its
+own output in the input, and that revision's worker compares the two. As there, this has `batch`
+priority, is for no tenant, and costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from shared.blob import Blob
+from shared.canary.verdict import COMPARISON_TENANT
+from shared.catalog import Model
+from shared.errors import PenstockError
+from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, encode_job
+from shared.stores.objects import ObjectStore
+from shared.tasks.custom import CustomInput, CustomResult
+from shared.topics import jobs_topic_id
+from shared.transport import Publisher
+from workers.job import PulledJob
+from workers.models.base import IsClose
+
+log = logging.getLogger(__name__)
+
+COMPUTED = ("miss", "none")
+"""The sources of results that this revision computed (`Receipt.cache`)."""
+MAX_FILE_BYTES = 64 * 1024 * 1024
+
+
+class RevisionComparison:
+    """The part of one worker: that of the canary asks, and that of the other revision compares.
+
+    Args:
+        model: that the worker serves.
+        publisher: sends what is to be computed once more.
+        objects: has large files of outputs.
+        is_close: compares two outputs. It may block, and raise PenstockError.
+    """
+
+    def __init__(
+        self, model: Model, publisher: Publisher, objects: ObjectStore, is_close: IsClose
+    ) -> None:
+        self._model = model
+        self._publisher = publisher
+        self._objects = objects
+        self._is_close = is_close
+
+    async def after(self, pulled: PulledJob, outcomes: Sequence[ItemOutcome]) -> list[bool]:
+        """Asks for comparisons of a job that has ended, or compares. Never fails.
+
+        Returns:
+            For each output that was compared, whether it was close.
+        """
+        compared = []
+        for item, outcome in zip(pulled.items, outcomes, strict=False):
+            if not isinstance(item.input, CustomInput) or not isinstance(
+                outcome.result, CustomResult
+            ):
+                continue
+            try:
+                if self._model.is_canary:
+                    await self._ask(item.input, outcome, outcome.result)
+                elif (canarys := item.input.compared_with) is not None:
+                    compared.append(await self._compare(outcome.result, canarys))
+            except PenstockError as error:
+                log.debug("outputs not compared", extra={"reason": error.message})
+        return compared
+
+    async def _ask(self, value: CustomInput, outcome: ItemOutcome, result: CustomResult) -> None:
+        rules = self._model.canary
+        is_own = outcome.receipt.cache in COMPUTED
+        if rules is None or not is_own or random.random() >= rules.compare_share:
+            return
+        now_s, name = time.time(), self._model.public_name
+        envelope = Envelope(
+            request_id=f"cmp_{secrets.token_hex(12)}",
+            tenant=COMPARISON_TENANT,
+            received_at_s=now_s,
+            priority="batch",
+            price_share=0.0,
+            part=0,
+            model=name,
+            deadline_s=now_s + self._model.deadline.longest_s,
+            published_at_s=now_s,
+        )
+        again = msgspec.structs.replace(value, is_streamed=False, compared_with=result)
+        body = JobBody([Item(0, again)], cache_read=False, cache_write=False)
+        await self._publisher.publish(jobs_topic_id(name), *encode_job(Job(envelope, body)))
+
+    async def _compare(self, ours: CustomResult, theirs: CustomResult) -> bool:
+        return await asyncio.to_thread(
+            self._is_close, await self._inline(ours), await self._inline(theirs)
+        )
+
+    async def _inline(self, result: CustomResult) -> CustomResult:
+        """A result with the bytes of its files."""
+        return result.with_blobs([await self._read(one) for one in result.blobs])
+
+    async def _read(self, blob: Blob) -> Blob:
+        if blob.object_key is None:
+            return blob
+        data = await self._objects.get(blob.object_key, MAX_FILE_BYTES)
+        return Blob(blob.media_type, data=data)

@@ -1,0 +1,135 @@
+"""What a class says without computing: what an input weighs, and whether two outputs are close.
+
+`work(self, input) -> int` is called before an item is queued, and `is_close(self, a, b) -> bool`
+after it was computed, so both in a runner that stands aside: the others compute. It has imported
+the class, and has not set it up. It gets one question at a time and is killed if it does not answer
+in time, so no input holds up those of others for long.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shared.catalog import Model
+from shared.errors import BadInput, InputTooLarge, ModelFailed
+from shared.tasks.custom import CustomResult, interface_of
+from workers.models.base import PreparedCustom
+from workers.models.custom.checking import INSPECTION_LIMIT_S
+from workers.models.custom.model import message_of, outcome_of
+from workers.models.custom.process import RunnerProcess, end_of
+from workers.models.custom.runner.frames import Frame
+from workers.models.custom.sources import read_sources
+
+ANSWER_LIMIT_S = 5.0
+"""For one question. Weighing reads sizes, and comparing two outputs computes little."""
+
+
+class AsideClass:
+    """A class in a runner that stands aside, which starts when it is first asked.
+
+    Threads may share it.
+
+    Args:
+        entry: of the catalog, with its interface.
+        folder: of the class.
+    """
+
+    def __init__(self, entry: Model, folder: Path) -> None:
+        self._interface = interface_of(entry)
+        self._max_work = entry.work.max or 1
+        self._folder = folder
+        self._runner: RunnerProcess | None = None
+        self._turn = threading.Lock()
+
+    def weigh(self, item: PreparedCustom) -> int:
+        """What an input weighs, from 1 to the most that the entry allows. Waits for the runner.
+
+        Raises:
+            BadInput: the class does not take the input, or it weighs too much.
+            ModelFailed: the class can't weigh it.
+        """
+        work = int(self._asked("work", *message_of(0, item)))
+        if work < 1:
+            raise ModelFailed(f"work: returned {work}; a whole number from 1 on is needed")
+        if work > self._max_work:
+            raise InputTooLarge(
+                f"it weighs {work}, and at most {self._max_work} is allowed", field="input"
+            )
+        return work
+
+    def is_close(self, ours: CustomResult, theirs: CustomResult) -> bool:
+        """Whether two outputs of one input are close, by the class. Waits for the runner.
+
+        Raises:
+            ModelFailed: the class can't say.
+        """
+        both = (ours, theirs)
+        files = [
+            {"at": [number, *place.at], "name": place.name}
+            for number, one in enumerate(both)
+            for place in one.places
+        ]
+        message = {"id": 0, "outputs": [one.output for one in both], "files": files}
+        return bool(
+            self._asked("close", message, [file.data or b"" for one in both for file in one.files])
+        )
+
+    def _asked(self, name: str, message: dict[str, Any], blobs: Sequence[bytes]) -> Any:
+        """The field `name` of the answer to a message."""
+        function = "is_close" if name == "close" else name
+        with self._turn:
+            runner = self._runner or self._started(function)
+            runner.send(message, blobs)
+            frames = self._received(runner, ANSWER_LIMIT_S)
+            if not frames:
+                raise ModelFailed(f"{function}: {self._reason(runner, frames, ANSWER_LIMIT_S)}")
+        if "error" in frames[0].message:
+            error = outcome_of(frames[0], self._interface, work=0)
+            reason = str(frames[0].message["error"])
+            raise error if isinstance(error, BadInput) else ModelFailed(f"{function}: {reason}")
+        return frames[0].message[name]
+
+    def _started(self, function: str) -> RunnerProcess:
+        """The runner, with the class imported.
+
+        Raises:
+            ModelFailed: it can't be imported.
+        """
+        sources = read_sources(self._folder)
+        runner = RunnerProcess(self._folder, environment=sources.environment, is_aside=True)
+        frames = self._received(runner, INSPECTION_LIMIT_S)
+        if not frames:
+            raise ModelFailed(f"{function}: {self._reason(runner, frames, INSPECTION_LIMIT_S)}")
+        if "ready" not in frames[0].message:
+            runner.close()
+            reason = frames[0].message.get("failed", "it did not begin")
+            raise ModelFailed(f"{function}: {reason}")
+        self._runner = runner
+        return runner
+
+    def _received(self, runner: RunnerProcess, limit_s: float) -> list[Frame] | None:
+        try:
+            return runner.receive(limit_s)
+        except ValueError as error:
+            runner.kill(f"it sent something else than an answer: {error}")
+            return None
+
+    def _reason(self, runner: RunnerProcess, frames: list[Frame] | None, limit_s: float) -> str:
+        """Why no answer came. Ends the runner: the next question gets another one."""
+        self._runner = None
+        if frames is not None:
+            runner.kill("it took too long")
+            runner.close()
+            return f"no answer in {limit_s:g} s"
+        return f"the process of the class {end_of(runner.close())}"
+
+    def close(self) -> None:
+        """Ends the runner."""
+        with self._turn:
+            runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.kill("it is not needed any more")
+            runner.close()

@@ -1,0 +1,175 @@
+"""A class with `predict_batch` in a model process: a batch goes to its runner and comes back whole.
+
+What raises, exits or returns the wrong number of outputs fails its batch, which is then computed in
+halves until the cause is alone (workers/runtime/execution.py). A batch whose runner the system
+killed takes the model process with it, as for any model (decision 25).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from shared.catalog import Model
+from shared.errors import Canceled, ModelFailed, PenstockError
+from shared.tasks.custom import CustomResult
+from workers.models.base import OnStep, PreparedCustom, PreparedItem
+from workers.models.custom.model import (
+    RUNNER_KILLED,
+    SETUP_LIMIT_S,
+    STEP_S,
+    HostedClass,
+    message_of,
+    outcome_of,
+)
+from workers.models.custom.process import RunnerProcess, end_of
+from workers.models.custom.runner.frames import Frame
+
+_BATCH = -1
+"""The number by which a batch is canceled."""
+
+
+class CustomBatchModel(HostedClass):
+    """Computes batches by a class with `predict_batch`."""
+
+    pads = False
+
+    def __init__(self, entry: Model, folder: Path, device: str, threads: int) -> None:
+        super().__init__(entry, folder, device, threads)
+        self._logs: dict[int, str] = {}
+        self._numbers = 0
+
+    def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
+        """One: the queue has put together only items that may share a batch."""
+        return [list(range(len(batch)))]
+
+    def computed_work(self, lengths: Sequence[int]) -> int:
+        """The work of the items. Whether the class pads them is not known."""
+        return sum(lengths)
+
+    def predict(
+        self, batch: Sequence[PreparedItem], on_step: OnStep
+    ) -> list[CustomResult | PenstockError]:
+        """One outcome per item, in order.
+
+        Raises:
+            Canceled: nobody waits for the batch any more.
+            ModelFailed: the class failed on the whole batch.
+        """
+        self._logs = {}
+        runner = self._running(on_step)
+        runner.printed.take()  # what was printed between two batches is nobody's
+        numbers = range(self._numbers, self._numbers + len(batch))
+        self._numbers = numbers.stop
+        items = [
+            message_of(number, cast(PreparedCustom, one))
+            for number, one in zip(numbers, batch, strict=True)
+        ]
+        runner.send_all([({"batch": len(batch)}, ()), *items])
+        answers = self._answers(runner, numbers, on_step)
+        if len(batch) == 1:
+            self._logs[0] = runner.printed.take()
+        for at, frame in enumerate(answers):
+            if log := frame.message.get("log"):
+                self._logs[at] = self._logs.get(at, "") + log
+        return [
+            outcome_of(frame, self._interface, item.length)
+            for frame, item in zip(answers, batch, strict=True)
+        ]
+
+    def _answers(self, runner: RunnerProcess, numbers: range, on_step: OnStep) -> list[Frame]:
+        """The answer to each prediction of a batch, in order. Raises as `predict` does."""
+        answers: dict[int, Frame] = {}
+        while len(answers) < len(numbers):
+            for frame in self._received(runner, on_step):
+                if "batch_error" in frame.message:
+                    raise self._failed(frame, runner, is_alone=len(numbers) == 1)
+                number: int = frame.message.get("id", _BATCH)
+                if number not in numbers or number in answers:
+                    # So what it sends later is never taken for the answer of another batch.
+                    runner.kill("it sent an answer to something else")
+                    raise self._ended(runner)
+                answers[number] = frame
+        return [answers[number] for number in numbers]
+
+    def take_logs(self) -> dict[int, str]:
+        """What the class printed in the last call, by the index of its item, if that is known.
+
+        What it printed in a batch of several items is nobody's: they may be of several tenants.
+        """
+        logs, self._logs = self._logs, {}
+        return logs
+
+    def _running(self, on_step: OnStep) -> RunnerProcess:
+        """The runner, with the class set up. It is started again if it has ended."""
+        began_s = time.monotonic()
+        if self._runner is not None and self._runner.has_ended:
+            self._runner.close()
+            self._runner = None
+        if self._runner is not None:
+            return self._runner
+        runner = self._start()
+        frames = runner.receive(SETUP_LIMIT_S)
+        self._restart_s += time.monotonic() - began_s
+        if not frames or "ready" not in frames[0].message:
+            raise ModelFailed(f"the model could not be set up again: {self._failed_start(frames)}")
+        self._is_ready = True
+        on_step(0, 0)
+        return runner
+
+    def _received(self, runner: RunnerProcess, on_step: OnStep) -> list[Frame]:
+        """Waits for frames, for a moment.
+
+        Raises:
+            Canceled: the batch is canceled.
+            ModelFailed: the runner ended instead.
+        """
+        try:
+            frames = runner.receive(STEP_S)
+        except ValueError as error:
+            runner.kill(f"it sent something else than an answer: {error}")
+            frames = None
+        if frames is None:
+            raise self._ended(runner)
+        if not frames:
+            try:
+                on_step(0, 0)
+            except Canceled:
+                self._stop(runner)
+                raise
+        return frames
+
+    def _stop(self, runner: RunnerProcess) -> None:
+        """Ends the batch that runs, and the runner if it does not end by itself."""
+        runner.cancel(_BATCH)
+        while (frames := runner.receive(STEP_S)) is not None:
+            if frames:
+                runner.ended(_BATCH)
+                while runner.receive(STEP_S):  # the rest of its answers
+                    pass
+                return
+        runner.close()
+        self._runner = None
+
+    def _failed(self, frame: Frame, runner: RunnerProcess, *, is_alone: bool) -> PenstockError:
+        if is_alone:
+            self._logs[0] = runner.printed.take()
+        if frame.message["kind"] == "canceled":
+            return ModelFailed("the model canceled the batch by itself")
+        return ModelFailed(str(frame.message["batch_error"]))
+
+    def _ended(self, runner: RunnerProcess) -> ModelFailed:
+        """Why the runner ended in the middle of a batch."""
+        self._runner = None
+        printed, status = runner.printed.take(), runner.close()
+        if runner.killed_for:
+            return ModelFailed(f"the process of the model was killed: {runner.killed_for}")
+        if status < 0:
+            print(f"the process of the class {end_of(status)}", file=sys.stderr, flush=True)
+            os._exit(RUNNER_KILLED)
+        self._logs[0] = printed
+        return ModelFailed(f"the process of the model {end_of(status)} while it computed this")

@@ -1,0 +1,152 @@
+"""`predict_batch(self, inputs: list[Input]) -> list[Output]`: the addition to Cog's interface.
+
+`Input` is a pydantic model, a `cog.BaseModel` or a dataclass. Its fields are the inputs of one
+prediction. They are put into the form that Cog's inspector reads, an argument for each, so types
+and constraints are those of `predict`. What only pydantic knows is checked when `Input` is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from functools import reduce
+from operator import or_
+from types import UnionType
+from typing import Any, NamedTuple
+
+import cog
+from cog import _adt as adt
+from cog import _inspector as inspector
+from cog.input import FieldInfo
+
+METHOD = "predict_batch"
+_CONSTRAINTS = {
+    "ge": "ge",
+    "le": "le",
+    "min_length": "min_length",
+    "max_length": "max_length",
+    "pattern": "regex",
+}
+"""Constraints of pydantic's `Field` by their names, with those of Cog's `Input`."""
+
+
+class BatchForm(NamedTuple):
+    """The type of the elements that `predict_batch` takes, and what Cog says of one prediction."""
+
+    element: Callable[..., Any]
+    info: adt.PredictorInfo
+
+
+def has_batches(target: object) -> bool:
+    """Returns whether a class computes batches."""
+    return inspect.isclass(target) and callable(getattr(target, METHOD, None))
+
+
+def batch_form_of(target: Any) -> BatchForm:
+    """Inspects `predict_batch` of a class.
+
+    Raises:
+        ValueError: it has another form. The message names what is wrong.
+    """
+    method = getattr(target, METHOD)
+    if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+        raise ValueError(f"{METHOD} is asynchronous; only a plain method can compute batches")
+    spec = inspect.getfullargspec(method)
+    if len(spec.args) != 2 or spec.varargs or spec.varkw or spec.kwonlyargs:
+        raise ValueError(f"{METHOD} takes self and one list of inputs, and nothing else")
+    hints = typing.get_type_hints(method, include_extras=True)
+    element = _element_of(hints.get(spec.args[1]), f"the argument {spec.args[1]}")
+    output = _without_errors(_element_of(hints.get("return"), "the return value"))
+    fields = _fields_of(element)
+    one_prediction = _with_arguments(fields, output)
+    info = inspector._create_predictor_info(
+        target.__module__, target.__name__, one_prediction, METHOD, is_class_fn=False
+    )
+    if info.output.kind in (adt.OutputKind.ITERATOR, adt.OutputKind.CONCAT_ITERATOR):
+        raise ValueError(f"{METHOD}: the outputs of a batch can't be iterators")
+    return BatchForm(element, info)
+
+
+def _element_of(hint: Any, part: str) -> Any:
+    if typing.get_origin(hint) is not list:
+        raise ValueError(f"{METHOD}: {part} needs the type list[...]")
+    return typing.get_args(hint)[0]
+
+
+def _without_errors(output: Any) -> Any:
+    """The type of an output: `Output | Exception` is written by who returns errors of items."""
+    if typing.get_origin(output) not in (typing.Union, UnionType):
+        return output
+    kept = [
+        one
+        for one in typing.get_args(output)
+        if not (inspect.isclass(one) and issubclass(one, BaseException))
+    ]
+    return reduce(or_, kept) if kept else output
+
+
+def _fields_of(element: Any) -> dict[str, tuple[Any, FieldInfo]]:
+    """Type, default and constraints of each field, by its name."""
+    if inspect.isclass(element):
+        hints = typing.get_type_hints(element, include_extras=True)
+        model_fields = getattr(element, "model_fields", None)
+        if isinstance(model_fields, Mapping):
+            return {name: _of_pydantic(hints[name], one) for name, one in model_fields.items()}
+        if dataclasses.is_dataclass(element):
+            return {
+                one.name: (hints[one.name], _of_dataclass(one))
+                for one in dataclasses.fields(element)
+            }
+    raise ValueError(
+        f"{METHOD}: the elements of its argument are of a pydantic model, a cog.BaseModel or a "
+        "dataclass, whose fields are the inputs"
+    )
+
+
+def _of_pydantic(hint: Any, field: Any) -> tuple[Any, FieldInfo]:
+    known = {
+        name: getattr(one, theirs)
+        for one in field.metadata
+        for theirs, name in _CONSTRAINTS.items()
+        if getattr(one, theirs, None) is not None
+    }
+    hint = inspector._strip_non_opaque_annotated(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        choices = list(typing.get_args(hint))
+        hint = type(choices[0])
+        known["choices"] = choices
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    about = {"description": field.description, "deprecated": bool(field.deprecated) or None}
+    return hint, cog.Input(default, **known, **about)
+
+
+def _of_dataclass(field: dataclasses.Field[Any]) -> FieldInfo:
+    if isinstance(field.default, FieldInfo):
+        return field.default
+    if field.default is not dataclasses.MISSING:
+        return typing.cast(FieldInfo, cog.Input(field.default))
+    if field.default_factory is not dataclasses.MISSING:
+        return typing.cast(FieldInfo, cog.Input(field.default_factory()))
+    return typing.cast(FieldInfo, cog.Input())
+
+
+def _with_arguments(fields: Mapping[str, tuple[Any, FieldInfo]], output: Any) -> Any:
+    """A function whose signature Cog's inspector reads: an argument for each field."""
+
+    def one_prediction() -> None:
+        """Never called."""
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    one_prediction.__annotations__ = {name: hint for name, (hint, _) in fields.items()} | {
+        "return": output
+    }
+    one_prediction.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, kind, default=info, annotation=hint)
+            for name, (hint, info) in fields.items()
+        ],
+        return_annotation=output,
+    )
+    return one_prediction
