@@ -7,23 +7,16 @@ import base64
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from replicate.client import Client
 
-from shared.catalog import Catalog
-from shared.in_memory_broker import InMemoryBroker
-from shared.stores.objects import ObjectStore
-from tests.api.fake_worker import FakeWorker
-from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.api.predicting import WAIT, until_over
+from tests.api.serving_classes import predict, serve_class
 from tests.limits import WAIT_LIMIT_S
-from tests.workers.models.custom.classes import entry_of, write_class
-from tests.workers.worker_harness import running_worker
-from workers.models.custom.preparation import CustomPreparer
-from workers.runtime.pool import HostedModel, ModelPool
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow(about_s=30)]
 
@@ -77,46 +70,7 @@ TALK = {"version": "mine", "input": {"text": "a"}}
 async def serve(tmp_path: Path, redis_url: str) -> AsyncIterator[Any]:
     """Serves a class: its API and a worker, which share a broker, a Redis and an object store."""
     async with AsyncExitStack() as opened:
-
-        async def served(body: str, **more: Any) -> ApiUnderTest:
-            (tmp_path / "class").mkdir()
-            folder = write_class(tmp_path / "class", body)
-            entry = entry_of(folder, price={"per_item_usd": 0.25}, **more)
-            pool = ModelPool([HostedModel(entry, folder)], device="cpu", processes=1)
-            await opened.enter_async_context(pool)
-            broker = InMemoryBroker()
-            settings = settings_for(tmp_path, redis_url=redis_url, url_secret="s")
-            worker = running_worker(
-                redis_url,
-                tmp_path,
-                pool=pool,
-                objects=ObjectStore(f"file://{tmp_path}/objects"),
-                broker=broker,
-                model=entry,
-                preparer=CustomPreparer(),
-            )
-            harness = await opened.enter_async_context(worker)
-            api = await opened.enter_async_context(
-                running_api(
-                    settings,
-                    broker,
-                    broker,
-                    Catalog((entry,)),
-                    worker=FakeWorker(broker, ()),
-                )
-            )
-            api.rows = harness.rows
-            return api
-
-        yield served
-
-
-async def predict(api: ApiUnderTest, **given: Any) -> dict[str, Any]:
-    body = {"version": "mine", "input": given}
-    response = await api.http.post("/v1/predictions", json=body, headers=WAIT)
-    found: dict[str, Any] = response.json()
-    assert response.status_code == 201, found
-    return await until_over(api, found)
+        yield partial(serve_class, opened, tmp_path, redis_url)
 
 
 async def test_a_class_is_served_with_its_logs_metrics_row_and_price(serve: Any) -> None:

@@ -28,6 +28,12 @@ class CustomWorker(WorkerTask):
         """No: each model process starts a runner of its own."""
         return False
 
+    def provide(self, entry: Model, folder: Path) -> None:
+        """The environment with its packages, if it brings some."""
+        from workers.models.custom.environments import python_for
+
+        python_for(folder)
+
     def preparer(self, entry: Model, folder: Path) -> Preparer:
         """Passes inputs on."""
         from workers.models.custom.preparation import CustomPreparer

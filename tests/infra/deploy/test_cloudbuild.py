@@ -272,6 +272,10 @@ def test_worker_is_built_on_the_base_of_this_build(checkout: Path) -> None:
     assert f"CUDA_BASE=r/cuda@{DIGEST}" in worker
     assert "--cache-from type=registry,ref=r/worker:cache" in worker
     assert "--build-arg MODEL_PACKAGES=x==1 ." in worker
+    assert "--build-context" not in worker
+    given |= {"CLASSES_DIR": "examples"}
+    assert script(checkout, "bash", "image.sh", "worker", **given).returncode == 0
+    assert "--build-context classes=examples ." in calls(checkout, "docker")[-1]
     assert (checkout / "release/worker.image").read_text() == f"r/worker@{DIGEST}\n"
 
 
