@@ -7,8 +7,6 @@ shift
 reference=$REGISTRY/$image
 export BASES=$PWD/release/bases.env
 if [ "$image" = worker ]; then
-  # Classes that bring packages, each in a folder of CLASSES_DIR.
-  if [ -n "${CLASSES_DIR:-}" ]; then set -- "$@" --build-context "classes=$CLASSES_DIR"; fi
   CUDA_BASE=$REGISTRY/cuda@$(sed -n 's/.*"containerimage.digest": "\([^"]*\)".*/\1/p' release/cuda.json)
   export CUDA_BASE
 fi

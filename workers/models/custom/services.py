@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
+from shared.loopback import is_loopback
 from shared.settings import Settings
 
 METADATA_PORT = 80
-"""Of the metadata server of Google Cloud, which gives out tokens of the worker's account
-(https://cloud.google.com/compute/docs/metadata/overview)."""
+"""Of the metadata server of a cloud, which gives out tokens of the worker's account to whoever asks
+(https://cloud.google.com/compute/docs/metadata/overview). Other clouds have it there, too."""
 REDIS_PORT, RABBITMQ_PORT, HTTPS_PORT = 6379, 5672, 443
 
 
 def service_ports(settings: Settings) -> list[int]:
-    """The TCP ports of Redis, broker and BigQuery, and on Google Cloud of the metadata server."""
+    """The TCP ports of Redis, broker and BigQuery, and of the cloud's metadata server.
+
+    The latter is left out if the broker is on this machine, as that of `penstock up`.
+    """
     ports = {
         urlsplit(url).port or usual
         for url, usual in (
@@ -26,6 +30,15 @@ def service_ports(settings: Settings) -> list[int]:
     }
     if settings.pubsub_endpoint and not settings.pubsub_endpoint.startswith("unix:"):
         ports.add(urlsplit(f"//{settings.pubsub_endpoint}").port or HTTPS_PORT)
-    if not settings.pubsub_endpoint and not settings.broker:
+    if not _has_local_broker(settings):
         ports.add(METADATA_PORT)
     return sorted(ports - {HTTPS_PORT})
+
+
+def _has_local_broker(settings: Settings) -> bool:
+    if settings.broker:
+        return is_loopback(urlsplit(settings.broker).hostname or "")
+    endpoint = settings.pubsub_endpoint
+    return endpoint.startswith("unix:") or (
+        bool(endpoint) and is_loopback(urlsplit(f"//{endpoint}").hostname or "")
+    )

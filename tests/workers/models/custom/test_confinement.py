@@ -60,7 +60,7 @@ for place in (scratch, "/tmp", outside):
         print("wrote", place)
     except OSError as error:
         print("refused", place)
-print(open("/proc/self/status").read())
+print(open("/proc/self/status").read() + open("/proc/self/limits").read())
 """
 
 
@@ -80,5 +80,6 @@ def test_a_user_without_rights_is_confined_as_well(tmp_path: Path) -> None:
     assert "wrote /tmp" in lines
     assert f"refused {outside}" in lines
     assert "CapEff:\t0000000000000000" in lines
+    assert any(line.startswith("Max core file size        0 ") for line in lines)
     if not any("namespace" in line for line in lines):
         assert (scratch / "tmp" / "told").read_text() == "x", "its /tmp is its own"

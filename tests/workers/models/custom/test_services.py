@@ -36,14 +36,15 @@ class Predictor(BasePredictor):
         ),
         ({"pubsub_endpoint": "127.0.0.1:8085", "redis_url": "redis://h:1"}, [1, 8085]),
         ({"pubsub_endpoint": "unix:///tmp/s", "redis_url": "unix:///tmp/r"}, []),
-        ({"broker": "rabbitmq://u:p@h/v", "redis_url": "redis://h:1"}, [1, 5672]),
+        ({"broker": "rabbitmq://u:p@h/v", "redis_url": "redis://h:1"}, [1, 80, 5672]),
+        ({"broker": "rabbitmq://u:p@127.0.0.1/v", "redis_url": "redis://h:1"}, [1, 5672]),
         (
             {
                 "pubsub_endpoint": "h:2",
                 "redis_url": "redis://h:1",
                 "bigquery_endpoint": "http://127.0.0.1:9050",
             },
-            [1, 2, 9050],
+            [1, 2, 80, 9050],
         ),
     ],
 )

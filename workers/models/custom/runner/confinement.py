@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,6 +58,7 @@ def confine(
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is to fill no disk
     _set(_PR_SET_NAME, ctypes.create_string_buffer(NAME))
     _set(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     paths = [Path(one) for one in (scratch, *read_only)]
