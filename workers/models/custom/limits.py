@@ -94,6 +94,7 @@ class Family:
     def close(self) -> None:
         """Lets go of it."""
         held, self._held, self._namespace = self._held, None, ""
+        self._pid = -1  # the system may give it to another process from now on
         if held is not None:
             os.close(held)
 

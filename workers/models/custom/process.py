@@ -340,7 +340,7 @@ class RunnerProcess:
         if not self.has_ended:
             self.kill_at_fault("it closed its connection to the worker")
         self._family.end()
-        self._family.close()
+        self._family.close()  # a timer may be about to kill it
         status = self._process.wait()
         self.printed.close()
         remove_scratch(self._scratch)
