@@ -229,10 +229,11 @@ class RunnerProcess:
                     return frames
                 if left_s <= 0 or not (ready := selector.select(left_s)):
                     return None if self.has_ended and not self._may_read() else frames
-                if ready[0][1] & selectors.EVENT_WRITE:
+                events = sum(mask for key, mask in ready if key.fileobj is self._socket)
+                if events & selectors.EVENT_WRITE:
                     self._flush()
                     selector.modify(self._socket, self._wanted_events)
-                if ready[0][1] & selectors.EVENT_READ and not self._read():
+                if events & selectors.EVENT_READ and not self._read():
                     return self._take_frames() or None
 
     @property
