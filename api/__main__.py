@@ -12,8 +12,9 @@ from api import metrics
 from api.app import create_app
 from api.server import server_config
 from shared.brokers import admin_of, transport_of
-from shared.catalog import read_catalog
+from shared.catalog import read_catalog, reread_interfaces
 from shared.errors import ConfigurationError
+from shared.inspection import deny_inspection
 from shared.logs import configure_logs
 from shared.settings import ApiSettings, read_settings
 from shared.tracing.setup import traced
@@ -27,6 +28,7 @@ def main() -> int:
     # a kill.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: sys.exit(0))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         return _serve(read_settings(ApiSettings))
     except ConfigurationError as error:
@@ -36,9 +38,14 @@ def main() -> int:
 
 def _serve(settings: ApiSettings) -> int:
     configure_logs(settings.log_level, settings.project)
+    deny_inspection()  # a class of one's own may run on this machine, as the same user
+    catalog = read_catalog(settings.models_file)
+    signal.signal(
+        signal.SIGHUP, lambda number, frame: reread_interfaces(catalog, settings.models_file)
+    )
     app = create_app(
         settings,
-        read_catalog(settings.models_file),
+        catalog,
         transport_of(settings),
         admin_of(settings),
         RowWriter(

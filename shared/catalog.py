@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -15,6 +16,8 @@ from shared.kubernetes_names import slug
 from shared.model_interface import FILE_NAME, read_interface
 from shared.tasks import TASKS
 from shared.tasks.base import Task
+
+log = logging.getLogger(__name__)
 
 CANARY_SUFFIX = ".canary"
 OF_CATALOG = "an entry of the catalog"
@@ -66,6 +69,8 @@ class Model(CatalogEntry):
                 f"replies: slots carry small results only, and those of {self.definition.noun} "
                 "can't be put into the object store; use direct"
             )
+        if self.resources.memory_bytes and not self.definition.has_interface:
+            raise ValueError("resources.memory_bytes: only models of one's own have it")
         if self.name.endswith(".dead"):
             raise ValueError(
                 "a name can't end in .dead: its topic would be another model's dead-letter topic"
@@ -174,6 +179,33 @@ class Catalog:
         """
         return self._deployed_by_name.get(name) or self.find(name)
 
+    def take_interfaces(self, newer: Catalog) -> list[str]:
+        """Takes the interfaces of models of one's own from a catalog that was read later.
+
+        Only of models that are the same otherwise: an entry needs a new start of all processes.
+
+        Returns:
+            The names of the models whose interface is another one now.
+        """
+        changed = []
+        for old in self.deployed:
+            new = newer._deployed_by_name.get(old.name) or newer._by_name.get(old.name)
+            if new is None or new.interface == old.interface:
+                continue
+            if old.model_copy(update={"interface": new.interface}) == new:
+                changed.append(old.name)
+                self._replace(new)
+        return changed
+
+    def _replace(self, model: Model) -> None:
+        self.models = tuple(model if one.name == model.name else one for one in self.models)
+        if model.is_canary:
+            # In place: others hold it.
+            self.canaries[model.public_name] = self._deployed_by_name[model.name] = model
+        else:
+            self._by_name |= dict.fromkeys((model.name, *model.aliases), model)
+        self.deployed = (*self.models, *self.canaries.values())
+
     @property
     def deadline(self) -> Deadline:
         """The most that any model allows, for what is asked before the model is known."""
@@ -234,6 +266,19 @@ def read_catalog(path: Path) -> Catalog:
                     f"{slug(name)!r} to Kubernetes; rename one"
                 )
     return Catalog(models)
+
+
+def reread_interfaces(catalog: Catalog, path: Path) -> None:
+    """Takes the interfaces that the catalog file has now, and says so in the log.
+
+    `penstock up` has API and runner of batches do it, when a class has changed.
+    """
+    try:
+        changed = catalog.take_interfaces(read_catalog(path))
+    except ConfigurationError as error:
+        log.error("the catalog can't be read again", extra={"reason": error.message})
+    else:
+        log.info("catalog read again", extra={"models": changed})
 
 
 def _entries(path: Path, root: yaml.Node | None) -> list[yaml.Node]:

@@ -216,6 +216,14 @@ class Price(PriceTerms):
         return terms
 
 
+class Resources(_Entry):
+    """What a class of one's own may take in each model process."""
+
+    memory_bytes: Positive | None = None
+    """Memory of its process and of all that it starts. Above it, they are killed. None: 80 % of the
+    machine's, or of its control group's."""
+
+
 class ImageDefaults(_Entry):
     """Defaults and bounds of an image model's parameters.
 
@@ -361,6 +369,7 @@ class CatalogEntry(_Entry):
     generation: Generation = Generation()
     gpu: Gpu = Gpu()
     replicas: Replicas = Replicas()
+    resources: Resources = Resources()
     price: Price = Price()
     canary: Canary | None = None
     """A new revision that gets a share of the requests. None: there is none."""

@@ -224,7 +224,15 @@ class ApiSettings(Settings):
         return value
 
 
-class WorkerSettings(Settings):
+class ClassSettings(Settings):
+    """What runs classes of one's own: workers, and `penstock models` and `predict`."""
+
+    environments_dir: Path = Path("var/environments")
+    """The folder of the virtual environments of classes that bring packages, by a digest of these.
+    """
+
+
+class WorkerSettings(ClassSettings):
     """A worker process.
 
     `model` names the entry of the catalog that it serves, or several, comma-separated.

@@ -23,6 +23,7 @@ from shared.canary.store import CanaryStore
 from shared.catalog import Model, read_catalog
 from shared.errors import ConfigurationError, PenstockError
 from shared.gc_tuning import settle_heap
+from shared.inspection import deny_inspection
 from shared.logs import configure_logs
 from shared.settings import WorkerSettings, read_settings
 from shared.stores.cache import ResultCache
@@ -48,7 +49,6 @@ from workers.metrics import ProcessTimes, UtilizationReports
 from workers.models.processors import gpu_type_of
 from workers.models.source import resolve
 from workers.runtime.pool import HostedModel, ModelPool
-from workers.runtime.template import deny_inspection
 from workers.tasks import WORKER_TASKS, preparer_for
 from workers.worker import Worker
 
@@ -131,6 +131,7 @@ async def _prepare(
         settings.models_dir,
         weights_dir=settings.weights_dir,
     )
+    await asyncio.to_thread(WORKER_TASKS[model.task].provide, model, folder)
     if not WORKER_TASKS[model.task].measures_backends:
         machine = this_machine()
         shares = model.definition.shares_weights

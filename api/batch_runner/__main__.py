@@ -12,9 +12,10 @@ import uvloop
 from api import metrics
 from api.batch_runner.runner import opened_runner
 from shared.brokers import admin_of, transport_of
-from shared.catalog import read_catalog
+from shared.catalog import read_catalog, reread_interfaces
 from shared.errors import PenstockError
 from shared.gc_tuning import settle_heap
+from shared.inspection import deny_inspection
 from shared.logs import configure_logs
 from shared.settings import ApiSettings, read_settings
 from shared.usage.senders import sender_of
@@ -23,9 +24,11 @@ from shared.usage.writer import RowWriter
 
 def main() -> int:
     """Runs until a signal arrives. Returns 0, or 1 if it could not start."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         settings = read_settings(ApiSettings)
         configure_logs(settings.log_level, settings.project)
+        deny_inspection()
         counted = (
             metrics.served(settings.metrics_host, settings.metrics_port)
             if settings.metrics_port
@@ -43,6 +46,8 @@ async def _run(settings: ApiSettings) -> None:
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
+    catalog = read_catalog(settings.models_file)
+    loop.add_signal_handler(signal.SIGHUP, reread_interfaces, catalog, settings.models_file)
     rows = RowWriter(
         sender_of(settings),
         spool_dir=settings.spool_dir,
@@ -50,7 +55,7 @@ async def _run(settings: ApiSettings) -> None:
     )
     async with opened_runner(
         settings,
-        read_catalog(settings.models_file),
+        catalog,
         transport_of(settings),
         admin_of(settings),
         rows,

@@ -262,6 +262,12 @@ app.add_typer(models, name="models")
 
 
 @models.command(context_settings=_FORWARDED)
+def install(context: typer.Context) -> None:
+    """Install the packages that a class brings, as `check` and workers do (FOLDER)."""
+    _become(CUSTOM_MODELS, {}, ["install", *context.args])
+
+
+@models.command(context_settings=_FORWARDED)
 def check(context: typer.Context) -> None:
     """Inspect the class of a folder, and write its schema.json (FOLDER --if-changed)."""
     _become(CUSTOM_MODELS, {}, ["check", *context.args])

@@ -20,6 +20,9 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target
     /usr/local/bin/python -m pip --python /opt/venv/bin/python install --disable-pip-version-check \
     --no-deps --target /app .
 
+# Empty, unless the builder is given --build-context classes=DIR: each folder in DIR has a class that brings packages.
+FROM scratch AS classes
+
 FROM ${CUDA_BASE}
 USER 0
 # On top of the base's environment, not copied from the other stage: the layer is only what torch does not bring.
@@ -34,6 +37,7 @@ RUN --mount=type=bind,from=asked,source=/src,target=/src \
 ENV HF_HOME=/var/cache/penstock/hub \
     HOME=/tmp \
     PENSTOCK_ARTIFACTS_DIR=/var/cache/penstock/artifacts \
+    PENSTOCK_ENVIRONMENTS_DIR=/opt/penstock/environments \
     PENSTOCK_HEALTH_HOST=0.0.0.0 \
     PENSTOCK_HEALTH_PORT=8081 \
     PENSTOCK_MODELS_DIR=/var/cache/penstock/models \
@@ -47,6 +51,13 @@ RUN install -d /etc/penstock \
     && install -d -o 10001 -g 10001 /var/cache/penstock /var/lib/penstock/objects /var/spool/penstock
 COPY --from=build /app /app
 WORKDIR /app
+# The environments of these classes, found by the digest of what they ask for. Workers read them only.
+RUN --mount=type=bind,from=classes,source=/,target=/classes \
+    --mount=type=cache,target=/root/.cache/uv --mount=type=secret,id=uv,target=/etc/uv/uv.toml \
+    for folder in /classes/*/; do \
+      [ ! -d "$folder" ] || UV_CACHE_DIR=/root/.cache/uv UV_LINK_MODE=copy \
+        python -m workers.models.custom install "$folder" || exit 1; \
+    done
 USER 10001:10001
 EXPOSE 8081
 # For `docker run`; Kubernetes has probes of its own. Alive, not warm: that is /readyz.

@@ -1,15 +1,19 @@
-"""Writes the schema.json of models of one's own whose sources have changed, before a stack starts.
+"""Inspects models of one's own whose sources have changed, and writes their schema.json.
 
-The class runs in a process of its own, as for `penstock models check`.
+The class runs in a process of its own, as for `penstock models check`, which also installs the
+packages that it brings.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -18,23 +22,85 @@ from shared.errors import ConfigurationError
 from shared.tasks import TASKS
 
 CHECK = (sys.executable, "-m", "workers.models.custom", "check", "--if-changed")
+POLL_S = 0.05
+QUIET_S = 5.0
+"""The time after which a person is told what takes so long."""
 
 
-def refresh_interfaces(models_file: Path) -> None:
+class LocalClass(NamedTuple):
+    """A model of one's own whose class is on this machine: its name, and the folder."""
+
+    model: str
+    folder: str
+
+
+class Inspection:
+    """A running `penstock models check` of a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        handle, name = tempfile.mkstemp(prefix="penstock-inspection-")
+        self._said = Path(name)
+        self._process = subprocess.Popen(
+            [*CHECK, folder], stdin=subprocess.DEVNULL, stdout=handle, stderr=handle
+        )
+        os.close(handle)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if it is over."""
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """Kills it, if it runs."""
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> list[str]:
+        """Ends it, if it runs. Returns what it says to a person.
+
+        Raises:
+            ConfigurationError: the class can't be served. The message says why.
+        """
+        self.kill()
+        lines = self._said.read_text(errors="replace").splitlines()
+        self._said.unlink()
+        if self._process.returncode:
+            reason = "\n".join(lines).strip().removeprefix("penstock: ")
+            raise ConfigurationError(
+                reason or f"{self._folder} could not be inspected", field="source"
+            )
+        return [line for line in lines if line.startswith("note: ")]
+
+
+def refresh_interfaces(models_file: Path, say: Callable[[str], None]) -> None:
     """Inspects the local models of one's own of a catalog, as far as they have changed.
+
+    Args:
+        models_file: the catalog.
+        say: gets each line for a person.
 
     Raises:
         ConfigurationError: one of them can't be served. The message says why.
     """
-    for folder in _folders(models_file):
-        done = subprocess.run([*CHECK, folder], capture_output=True, text=True, check=False)
-        if done.returncode:
-            reason = done.stderr.strip().removeprefix("penstock: ")
-            raise ConfigurationError(reason or f"{folder} could not be inspected", field="source")
+    for one in local_classes(models_file):
+        inspection = Inspection(one.folder)
+        say_at_s = time.monotonic() + QUIET_S
+        try:
+            while not inspection.has_ended:
+                time.sleep(POLL_S)
+                if time.monotonic() > say_at_s:
+                    say_at_s = float("inf")
+                    say(f"{one.model}: its class is inspected, and its packages are installed")
+        except BaseException:
+            inspection.kill()
+            raise
+        for line in inspection.end():
+            say(f"{one.model}: {line}")
 
 
-def _folders(models_file: Path) -> Iterator[str]:
-    """Yields the folders of the classes. None, if the catalog can't be read: its reader says so."""
+def local_classes(models_file: Path) -> Iterator[LocalClass]:
+    """Yields the local classes. None, if the catalog can't be read: its reader says so."""
     try:
         document: Any = yaml.safe_load(models_file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
@@ -45,4 +111,4 @@ def _folders(models_file: Path) -> Iterator[str]:
             name, source = entry.get("task"), entry.get("source")
             task = TASKS.get(name) if isinstance(name, str) else None
             if task and task.has_interface and isinstance(source, str) and source.startswith(LOCAL):
-                yield source.removeprefix(LOCAL)
+                yield LocalClass(str(entry.get("name")), source.removeprefix(LOCAL))

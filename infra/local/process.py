@@ -56,7 +56,7 @@ class Process:
         self.log_path = log_dir / f"{name}.log"
         self._command = list(command)
         self._environment = environment
-        self._stop_limit_s = stop_limit_s
+        self.stop_limit_s = stop_limit_s
         self._popen: subprocess.Popen[bytes] | None = None
         self._log_mode: Literal["wb", "ab"] = "wb"
 
@@ -175,7 +175,7 @@ class Process:
         if popen is None:
             return
         try:
-            popen.wait(self._stop_limit_s)
+            popen.wait(self.stop_limit_s)
         except subprocess.TimeoutExpired:
             popen.kill()
             popen.wait(KILL_LIMIT_S)
@@ -185,19 +185,24 @@ class Process:
 
     def kill(self) -> None:
         """Kills it with SIGKILL, like a crash. Its children are not killed."""
-        self._signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         assert self._popen is not None, "a signal was sent to it; this is a bug"
         self._popen.wait(KILL_LIMIT_S)
 
     def pause(self) -> None:
         """Freezes it like a machine that hangs: connections stay open without answers."""
-        self._signal(signal.SIGSTOP)
+        self.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Lets a paused process go on."""
-        self._signal(signal.SIGCONT)
+        self.send_signal(signal.SIGCONT)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends it a signal.
+
+        Raises:
+            Unavailable: it is not running.
+        """
         if self._popen is None:
             raise Unavailable(f"{self.name} is not running")
         self._popen.send_signal(number)

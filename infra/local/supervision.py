@@ -61,6 +61,20 @@ class Supervisor:
                 return failure
         return None
 
+    def restart(self, name: str, on_started: Callable[[], None]) -> None:
+        """Has a part stop as ever, and starts it again when it has ended.
+
+        If it does not get ready then, it stays down until the next restart: what it needs is wrong,
+        and a person is about to mend it.
+
+        Args:
+            name: of the process.
+            on_started: called when it was started again.
+        """
+        for watched in self._watched:
+            if watched.name == name:
+                watched.restart(on_started)
+
 
 class _Watched:
     """One part: it runs, or it waits for its next start, or it was started and is not ready."""
@@ -76,10 +90,49 @@ class _Watched:
         """The time of its next start. None: it runs."""
         self._ready_by_s: float | None = None
         """The time by which it must be ready. None: it was ready."""
+        self._since_s = 0.0
+        """When it died, or was asked to stop."""
+        self._on_started: Callable[[], None] | None = None
+        """To be called after its next start. None: nobody asked for a restart."""
+        self._is_changed = False
+        """Whether it was restarted and was not ready since."""
+        self._is_down = False
+        """Whether it stays down until the next restart."""
+
+    @property
+    def name(self) -> str:
+        """The name of its process."""
+        return self._part.process.name
+
+    def restart(self, on_started: Callable[[], None]) -> None:
+        """As Supervisor.restart."""
+        self._on_started = on_started
+        self._since_s = self._clock()
+        self._is_down, self._start_s = False, None
+        self._part.process.ask_to_stop()
+
+    def _restart(self) -> str | None:
+        """Starts it again, if it has ended, or had its time to."""
+        process = self._part.process
+        if process.is_running and self._clock() - self._since_s < process.stop_limit_s:
+            return None
+        if process.is_running:
+            process.kill()
+        process.stop()  # also ends what it left in its group
+        on_started, self._on_started = self._on_started, None
+        self._is_changed = True
+        failure = self._start()
+        if on_started is not None:
+            on_started()
+        return failure
 
     def look(self) -> str | None:
         """Does what is next. Returns why it gives up, or None."""
         process = self._part.process
+        if self._on_started is not None:
+            return self._restart()
+        if self._is_down:
+            return None
         if self._start_s is not None:
             return self._start() if self._clock() >= self._start_s else None
         if not process.is_running:
@@ -88,9 +141,8 @@ class _Watched:
             return None
         if self._part.is_ready():
             self._ready_by_s = None
-            self._report(
-                "back", f"{process.name} · {self._clock() - self._deaths_s[-1]:.1f} s later"
-            )
+            self._is_changed = False
+            self._report("back", f"{process.name} · {self._clock() - self._since_s:.1f} s later")
         elif self._clock() > self._ready_by_s:
             return self._died(f"was not ready within {self._part.limit_s:g} s")
         return None
@@ -100,6 +152,11 @@ class _Watched:
         death = f"{process.name} {how}{process.last_words()}"
         # Also ends what it left in its group, which may hold its port or its memory.
         process.stop()
+        if self._is_changed:
+            self._is_down = True
+            self._report("down", f"{death}\n  starts again when its sources change")
+            return None
+        self._since_s = now_s
         self._deaths_s.append(now_s)
         deaths = sum(now_s - at_s < WINDOW_S for at_s in self._deaths_s)
         if deaths > MAX_DEATHS:

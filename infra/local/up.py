@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from infra.local.interfaces import refresh_interfaces
+from infra.local.interfaces import local_classes, refresh_interfaces
 from infra.local.ports import Ports
+from infra.local.reload import Reloader
 from infra.local.stack import Broker, Stack
 from infra.local.supervision import Supervisor
 from shared.catalog import read_catalog
+from shared.inspection import deny_inspection
 from shared.loopback import is_loopback
 from shared.stores.key_stores import key_store
 from shared.tenants.administration import Administration, KeyRequest
@@ -130,16 +132,22 @@ def stay_up(
         PenstockError: as Stack.
     """
     settings = exposed_settings(state_dir, settings, _say, may_show_key=sys.stdout.isatty())
-    refresh_interfaces(Path(settings.get("PENSTOCK_MODELS_FILE", MODELS_FILE)))
+    models_file = Path(settings.get("PENSTOCK_MODELS_FILE", MODELS_FILE))
+    deny_inspection()  # a class of one's own runs as the same user
+    refresh_interfaces(models_file, _say)
     with served_stack(state_dir, ports, settings, _say, broker) as stack:
         print(_usage(stack), flush=True)
         supervisor = Supervisor(stack.parts, stack.report)
+        reloader = Reloader(local_classes(models_file), stack.processes, supervisor, stack.report)
         try:
             while not (failure := supervisor.look()):
+                reloader.look()
                 time.sleep(WATCH_S)
         except KeyboardInterrupt:
             print("\nstopping …", flush=True)
             return 0
+        finally:
+            reloader.close()
     print(f"penstock: {failure}", file=sys.stderr)
     return 1
 

@@ -3,6 +3,8 @@ test brings one.
 """
 
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,11 @@ async def api(tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
 
 @pytest.fixture
 async def serve(tmp_path: Path, redis_url: str) -> AsyncIterator[Any]:
-    """Serves a class of one's own (tests/api/custom_serving.py)."""
-    from tests.api.custom_serving import serving
+    """Serves a class of one's own (tests/api/serving_classes.py)."""
+    from tests.api.serving_classes import serve_class
 
-    async with serving(tmp_path, redis_url) as served:
-        yield served
+    async with AsyncExitStack() as opened:
+        yield partial(serve_class, opened, tmp_path, redis_url)
 
 
 @pytest.fixture

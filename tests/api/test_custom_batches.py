@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.api.custom_serving import predict
 from tests.api.predicting import WAIT, until_over, until_processing
+from tests.api.serving_classes import predict
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow(about_s=20)]
 

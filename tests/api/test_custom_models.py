@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from replicate.client import Client
 
-from tests.api.custom_serving import predict
 from tests.api.predicting import WAIT, until_over
+from tests.api.serving_classes import predict
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow(about_s=30)]

@@ -119,3 +119,37 @@ def test_program_that_is_gone_counts_as_dead(run: Callable[..., World], tmp_path
     assert world.supervisor.look() is None
     assert "part did not start: part: " in world.reported[-1][1]
     assert "does not run here: No such file" in world.reported[-1][1]
+
+
+def test_restart_is_no_death(run: Callable[..., World]) -> None:
+    world = run()
+    first, started = world.process.pid, []
+    world.supervisor.restart("part", lambda: started.append(world.process.pid))
+    while not started:
+        assert world.supervisor.look() is None
+    assert started == [world.process.pid] != [first]
+    assert world.supervisor.look() is None
+    assert [word for word, _ in world.reported] == ["back"]
+    assert world.pause_after_death() == FIRST_PAUSE_S, "a later death is the first one"
+
+
+def test_part_that_is_not_ready_after_a_restart_stays_down_until_the_next(
+    run: Callable[..., World],
+) -> None:
+    world = run()
+    world.is_ready = False
+    for _ in range(MAX_DEATHS + 2):
+        started: list[bool] = []
+        world.supervisor.restart("part", lambda: started.append(True))  # noqa: B023  called below
+        while not started:
+            assert world.supervisor.look() is None
+        world.process.kill()
+        assert world.supervisor.look() is None
+        world.now_s += MAX_PAUSE_S
+        assert world.supervisor.look() is None
+        assert not world.process.is_running
+    assert {word for word, _ in world.reported} == {"down"}
+    world.is_ready = True
+    world.supervisor.restart("part", lambda: None)
+    while "back" not in dict(world.reported):
+        assert world.supervisor.look() is None

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -275,3 +276,65 @@ def test_canary_and_model_that_meet_in_kubernetes(models_file: Path) -> None:
     models_file.write_text(text.replace("name: painter", "name: mini-canary"))
     with pytest.raises(ConfigurationError, match=r"'mini\.canary' and 'mini-canary' are both"):
         read_catalog(models_file)
+
+
+INTERFACE = {
+    "inputs": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+    "output": {"type": "string"},
+    "cog_version": "0.23.1",
+    "sources_sha256": "0" * 64,
+}
+CLASSES = """\
+models:
+  - {name: mine, aliases: [own], task: custom, source: "local:.", interface: mine.json}
+  - name: other
+    task: custom
+    source: "local:."
+    interface: other.json
+    canary: {revision: next, source: "local:."}
+"""
+
+
+def read_classes(folder: Path, text: str = CLASSES, **output: str) -> Catalog:
+    for name in ("mine", "other"):
+        told = INTERFACE | {"output": {"type": output.get(name, "string")}}
+        (folder / f"{name}.json").write_text(json.dumps(told))
+    (folder / "models.yaml").write_text(text)
+    return read_catalog(folder / "models.yaml")
+
+
+def shown(model: Model) -> object:
+    assert model.interface is not None
+    return model.interface.output["type"]
+
+
+def test_interfaces_of_a_later_catalog_are_taken(tmp_path: Path) -> None:
+    catalog = read_classes(tmp_path)
+    canaries = catalog.canaries
+    assert catalog.take_interfaces(read_classes(tmp_path)) == []
+    newer = read_classes(tmp_path, mine="integer", other="number")
+    assert catalog.take_interfaces(newer) == ["mine", "other", "other.canary"]
+    assert [shown(catalog.find(name)) for name in ("mine", "own", "other")] == [
+        "integer",
+        "integer",
+        "number",
+    ]
+    assert [shown(model) for model in catalog.deployed] == ["integer", "number", "number"]
+    assert shown(canaries["other"]) == shown(catalog.find_deployed("other.canary")) == "number"
+
+
+def test_an_entry_that_changed_otherwise_is_not_taken(tmp_path: Path) -> None:
+    catalog = read_classes(tmp_path)
+    text = CLASSES.replace("aliases: [own]", "max_in_flight: 3")
+    assert catalog.take_interfaces(read_classes(tmp_path, text, mine="integer")) == []
+    assert shown(catalog.find("mine")) == "string"
+
+
+def test_memory_is_bounded_for_models_of_ones_own_only(tmp_path: Path) -> None:
+    text = CLASSES.replace("aliases: [own]", "resources: {memory_bytes: 1000000}")
+    assert read_classes(tmp_path, text).find("mine").resources.memory_bytes == 1_000_000
+    (tmp_path / "models.yaml").write_text(
+        GOOD.replace("dimensions: 4", "dimensions: 4\n    resources: {memory_bytes: 1}")
+    )
+    with pytest.raises(ConfigurationError, match=r"resources\.memory_bytes: only models of one's"):
+        read_catalog(tmp_path / "models.yaml")

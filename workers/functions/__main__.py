@@ -11,6 +11,7 @@ from prometheus_client import generate_latest
 
 from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
+from shared.inspection import deny_inspection
 from shared.logs import configure_logs
 from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
@@ -30,6 +31,7 @@ def main() -> int:
                 "functions take messages from RabbitMQ only: Pub/Sub pushes them", field="broker"
             )
         configure_logs(settings.log_level, settings.project)
+        deny_inspection()
         with traced(
             "penstock-functions",
             project=settings.project,

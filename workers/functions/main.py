@@ -26,6 +26,7 @@ from functions_framework import aio
 from prometheus_client import Counter
 
 from shared.errors import BadInput, PenstockError, UndecodableMessage
+from shared.inspection import deny_inspection
 from shared.logs import configure_logs
 from shared.reports.day_tables import days_asked
 from shared.reports.scheduled import RUN_LIMIT_S, RunResult, opened_reports
@@ -119,6 +120,7 @@ def _summary_of(result: RunResult) -> dict[str, Any]:
 
 settings = read_settings(FunctionSettings)
 configure_logs(settings.log_level, settings.project)
+deny_inspection()
 authenticator = PushAuthenticator(
     settings.push_audience,
     settings.push_account,

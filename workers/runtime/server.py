@@ -26,6 +26,7 @@ import msgspec
 
 from shared.catalog import Model
 from shared.errors import PenstockError
+from shared.inspection import deny_inspection
 from shared.logs import configure_logs
 from workers.models.backend import Backend
 from workers.models.base import LoadedModel
@@ -57,7 +58,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if any(Model.model_validate_json(one).definition.has_interface for one in arguments.model):
-        template.deny_inspection()  # a class of one's own runs as the same user
+        deny_inspection()  # a class of one's own runs as the same user
     loaded: dict[int, LoadedModel] = {}
     if arguments.fd is None:
         loaded = _load_ahead(arguments)

@@ -357,7 +357,7 @@ class _Output(asyncio.StreamReaderProtocol):
 
 TEMPLATE_NAME = "penstock-forks"
 MODEL_PROCESS_NAME = "penstock-model"
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NAME = 1, 4, 15
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _SIGKILL = 9
 
 
@@ -466,15 +466,6 @@ def die_with_parent() -> None:
     Forked processes are not affected. Linux only.
     """
     _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
-
-
-def deny_inspection() -> None:
-    """Makes the system refuse `/proc/<pid>/environ` and memory of this process to others.
-
-    Also to those of the same user, unless they have a capability for it (PR_SET_DUMPABLE in
-    prctl(2)). Forks inherit it, programs that they start do not. Linux only.
-    """
-    _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def _prctl(option: int, value: Any) -> None:

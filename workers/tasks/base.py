@@ -76,6 +76,15 @@ class WorkerTask(ABC):
         """
         return None
 
+    def provide(self, entry: Model, folder: Path) -> None:  # noqa: B027
+        """Makes what a model needs on this machine besides its folder. It may take minutes.
+
+        By default: nothing.
+
+        Raises:
+            ConfigurationError: it can't be made.
+        """
+
     @abstractmethod
     def preparer(self, entry: Model, folder: Path) -> Preparer:
         """The preparer of the inputs of a model, whose files are in `folder`.

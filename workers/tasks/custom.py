@@ -33,6 +33,12 @@ class CustomWorker(WorkerTask):
         """If the class weighs the inputs."""
         return interface_of(entry).weighs
 
+    def provide(self, entry: Model, folder: Path) -> None:
+        """The environment with its packages, if it brings some."""
+        from workers.models.custom.environments import python_for
+
+        python_for(folder)
+
     def preparer(self, entry: Model, folder: Path) -> Preparer:
         """Says what inputs weigh, and which may share a batch."""
         from workers.models.custom.aside import AsideClass

@@ -273,6 +273,21 @@ def test_worker_is_built_on_the_base_of_this_build(checkout: Path) -> None:
     assert "--cache-from type=registry,ref=r/worker:cache" in worker
     assert "--build-arg MODEL_PACKAGES=x==1 y==2 ." in worker
     assert "MODEL_PACKAGES" not in cuda
+    assert "--build-context" not in worker
+
+
+@pytest.mark.parametrize(("folder", "option"), [("", ""), ("own", " --build-context classes=own")])
+def test_worker_gets_the_classes_that_bring_packages(
+    checkout: Path, folder: str, option: str
+) -> None:
+    put(checkout, "docker", BUILDX)
+    (checkout / "release/bases.env").write_text(f"PYTHON_BASE=p@{DIGEST}\n")
+    given = {"REGISTRY": "r", "BUILD_ID": "b1", "REVISION": "abc", "CLASSES_DIR": folder}
+    (checkout / "release/model_packages").write_text("\n")
+    assert script(checkout, "bash", "image.sh", "cuda", **given).returncode == 0
+    done = script(checkout, "bash", "worker_image.sh", "--build-arg", "A=b", **given)
+    assert done.returncode == 0, done.stderr
+    assert calls(checkout, "docker")[-1].endswith(f" --build-arg A=b{option} .")
     assert (checkout / "release/worker.image").read_text() == f"r/worker@{DIGEST}\n"
 
 

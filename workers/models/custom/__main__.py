@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shared.errors import PenstockError
 from workers.models.custom.checking import inspect_folder, is_current, write_interface
+from workers.models.custom.environments import python_for
 from workers.models.custom.starting import start
 from workers.models.custom.trial import predict
 
@@ -36,6 +37,9 @@ def _parser() -> argparse.ArgumentParser:
         "--if-changed", action="store_true", help="only if the sources are others than before"
     )
     check.set_defaults(run=_check)
+    install = commands.add_parser("install", help="install the packages that a class brings")
+    install.add_argument("folder", type=Path, metavar="FOLDER")
+    install.set_defaults(run=_install)
     new = commands.add_parser("init", help="write a class, its test and its entry")
     new.add_argument("name", metavar="NAME")
     new.set_defaults(run=_init)
@@ -60,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.if_changed and is_current(arguments.folder):
+        python_for(arguments.folder)
         return
     inspected = inspect_folder(arguments.folder)
     for note in inspected.notes:
@@ -69,6 +74,10 @@ def _check(arguments: argparse.Namespace) -> None:
     streams = {"": "as a whole", "text": "as a stream of text", "items": "element by element"}
     comes = "in batches" if inspected.interface.batches else streams[inspected.interface.streams]
     print(f"{path}: inputs {names}; the output comes {comes}")
+
+
+def _install(arguments: argparse.Namespace) -> None:
+    print(f"{arguments.folder}: runs with {python_for(arguments.folder)}")
 
 
 def _init(arguments: argparse.Namespace) -> None:

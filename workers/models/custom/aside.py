@@ -15,12 +15,15 @@ from typing import Any
 
 from shared.catalog import Model
 from shared.errors import BadInput, InputTooLarge, ModelFailed
+from shared.settings import Settings, read_settings
 from shared.tasks.custom import CustomResult, interface_of
 from workers.models.base import PreparedCustom
 from workers.models.custom.checking import INSPECTION_LIMIT_S
+from workers.models.custom.environments import python_for
 from workers.models.custom.model import message_of, outcome_of
 from workers.models.custom.process import RunnerProcess, end_of
 from workers.models.custom.runner.frames import Frame
+from workers.models.custom.services import service_ports
 from workers.models.custom.sources import read_sources
 
 ANSWER_LIMIT_S = 5.0
@@ -40,6 +43,7 @@ class AsideClass:
     def __init__(self, entry: Model, folder: Path) -> None:
         self._interface = interface_of(entry)
         self._max_work = entry.work.max or 1
+        self._memory_bytes = entry.resources.memory_bytes or 0
         self._folder = folder
         self._runner: RunnerProcess | None = None
         self._turn = threading.Lock()
@@ -99,7 +103,14 @@ class AsideClass:
             ModelFailed: it can't be imported.
         """
         sources = read_sources(self._folder)
-        runner = RunnerProcess(self._folder, environment=sources.environment, is_aside=True)
+        runner = RunnerProcess(
+            self._folder,
+            python=python_for(self._folder),
+            environment=sources.environment,
+            memory_bytes=self._memory_bytes,
+            denied_ports=service_ports(read_settings(Settings)),
+            is_aside=True,
+        )
         frames = self._received(runner, INSPECTION_LIMIT_S)
         if not frames:
             raise ModelFailed(f"{function}: {self._reason(runner, frames, INSPECTION_LIMIT_S)}")

@@ -19,6 +19,8 @@ from shared.errors import Canceled, ModelFailed, PenstockError
 from shared.tasks.custom import CustomResult
 from workers.models.base import OnStep, PreparedCustom, PreparedItem
 from workers.models.custom.model import (
+    MALFORMED,
+    NO_ANSWER,
     RUNNER_KILLED,
     SETUP_LIMIT_S,
     STEP_S,
@@ -76,10 +78,14 @@ class CustomBatchModel(HostedClass):
         for at, frame in enumerate(answers):
             if log := frame.message.get("log"):
                 self._logs[at] = self._logs.get(at, "") + log
-        return [
-            outcome_of(frame, self._interface, item.length)
-            for frame, item in zip(answers, batch, strict=True)
-        ]
+        try:
+            return [
+                outcome_of(frame, self._interface, item.length)
+                for frame, item in zip(answers, batch, strict=True)
+            ]
+        except MALFORMED as error:
+            runner.kill_at_fault(NO_ANSWER)
+            raise self._ended(runner) from error
 
     def _answers(self, runner: RunnerProcess, numbers: range, on_step: OnStep) -> list[Frame]:
         """The answer to each prediction of a batch, in order. Raises as `predict` does."""
@@ -130,8 +136,8 @@ class CustomBatchModel(HostedClass):
         """
         try:
             frames = runner.receive(STEP_S)
-        except ValueError as error:
-            runner.kill(f"it sent something else than an answer: {error}")
+        except MALFORMED:
+            runner.kill_at_fault(NO_ANSWER)
             frames = None
         if frames is None:
             raise self._ended(runner)

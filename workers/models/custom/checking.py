@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from shared.errors import ConfigurationError
 from shared.model_interface import FILE_NAME, MAX_BYTES, MAX_INPUTS, ModelInterface, read_interface
+from workers.models.custom.environments import python_for, unmet
 from workers.models.custom.process import RunnerProcess, end_of
 from workers.models.custom.sources import read_sources
 
@@ -37,7 +38,10 @@ def inspect_folder(folder: Path) -> Inspected:
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is not a folder", field="source")
     sources = read_sources(folder)
-    runner = RunnerProcess(folder, environment=sources.environment, inspects_only=True)
+    python = python_for(folder)
+    runner = RunnerProcess(
+        folder, python=python, environment=sources.environment, inspects_only=True
+    )
     frames = runner.receive(INSPECTION_LIMIT_S)
     printed = runner.printed.take().strip()
     status = runner.close()
@@ -56,7 +60,7 @@ def inspect_folder(folder: Path) -> Inspected:
     except ValidationError as error:
         raise ConfigurationError(f"{folder}: {error.errors()[0]['msg']}", field="source") from error
     _check_size(folder, interface)
-    return Inspected(interface, message["notes"])
+    return Inspected(interface, [*message["notes"], *unmet(folder)])
 
 
 def _check_size(folder: Path, interface: ModelInterface) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
+import signal
 import socket
 import sys
 import time
@@ -15,11 +18,14 @@ from shared.blob import Blob
 from shared.catalog import Model
 from shared.errors import BadInput, Canceled, ConfigurationError, ModelFailed, PenstockError
 from shared.model_interface import ModelInterface
+from shared.settings import Settings, read_settings
 from shared.tasks.custom import CustomResult, FilePlace, interface_of, piece_text
 from shared.tasks.text import TokenChunk
 from workers.models.base import PreparedCustom, PreparedItem, StepEnd
+from workers.models.custom.environments import python_for
 from workers.models.custom.process import RunnerProcess, end_of
 from workers.models.custom.runner.frames import Frame
+from workers.models.custom.services import service_ports
 from workers.models.custom.sources import Sources, read_sources
 
 STEP_S = 0.05
@@ -29,6 +35,12 @@ SETUP_LIMIT_S = 1800.0
 RUNNER_KILLED = 70
 """The exit status of a model process whose runner was killed from outside. So its item is tried
 again as after any death of a model process (decision 25)."""
+NO_ANSWER = "it sent something else than an answer"
+MALFORMED = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
+"""What comes of reading an answer that is none: a class may write to its socket."""
+_MEDIA_TYPE = re.compile(r"[\w.+-]{1,100}/[\w.+-]{1,100}")
+
+log = logging.getLogger(__name__)
 
 
 class _Running:
@@ -39,6 +51,8 @@ class _Running:
         self.number = number
         self.item = item
         self.is_sent = False
+        self.is_suspect = False
+        """Whether it was in a runner that ended with several. It runs alone from then on."""
         self.reported = 0
         self.received = 0
         """Pieces from the current runner. One that starts over gives the first ones again."""
@@ -57,6 +71,7 @@ def outcome_of(frame: Frame, interface: ModelInterface, work: int) -> CustomResu
     if "error" not in message:
         files, places = [], []
         for where, data in zip(message["files"], frame.blobs, strict=True):
+            _check_place(message["output"], where)
             files.append(Blob(where["media_type"], data=data))
             places.append(FilePlace(where["at"], where["name"]))
         return CustomResult(
@@ -88,6 +103,8 @@ class HostedClass:
 
     def __init__(self, entry: Model, folder: Path, device: str, threads: int) -> None:
         self._interface = interface_of(entry)
+        self._memory_bytes = entry.resources.memory_bytes or 0
+        self._name = entry.name
         self._folder = folder
         self._threads = threads
         self.device_name = "cpu" if device in ("cpu", "auto") else device
@@ -108,6 +125,8 @@ class HostedClass:
             raise ConfigurationError(self._failed_start(frames), field="source")
         self._check(frames[0], read_sources(self._folder))
         self._is_ready = True
+        for one in runner.unconfined or ():
+            log.warning("a class is not confined", extra={"model": self._name, "reason": one})
 
     def warmup(self) -> None:
         """Nothing: `setup` of the class did what it wants."""
@@ -128,7 +147,12 @@ class HostedClass:
         sources = read_sources(self._folder)
         self._is_ready = False
         self._runner = RunnerProcess(
-            self._folder, threads=self._threads, environment=sources.environment
+            self._folder,
+            python=python_for(self._folder),
+            threads=self._threads,
+            environment=sources.environment,
+            memory_bytes=self._memory_bytes,
+            denied_ports=service_ports(read_settings(Settings)),
         )
         return self._runner
 
@@ -151,7 +175,8 @@ class HostedClass:
         printed = runner.printed.take().strip()
         status = runner.close()
         if frames is None:
-            reason = f"{self._folder}: its process {end_of(status)} before it was set up"
+            how = f"was ended: {runner.killed_for};" if runner.killed_for else end_of(status)
+            reason = f"{self._folder}: its process {how} before it was set up"
         return f"{reason}\n{printed}" if printed else reason
 
 
@@ -194,28 +219,34 @@ class CustomModel(HostedClass):
         runner = self._runner or self._start()
         if self._is_ready:
             is_idle = not any(one.is_sent for one in self._items.values())
+            if is_idle and not runner.has_ended and runner.is_above_memory:
+                runner.kill("nobody is to fail for what earlier predictions left in memory")
             if is_idle and runner.has_ended:
                 self._on_end(end)
                 return end
             self._send_items(runner)
         try:
             frames = runner.receive(STEP_S, wakes_on=self._wakes_on)
-        except ValueError as error:
-            runner.kill(f"it sent something else than an answer: {error}")
+            for frame in frames or ():
+                self._handle(frame, end)
+        except MALFORMED as error:
+            log.warning(NO_ANSWER, extra={"model": self._name, "reason": repr(error)[:200]})
+            runner.kill_at_fault(NO_ANSWER)
             frames = None
         if frames is None:
             self._on_end(end)
-        for frame in frames or ():
-            self._handle(frame, end)
         return end
 
     def _send_items(self, runner: RunnerProcess) -> None:
         # A prediction that was dropped may still run, and a class computes one at a time.
         inside = len(self._dropped) + sum(one.is_sent for one in self._items.values())
+        is_alone = any(one.is_sent and one.is_suspect for one in self._items.values())
         for running in self._items.values():
-            if inside >= self._interface.concurrency:
+            must_wait = is_alone or (running.is_suspect and inside)
+            if inside >= self._interface.concurrency or must_wait:
                 return
             if not running.is_sent:
+                is_alone = running.is_suspect
                 inside += 1
                 running.is_sent = True
                 if inside == 1:
@@ -269,17 +300,24 @@ class CustomModel(HostedClass):
         printed = runner.printed.take()
         status = runner.close()
         inside = [one for one in self._items.values() if one.is_sent]
-        if runner.killed_for:  # a prediction that was dropped did not stop
-            for running in inside:
-                running.is_sent, running.received = False, 0
+        for running in inside:
+            running.is_sent, running.received = False, 0
+        if runner.killed_for and not runner.is_at_fault:  # a prediction that was dropped
             return
-        if status < 0 and inside:
+        if status == -signal.SIGKILL and inside and not runner.killed_for:
             print(f"the process of the class {end_of(status)}", file=sys.stderr, flush=True)
             os._exit(RUNNER_KILLED)
+        if was_ready and len(inside) > 1:  # one of them did it; the others go on
+            for running in inside:
+                running.is_suspect = True
+            return
+        doing = "it computed this" if was_ready else "it was set up again"
+        how = f"{end_of(status)} while {doing}"
+        if runner.killed_for:
+            how = f"was ended while {doing}: {runner.killed_for}"
         failed = inside if was_ready else list(self._items.values())
         for running in failed:
-            doing = "it computed this" if was_ready else "it was set up again"
-            error = ModelFailed(f"the process of the model {end_of(status)} while {doing}")
+            error = ModelFailed(f"the process of the model {how}")
             self._end(running.slot, error, end, printed if len(failed) == 1 else "")
 
     def take_chunks(self) -> dict[int, TokenChunk]:
@@ -301,3 +339,14 @@ class CustomModel(HostedClass):
         if running is not None and running.is_sent and self._runner is not None:
             self._dropped[running.number] = slot
             self._runner.cancel(running.number)
+
+
+def _check_place(output: Any, where: dict[str, Any]) -> None:
+    """Raises an error if a file has no place in an output: a class may write to its socket."""
+    if not _MEDIA_TYPE.fullmatch(where["media_type"]) or not isinstance(where["name"], str):
+        raise ValueError("a file without a media type and a name")
+    place = output
+    for part in where["at"]:
+        place = place[part]
+    if place is not None:
+        raise ValueError("a file in the place of something else")

@@ -5,24 +5,28 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from workers.models.custom.limits import Family, LimitWatch, usual_memory_bytes
 from workers.models.custom.runner.frames import Frame, FrameReader, encode_frame
+from workers.models.custom.scratch import make_scratch, remove_scratch
 
 KILL_AFTER_S = 2.0
 """The time that a canceled prediction has to end by itself."""
 MAX_LOG_BYTES = 32 * 1024
 """Of what a prediction printed, its end is kept."""
+MAX_READ_BYTES = 1024 * 1024
+"""Read of what a process prints without a pause, so that one that never pauses holds up nobody."""
+MAX_WAITING_BYTES = 512 * 1024 * 1024
+"""Of what is sent to a process that reads nothing."""
 _PASSED_ON = (
     "PATH",
     "LANG",
@@ -35,19 +39,29 @@ _PASSED_ON = (
     "NVIDIA_DRIVER_CAPABILITIES",
     "OMP_WAIT_POLICY",
     "COG_WEIGHTS",
+    # A mark of the local stack, by which what is left is found if the stack was killed.
+    "STARTED_BY",
 )
 """All that the runner gets of our environment. It has no key, address or token of ours."""
 _LOOKS = os.WEXITED | os.WNOHANG | os.WNOWAIT
 _ROOT = Path(__file__).resolve().parents[3]
 _PROGRAM = """
 import sys
+sys.path[:] = [one for one in sys.path if one]
 sys.path.append({root!r})
 from workers.models.custom.runner.main import main
 sys.path.remove({root!r})
 for name in [one for one in sys.modules if one.partition(".")[0] == "workers"]:
     if not name.startswith("workers.models.custom.runner."):
         del sys.modules[name]
-main({fd}, {folder!r}, inspects_only={inspects_only}, is_aside={is_aside})
+main(
+    {fd},
+    {folder!r},
+    {scratch!r},
+    {denied_ports},
+    inspects_only={inspects_only},
+    is_aside={is_aside},
+)
 """
 
 
@@ -98,7 +112,7 @@ class PrintedOutput:
     def _drain(self) -> bool:
         """Reads what is there. Returns whether more may come."""
         with self._lock:
-            while True:
+            for _ in range(MAX_READ_BYTES >> 16):
                 try:
                     piece = os.read(self._fd, 1 << 16)
                 except BlockingIOError:
@@ -114,6 +128,7 @@ class PrintedOutput:
                 if (extra := len(self._kept) - MAX_LOG_BYTES) > 0:
                     self._left_out_bytes += extra
                     del self._kept[:extra]
+        return True
 
     def take(self) -> str:
         """Returns what was printed since the last call: its end, if that is much."""
@@ -140,6 +155,8 @@ class RunnerProcess:
         python: the interpreter that has its packages.
         threads: for libraries that compute on a CPU.
         environment: what cog.yaml sets.
+        memory_bytes: that it may take, with all that it starts. 0: the usual part of the machine's.
+        denied_ports: TCP ports to which it may not connect.
         inspects_only: whether it ends when the class is inspected.
         is_aside: whether it calls `work` and `is_close` only, and does not set up the class.
         passes_on: whether what it prints goes to our stderr, too.
@@ -152,24 +169,29 @@ class RunnerProcess:
         python: str = sys.executable,
         threads: int = 1,
         environment: Mapping[str, str] | None = None,
+        memory_bytes: int = 0,
+        denied_ports: Sequence[int] = (),
         inspects_only: bool = False,
         is_aside: bool = False,
         passes_on: bool = False,
     ) -> None:
-        self._scratch = Path(tempfile.mkdtemp(prefix="penstock-class-"))
+        self._scratch = make_scratch(folder)
         self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
         output, their_output = os.pipe()
         program = _PROGRAM.format(
             root=str(_ROOT),
             fd=theirs.fileno(),
             folder=str(folder),
+            scratch=str(self._scratch),
+            denied_ports=list(denied_ports),
             inspects_only=inspects_only,
             is_aside=is_aside,
         )
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    [python, "-P", "-c", program],
+                    [python, "-c", program],
                     env=runner_environment(self._scratch, threads, environment or {}),
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
@@ -183,14 +205,28 @@ class RunnerProcess:
         self.printed = PrintedOutput(output, passes_on)
         self._reader = FrameReader()
         self._put_back: list[Frame] = []
+        self._outgoing = bytearray()
         self._timers: dict[int, threading.Timer] = {}
         self.killed_for = ""
         """Why we killed it."""
+        self.is_at_fault = False
+        """Whether we killed it for what the class did, so that it would do so again."""
+        self.unconfined: list[str] | None = None
+        """What this system has no means for, in words. None: the process has not begun."""
+        self._family = Family(self._process.pid)
+        self._limits = LimitWatch(
+            self._process.pid,
+            self._family,
+            memory_bytes or usual_memory_bytes(),
+            self.kill_at_fault,
+        )
 
     def receive(
         self, timeout_s: float, *, wakes_on: socket.socket | None = None
     ) -> list[Frame] | None:
-        """Waits for frames. Returns those that came in time. None: the process has ended.
+        """Waits for frames, and sends what waits. Returns the frames that came in time.
+
+        None: the process has ended, or has closed its end.
 
         Args:
             timeout_s: the longest wait.
@@ -201,23 +237,45 @@ class RunnerProcess:
         """
         until_s = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
-            selector.register(self._socket, selectors.EVENT_READ)
+            selector.register(self._socket, self._wanted_events)
             if wakes_on is not None:
                 selector.register(wakes_on, selectors.EVENT_READ)
             while True:
                 frames = self._take_frames()
                 left_s = until_s - time.monotonic()
-                if frames or left_s <= 0 or not (ready := selector.select(left_s)):
+                if frames:
                     return frames
-                if all(key.fileobj is not self._socket for key, _ in ready):
-                    return frames
-                try:
-                    piece = self._socket.recv(1 << 20)
-                except ConnectionError:
-                    piece = b""
-                if not piece:
+                if left_s <= 0 or not (ready := selector.select(left_s)):
+                    return None if self.has_ended and not self._may_read() else frames
+                events = sum(mask for key, mask in ready if key.fileobj is self._socket)
+                if events & selectors.EVENT_WRITE:
+                    self._flush()
+                    selector.modify(self._socket, self._wanted_events)
+                if events & selectors.EVENT_READ and not self._read():
                     return self._take_frames() or None
-                self._reader.feed(piece)
+                if not events & selectors.EVENT_READ and len(ready) > bool(events):
+                    return frames  # it was woken
+
+    @property
+    def _wanted_events(self) -> int:
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
+
+    def _read(self) -> bool:
+        """Reads what is there. Returns whether more may come."""
+        try:
+            piece = self._socket.recv(1 << 20)
+        except BlockingIOError:
+            return True
+        except ConnectionError:
+            return False
+        self._reader.feed(piece)
+        return bool(piece)
+
+    def _may_read(self) -> bool:
+        """True if something is left to be read of a process that has ended."""
+        with contextlib.suppress(OSError):
+            return bool(self._socket.recv(1, socket.MSG_PEEK))
+        return False
 
     def put_back(self, frames: Sequence[Frame]) -> None:
         """Leaves frames for the next call of `receive`."""
@@ -226,18 +284,38 @@ class RunnerProcess:
     def _take_frames(self) -> list[Frame]:
         frames, self._put_back = self._put_back, []
         while (frame := self._reader.next()) is not None:
-            frames.append(frame)
+            if self.unconfined is None:  # its first message, before it runs code of the class
+                self.unconfined = list(frame.message.get("unconfined", ()))
+                self._family.note_namespace()
+            else:
+                frames.append(frame)
         return frames
 
     def send(self, message: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
-        """Sends a message. A process that has ended does not get it, which `receive` says."""
-        with contextlib.suppress(ConnectionError):
-            self._socket.sendall(encode_frame(message, blobs))
+        """Sends a message, as far as the process reads. `receive` sends the rest.
+
+        A process that has ended does not get it, which `receive` says.
+        """
+        self.send_all([(message, blobs)])
 
     def send_all(self, messages: Sequence[tuple[dict[str, Any], Sequence[bytes]]]) -> None:
-        """Sends messages as one piece."""
-        with contextlib.suppress(ConnectionError):
-            self._socket.sendall(b"".join(encode_frame(*one) for one in messages))
+        """Sends messages as one piece, as `send` does."""
+        for message, blobs in messages:
+            self._outgoing += encode_frame(message, blobs)
+        self._flush()
+        if len(self._outgoing) > MAX_WAITING_BYTES:
+            self.kill_at_fault("it reads nothing")
+
+    def _flush(self) -> None:
+        try:
+            while self._outgoing:
+                with memoryview(self._outgoing) as whole, whole[: 1 << 20] as piece:
+                    sent = self._socket.send(piece)
+                del self._outgoing[:sent]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._outgoing.clear()
 
     def cancel(self, number: int) -> None:
         """Ends a prediction, and the process if the prediction is still there after a while."""
@@ -257,8 +335,18 @@ class RunnerProcess:
     def kill(self, reason: str) -> None:
         """Kills the process, and all that it has started."""
         self.killed_for = self.killed_for or reason
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._family.end()
+
+    def kill_at_fault(self, reason: str) -> None:
+        """Kills it for what the class did."""
+        if not self.killed_for:
+            self.is_at_fault = True
+        self.kill(reason)
+
+    @property
+    def is_above_memory(self) -> bool:
+        """True if it takes more memory than it may. It is killed soon, if it is not now."""
+        return self._limits.is_above_memory()
 
     @property
     def has_ended(self) -> bool:
@@ -269,16 +357,19 @@ class RunnerProcess:
         """Ends the process and removes its files. Returns its exit status."""
         for number in list(self._timers):
             self.ended(number)
+        self._limits.close()
         self._socket.close()
         until_s = time.monotonic() + KILL_AFTER_S
         while not self.has_ended and time.monotonic() < until_s:
             time.sleep(0.005)
         # With what it has started. Its id is not reused before it is waited for.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if not self.has_ended:
+            self.kill_at_fault("it closed its connection to the worker")
+        self._family.end()
+        self._family.close()  # a timer may be about to kill it
         status = self._process.wait()
         self.printed.close()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        remove_scratch(self._scratch)
         return status
 
 

@@ -12,7 +12,8 @@ import yaml
 from shared.errors import ConfigurationError
 
 SUFFIXES = (".py", ".pyi")
-NAMED = ("cog.yaml", "requirements.txt")
+COG_YAML, REQUIREMENTS = "cog.yaml", "requirements.txt"
+NAMED = (COG_YAML, REQUIREMENTS)
 MAX_FILES = 2000
 _LEFT_OUT = ("__pycache__", "node_modules", "venv", "site-packages")
 
@@ -28,22 +29,48 @@ class Sources:
     environment: dict[str, str]
 
 
+@dataclass(frozen=True)
+class AskedPackages:
+    """The packages that a class brings.
+
+    `file`: of requirements, as pip reads it. `lines`: requirements in cog.yaml. One of them is
+    empty. `python_version`: as 3.12, if cog.yaml says it.
+    """
+
+    file: Path | None = None
+    lines: tuple[str, ...] = ()
+    python_version: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.file or self.lines)
+
+
 def read_sources(folder: Path) -> Sources:
     """Reads the sources of a folder.
 
     Raises:
         ConfigurationError: there are too many, or cog.yaml is not valid.
     """
-    files = sorted(path for path in folder.rglob("*") if _is_source(path, folder))
-    if len(files) > MAX_FILES:
-        raise ConfigurationError(
-            f"{folder}: {len(files)} Python files; at most {MAX_FILES} are allowed", field="source"
-        )
+    files = source_files(folder)
     whole = hashlib.sha256()
     for path in files:
         name, data = path.relative_to(folder).as_posix(), path.read_bytes()
         whole.update(f"{name}\0{len(data)}\0".encode() + data)
     return Sources(whole.hexdigest(), _environment(folder))
+
+
+def source_files(folder: Path) -> list[Path]:
+    """The sources of a folder, in order.
+
+    Raises:
+        ConfigurationError: there are too many.
+    """
+    files = sorted(path for path in folder.rglob("*") if _is_source(path, folder))
+    if len(files) > MAX_FILES:
+        raise ConfigurationError(
+            f"{folder}: {len(files)} Python files; at most {MAX_FILES} are allowed", field="source"
+        )
+    return files
 
 
 def _is_source(path: Path, folder: Path) -> bool:
@@ -54,18 +81,63 @@ def _is_source(path: Path, folder: Path) -> bool:
     return (is_named or path.suffix in SUFFIXES) and path.is_file()
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    """The `environment` of cog.yaml: a list of NAME=VALUE."""
-    file = folder / "cog.yaml"
+def _settings(folder: Path) -> dict[str, Any]:
+    """What cog.yaml says. Empty, if there is none. Its runner says what is wrong with its class."""
+    file = folder / COG_YAML
     if not file.is_file():
         return {}
     try:
         settings: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{file}: {error}", field="source") from error
-    lines = settings.get("environment", []) if isinstance(settings, dict) else []
+    return settings if isinstance(settings, dict) else {}
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """The `environment` of cog.yaml: a list of NAME=VALUE."""
+    lines = _lines(folder, _settings(folder), "environment", "NAME=VALUE")
+    return dict(one.partition("=")[::2] for one in lines)
+
+
+def asked_packages(folder: Path) -> AskedPackages:
+    """The packages that a class brings: `build` of cog.yaml, else requirements.txt.
+
+    Raises:
+        ConfigurationError: cog.yaml is not valid, or names a file that is missing.
+    """
+    build = _settings(folder).get("build") or {}
+    where = folder / COG_YAML
+    if not isinstance(build, dict):
+        raise ConfigurationError(f"{where}: build: expected a mapping", field="source")
+    version = str(build.get("python_version") or "")
+    version = "3.10" if version == "3.1" else version  # what YAML makes of it without quotes
+    lines = tuple(_lines(folder, build, "python_packages", "requirements", "build."))
+    named = build.get("python_requirements")
+    if named and lines:
+        raise ConfigurationError(
+            f"{where}: build.python_packages and build.python_requirements: give one of them",
+            field="source",
+        )
+    if lines:
+        return AskedPackages(lines=lines, python_version=version)
+    file = folder / str(named or REQUIREMENTS)
+    if named and (not file.is_file() or folder.resolve() not in file.resolve().parents):
+        raise ConfigurationError(
+            f"{where}: build.python_requirements: {named} is no file of the folder", field="source"
+        )
+    has_some = file.is_file() and any(
+        line.strip() and not line.strip().startswith("#")
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines()
+    )
+    return AskedPackages(file if has_some else None, python_version=version)
+
+
+def _lines(
+    folder: Path, settings: dict[str, Any], name: str, form: str, prefix: str = ""
+) -> list[str]:
+    lines = settings.get(name) or []
     if not isinstance(lines, list) or not all(isinstance(one, str) for one in lines):
         raise ConfigurationError(
-            f"{file}: environment: expected a list of NAME=VALUE", field="source"
+            f"{folder / COG_YAML}: {prefix}{name}: expected a list of {form}", field="source"
         )
-    return dict(one.partition("=")[::2] for one in lines)
+    return lines

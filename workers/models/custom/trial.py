@@ -12,6 +12,7 @@ from typing import Any
 from shared.errors import BadInput, ConfigurationError, ModelFailed
 from shared.model_interface import FILE_FORMAT, ModelInterface
 from workers.models.custom.checking import inspect_folder
+from workers.models.custom.environments import python_for
 from workers.models.custom.process import RunnerProcess, end_of
 from workers.models.custom.runner.frames import Frame
 from workers.models.custom.sources import read_sources
@@ -36,7 +37,12 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
     folder = folder.expanduser().resolve()
     interface = inspect_folder(folder).interface
     values, files, blobs = _read_inputs(interface, assignments)
-    runner = RunnerProcess(folder, environment=read_sources(folder).environment, passes_on=True)
+    runner = RunnerProcess(
+        folder,
+        python=python_for(folder),
+        environment=read_sources(folder).environment,
+        passes_on=True,
+    )
     try:
         ready = _next(runner)
         if "failed" in ready.message:

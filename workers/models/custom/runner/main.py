@@ -53,19 +53,32 @@ class WrongInput(Exception):
     """An input that the class does not take. The message begins with its name."""
 
 
-def main(fd: int, folder: str, *, inspects_only: bool = False, is_aside: bool = False) -> None:
+def main(
+    fd: int,
+    folder: str,
+    scratch: str,
+    denied_ports: Sequence[int] = (),
+    *,
+    inspects_only: bool = False,
+    is_aside: bool = False,
+) -> None:
     """Serves the class of a folder until the socket is closed.
 
     Args:
         fd: of this end of the socket.
-        folder: of the class. It becomes the working directory.
+        folder: of the class.
+        scratch: the folder below which it writes. Its `src` becomes the working directory.
+        denied_ports: TCP ports to which it does not connect.
         inspects_only: whether to end when the class is inspected.
         is_aside: whether to call `work` and `is_close` instead of computing.
     """
-    confinement.confine()
+    read_only = (folder, sys.prefix, sys.base_prefix, os.environ.get("COG_WEIGHTS", ""))
+    unconfined = confinement.confine(scratch, read_only, denied_ports)
     connection = socket.socket(fileno=fd)
+    connection.set_inheritable(False)
     os.register_at_fork(after_in_child=connection.close)
-    os.chdir(folder)
+    os.chdir(Path(scratch, "src"))
+    connection.sendall(encode_frame({"unconfined": unconfined}))
     scope.install()
     loop = asyncio.new_event_loop()
     try:

@@ -16,6 +16,8 @@ from typing import Any
 from cog import Secret
 from cog import _adt as adt
 
+from workers.models.custom.runner.frames import MAX_BLOBS_BYTES
+
 MAX_FILE_BYTES = 64 * 1024 * 1024
 MAX_FILES = 64
 MAX_OUTPUT_BYTES = 1024 * 1024
@@ -135,6 +137,8 @@ class OutputEncoder:
                 f"output: the file {Path(name).name} is too large; at most {MAX_FILE_BYTES} bytes "
                 "are allowed"
             )
+        if sum(map(len, self.blobs)) + len(data) > MAX_BLOBS_BYTES:
+            raise WrongOutput(f"output: its files together have more than {MAX_BLOBS_BYTES} bytes")
         media_type = mimetypes.guess_type(name)[0] or ANY_BYTES
         self.files.append({"at": list(at), "media_type": media_type, "name": Path(name).name})
         self.blobs.append(data)

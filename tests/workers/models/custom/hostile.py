@@ -1,0 +1,236 @@
+"""A class that does in turn whatever a class should not, and how each of its predictions ends."""
+
+from __future__ import annotations
+
+HOSTILE = '''
+import glob, signal, socket, struct, json, subprocess
+
+KEPT = []
+
+
+def sockets():
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.append(int(name))
+        except OSError:
+            pass
+    return found
+
+
+def write(data):
+    for fd in sockets():
+        try:
+            os.write(fd, data)
+        except OSError:
+            pass
+
+
+def readable_environments():
+    """Of processes that are not ours, as far as the system shows them."""
+    found = []
+    for path in glob.glob("/proc/[0-9]*/environ"):
+        namespace = path.replace("environ", "ns/mnt")
+        try:
+            if os.readlink(namespace) == os.readlink("/proc/self/ns/mnt"):
+                continue  # one of its own children
+        except OSError:
+            pass
+        for name in ("environ", "mem", "maps"):
+            try:
+                with open(path.replace("environ", name), "rb") as file:
+                    if file.read(1):  # threads of the system have none
+                        found.append(path)
+            except OSError:
+                pass
+    return found
+
+
+class Predictor(BasePredictor):
+    def predict(self, mode: str) -> Any:
+        print(f"it does {mode}")
+        return getattr(self, mode)()
+
+    def behave(self):
+        return "well"
+
+    def loop(self):
+        while True:
+            try:
+                time.sleep(0.01)
+            except BaseException:
+                pass
+
+    def stop_itself(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def print_on(self):
+        while True:
+            try:
+                os.write(1, b"x" * 65536)
+            except BaseException:
+                pass
+
+    def leak(self):
+        KEPT.append(b"x" * 2**30)
+        time.sleep(30)
+        return len(KEPT)
+
+    def leak_less(self):
+        KEPT.append(b"x" * (300 * 2**20))
+        return len(KEPT) > 0
+
+    def leak_in_a_child(self):
+        child = subprocess.Popen(
+            [sys.executable, "-c", "import time; kept = b'x' * 2**30; time.sleep(60)"]
+        )
+        child.wait()
+        return child.returncode
+
+    def leave(self):
+        os._exit(4)
+
+    def crash(self):
+        os.kill(os.getpid(), signal.SIGSEGV)
+        time.sleep(60)
+
+    def fork(self):
+        children = []
+        for number in range(3):
+            child = os.fork()
+            if not child:
+                if number:
+                    os.setsid()  # it leaves the session
+                if os.fork():
+                    os._exit(0)  # and its parent leaves it
+                try:
+                    time.sleep(600)
+                finally:
+                    os._exit(0)
+            children.append(child)
+        return len(children)
+
+    def fork_on(self):
+        for _ in range(40):
+            if not os.fork():
+                time.sleep(600)
+                os._exit(0)
+        time.sleep(60)
+
+    def print_much(self):
+        for _ in range(1000):
+            print("p" * 100_000)
+        print("the end")
+        return "printed"
+
+    def large_file(self):
+        path = Path("large.bin")
+        with path.open("wb") as file:
+            file.truncate(300 * 2**20)
+        return path
+
+    def large_files(self):
+        paths = []
+        for number in range(6):
+            path = Path(f"{number}.bin")
+            with path.open("wb") as file:
+                file.truncate(60 * 2**20)
+            paths.append(path)
+        return {"files": paths}
+
+    def wrong_type(self):
+        return object()
+
+    def look_around(self):
+        return readable_environments()
+
+    def secrets(self):
+        return sorted(name for name in os.environ if "PENSTOCK" in name or "KEY" in name)
+
+    def write_outside(self):
+        done = []
+        for place in PLACES + [str(Path(__file__).parent), "/var/tmp", "/etc", "/"]:
+            try:
+                path = Path(place) / "written-by-a-class"
+                path.write_text("x")
+                done.append(str(path))
+            except OSError:
+                pass
+        return done
+
+    def write_inside(self):
+        for place in (".", "/tmp", os.environ["HOME"], os.environ["TMPDIR"], "/dev/shm"):
+            path = Path(place) / "inside.txt"
+            path.write_text("x")
+            path.unlink()
+        return open("predict.py").readline() + "read"
+
+    def kill_parent(self):
+        os.kill(os.getppid(), signal.SIGKILL)
+        return "killed"
+
+    def close_socket(self):
+        for fd in sockets():
+            os.close(fd)
+        time.sleep(60)
+
+    def close_socket_and_go_on(self):
+        for fd in sockets():
+            os.close(fd)
+        return "closed"
+
+    def write_garbage(self):
+        write(b"\\xff" * 1000)
+        time.sleep(60)
+
+    def write_frames(self):
+        for message in ({"id": "x", "blobs": []}, {"blobs": [], "piece": 1}, {"blobs": []}):
+            body = json.dumps(message).encode()
+            write(struct.pack("<I", len(body)) + body)
+        time.sleep(60)
+
+    def place_files(self):
+        message = {"id": ID, "output": 1, "metrics": {}, "blobs": [1],
+                   "files": [{"at": ["a"], "name": "a", "media_type": "a/b"}]}
+        for number in range(1, 1000):
+            body = json.dumps(message | {"id": number}).encode()
+            write(struct.pack("<I", len(body)) + body + b"x")
+        time.sleep(60)
+'''
+
+ENDED = "the process of the model was ended while it computed this: "
+ENDINGS: dict[str, tuple[str, object]] = {
+    "leak": ("failed", f"{ENDED}it takes "),
+    "leak_in_a_child": ("failed", f"{ENDED}it takes "),
+    "leave": ("failed", "the process of the model ended with exit status 4 while"),
+    "crash": ("failed", "the process of the model was killed by signal 11 (SIGSEGV) while"),
+    "fork": ("succeeded", 3),
+    "print_much": ("succeeded", "printed"),
+    "large_file": ("failed", "output: the file large.bin is too large; at most 67108864 bytes"),
+    "large_files": ("failed", "output: its files together have more than"),
+    "wrong_type": ("failed", "output: a value of type object can't be sent as JSON"),
+    "look_around": ("succeeded", []),
+    "secrets": ("succeeded", []),
+    "write_outside": ("succeeded", []),
+    "write_inside": ("succeeded", "\nread"),
+    "kill_parent": ("failed", "[Errno 1] Operation not permitted"),
+    "close_socket": ("failed", f"{ENDED}it closed its connection to the worker"),
+    "close_socket_and_go_on": ("failed", "the process of the model ended with exit status 1"),
+    "write_garbage": ("failed", f"{ENDED}it sent something else than an answer"),
+    "write_frames": ("failed", f"{ENDED}it sent something else than an answer"),
+    "place_files": ("failed", f"{ENDED}it sent something else than an answer"),
+}
+"""By what it does: the status of the prediction, and its output or the beginning of its error."""
+ENDLESS = ("loop", "stop_itself", "print_on")
+"""What ends at the deadline only."""
+MEMORY_BYTES = 800 * 1024 * 1024
+
+
+def hostile_class(places: list[str]) -> str:
+    """The source of the class.
+
+    Args:
+        places: folders outside of its own that it tries to write to.
+    """
+    return f"PLACES = {places!r}\nID = 1\n{HOSTILE}"

@@ -1,0 +1,286 @@
+"""The virtual environments of classes that bring packages of their own.
+
+uv makes one of the class's requirements and cog, and nothing of ours. It is kept by a digest of
+what decides its content: the requirements, the interpreter and the version of cog. So models with
+equal requirements share one, and a change of a requirement makes another one. An environment is
+made beside its place and renamed, so one that is there is complete. Those of a worker's image are
+made when the image is built, by the same function (infra/docker/worker.Dockerfile).
+
+A package that is built from source runs its own code. It runs as the class would: without our
+variables, without capabilities, and it writes nowhere but into the environment and uv's cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+from uv import find_uv_bin
+
+from shared.errors import ConfigurationError
+from shared.settings import ClassSettings, read_settings
+from workers.models.custom.sources import AskedPackages, asked_packages
+
+INSTALL_LIMIT_S = 1800.0
+"""torch with CUDA's libraries has 3 GB."""
+WAIT_S = 0.1
+MAX_INCLUDED_FILES = 20
+LAST_LINES = 20
+_INCLUDED = re.compile(r"\s*(?:-r|-c|--requirements?|--constraints?)(?:\s+|=)?(?P<path>[^\s#]+)")
+_LOCAL = re.compile(r"\s*(?:-e\b|--editable\b|\.{0,2}/|file:)|\s*[^#]*@\s*file:")
+_PASSED_ON = re.compile(
+    r"PATH|HOME|LANG|LC_\w+|TMPDIR|XDG_\w+|UV_\w+|SSL_CERT_\w+|NETRC|"
+    r"(?:HTTP|HTTPS|ALL|NO)_PROXY|(?:http|https|all|no)_proxy"
+)
+"""The variables that uv gets. None of ours."""
+_ROOT = Path(__file__).resolve().parents[3]
+_CONFINED = (
+    "import os, sys; sys.path.append(sys.argv[1]); "
+    "from workers.models.custom.runner.confinement import run_confined; "
+    "run_confined(sys.argv[2].split(os.pathsep), sys.argv[3:])"
+)
+
+
+class Interpreter(NamedTuple):
+    """A Python that environments are made of: its path, and its version in full."""
+
+    path: str
+    version: str
+
+
+def python_for(folder: Path, base_dir: Path | None = None) -> str:
+    """The interpreter that has the packages of a class. Makes its environment, if it is missing.
+
+    That may take minutes. A class that brings no packages runs with ours.
+
+    Args:
+        folder: of the class.
+        base_dir: of the environments. None: as the settings say.
+
+    Raises:
+        ConfigurationError: its requirements can't be installed. The message ends with what uv said.
+    """
+    asked = asked_packages(folder)
+    if not asked:
+        return sys.executable
+    base_dir = base_dir or read_settings(ClassSettings).environments_dir
+    base = _interpreter(asked.python_version)
+    target = base_dir.resolve() / _digest(folder, asked, base)
+    if not _is_whole(target):
+        _make(folder, asked, base, target)
+    return str(target / "bin" / "python")
+
+
+def unmet(folder: Path) -> list[str]:
+    """What a class asks of its environment that it does not get here, in words."""
+    asked = asked_packages(folder)
+    ours = _our_python()
+    if not asked.python_version or _has_version(ours, asked.python_version):
+        return []
+    if not asked:
+        reason = f"a class without packages of its own runs with the worker's {ours.version}"
+    elif _has_version(_interpreter(asked.python_version), asked.python_version):
+        return []
+    else:
+        reason = f"this machine has no such Python; the class runs with {ours.version}"
+    return [f"cog.yaml: build.python_version {asked.python_version} has no effect here: {reason}"]
+
+
+def _our_python() -> Interpreter:
+    return Interpreter(sys.executable, platform.python_version())
+
+
+def _has_version(python: Interpreter, wanted: str) -> bool:
+    parts = wanted.split(".")
+    return python.version.split(".")[: len(parts)] == parts
+
+
+def _interpreter(wanted: str) -> Interpreter:
+    """The Python of a version. Ours, if the machine has none."""
+    ours = _our_python()
+    if not wanted or _has_version(ours, wanted):
+        return ours
+    command = [find_uv_bin(), "python", "find", "--no-project", "--no-python-downloads", wanted]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=_variables(), cwd="/"
+    )
+    path = done.stdout.strip()
+    if done.returncode or not path:
+        return ours
+    code = "import platform; print(platform.python_version())"
+    said = subprocess.run([path, "-I", "-c", code], capture_output=True, text=True, check=False)
+    return Interpreter(path, said.stdout.strip()) if said.returncode == 0 else ours
+
+
+def _digest(folder: Path, asked: AskedPackages, base: Interpreter) -> str:
+    files = _included(folder, asked.file) if asked.file else {}
+    whole = {
+        "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
+        "lines": asked.lines,
+        "python": [base.version, os.path.realpath(base.path), platform.machine()],
+        "cog": version("cog"),
+    }
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _included(folder: Path, first: Path) -> dict[str, bytes]:
+    """The content of a file of requirements and of those that it includes, by their names."""
+    contents: dict[str, bytes] = {}
+    waiting = [first]
+    while waiting:
+        path = waiting.pop().resolve()
+        name = os.path.relpath(path, folder.resolve())
+        if name in contents:
+            continue
+        if len(contents) >= MAX_INCLUDED_FILES:
+            raise ConfigurationError(
+                f"{first}: it includes more than {MAX_INCLUDED_FILES} files", field="source"
+            )
+        contents[name] = data = _read(path, first)
+        for line in data.decode(errors="replace").splitlines():
+            if _LOCAL.match(line):
+                raise ConfigurationError(
+                    f"{path}: {line.strip()[:200]}: a path is not installed; import it from the "
+                    "folder of the class, or give it a version and an index (--find-links)",
+                    field="source",
+                )
+            included = _INCLUDED.fullmatch(line.split(" #")[0].rstrip())
+            if included and "://" not in included["path"]:
+                waiting.append(path.parent / included["path"])
+    return contents
+
+
+def _read(path: Path, first: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{first}: it includes {path}: {error.strerror}", field="source"
+        ) from error
+
+
+def _is_whole(target: Path) -> bool:
+    """Also false if the interpreter that it was made of is gone."""
+    return (target / "bin" / "python").exists()
+
+
+def _make(folder: Path, asked: AskedPackages, base: Interpreter, target: Path) -> None:
+    until_s = time.monotonic() + INSTALL_LIMIT_S
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.parent / f".{target.name}.lock", until_s, folder):
+            if _is_whole(target):
+                return  # another process was faster
+            for leftover in target.parent.glob(f".{target.name}-*"):
+                shutil.rmtree(leftover, ignore_errors=True)  # of one that was killed
+            with _partial(target) as partial:
+                _install(folder, asked, base, partial, until_s)
+                shutil.rmtree(target, ignore_errors=True)
+                partial.rename(target)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{folder}: its packages are not in {target.parent}, and can't be installed there: "
+            f"{error.strerror or error} (PENSTOCK_ENVIRONMENTS_DIR; a worker's image gets them "
+            "when it is built, with --build-context classes=DIR)",
+            field="source",
+        ) from error
+
+
+@contextlib.contextmanager
+def _locked(path: Path, until_s: float, folder: Path) -> Iterator[None]:
+    """Holds the lock of an environment. The system frees it if this process is killed."""
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until_s:
+                    raise ConfigurationError(
+                        f"{folder}: another process has been installing its packages for "
+                        f"{INSTALL_LIMIT_S:g} s",
+                        field="source",
+                    ) from None
+                time.sleep(WAIT_S)
+        yield
+
+
+@contextlib.contextmanager
+def _partial(target: Path) -> Iterator[Path]:
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    partial.chmod(0o755)  # a worker may run as another user than who builds its image
+    try:
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _install(
+    folder: Path, asked: AskedPackages, base: Interpreter, partial: Path, until_s: float
+) -> None:
+    print(f"{folder}: installing its packages", file=sys.stderr, flush=True)
+    cache = Path(os.environ.get("UV_CACHE_DIR") or partial.parent / "cache").resolve()
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="penstock-install-") as scratch:
+        variables = {**_variables(), "UV_CACHE_DIR": str(cache), "TMPDIR": scratch}
+        writable = os.pathsep.join((str(partial), str(cache), scratch))
+        uv = find_uv_bin()
+        # Scripts of packages find the interpreter after the environment was renamed.
+        new = [uv, "venv", "--quiet", "--no-project", "--relocatable", "--no-python-downloads"]
+        python = str(partial / "bin" / "python")
+        packages = [*asked.lines, *(["--requirement", str(asked.file)] if asked.file else [])]
+        add = [uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", python]
+        for command in (
+            [*new, "--allow-existing", "--python", base.path, str(partial)],
+            [*add, f"cog=={version('cog')}", *packages],
+        ):
+            _run(folder, [_CONFINED, str(_ROOT), writable, *command], variables, until_s)
+
+
+def _run(folder: Path, words: Sequence[str], variables: Mapping[str, str], until_s: float) -> None:
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", *words],
+            env=dict(variables),
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            cwd="/",  # uv also reads the settings of a project around it
+            start_new_session=True,
+        )
+        try:
+            status: int | None = process.wait(max(0.0, until_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if status == 0:
+            return
+        said.seek(0)
+        lines = said.read().decode(errors="replace").strip().splitlines()[-LAST_LINES:]
+    ended = f"took longer than {INSTALL_LIMIT_S:g} s" if status is None else "failed"
+    raise ConfigurationError(
+        "\n  ".join([f"{folder}: the installation of its packages {ended}; uv says:", *lines]),
+        field="source",
+    )
+
+
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if _PASSED_ON.fullmatch(name)}
