@@ -17,7 +17,7 @@ EMULATORS := emulators/bigquery emulators/pubsub
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup text demo up doctor bench bench-peers faults clients clients-lock test test-slow slow-unit test-emulators $(EMULATORS:=/test) check lint format types imports terraform-check deploy-check unit constraints clean
+.PHONY: help setup text demo up example doctor bench bench-peers faults clients clients-lock test test-slow slow-unit test-emulators $(EMULATORS:=/test) check lint format types imports terraform-check deploy-check unit constraints clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ demo: $(STAMP) ## start the whole pipeline, send real input, show what came of i
 
 up: $(STAMP) ## start the whole pipeline and keep it up; BROKER=rabbitmq: over RabbitMQ; ARGS="--host 0.0.0.0": options of penstock up
 	@$(BIN)/penstock up $(if $(BROKER),--broker $(BROKER)) $(ARGS)
+
+example: $(STAMP) ## set up a model of examples/ with real weights, serve it and call it; NAME=upscale, labels or safety; IMAGE=cat.jpg; ONCE=1: then stop
+	@$(BIN)/python -m examples.show $(NAME) $(if $(IMAGE),--image "$(IMAGE)") $(if $(ONCE),--once)
 
 doctor: $(STAMP) ## say what is missing on this machine, and how to fix it
 	@$(BIN)/penstock doctor

@@ -85,10 +85,12 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts what takes longest first, and gives async tests a loop."""
+    """Puts what takes longest first, and gives async tests a loop: those of this folder."""
+    ours = Path(__file__).parent
     for item in items:
-        if isinstance(item, pytest.Function) and "anyio_backend" in item.fixturenames:
-            item.fixturenames.insert(0, "_one_event_loop")
+        names = item.fixturenames if isinstance(item, pytest.Function) else []
+        if "anyio_backend" in names and item.path.is_relative_to(ours):
+            names.insert(0, "_one_event_loop")
     items[:] = longest_first(items)
 
 

@@ -282,10 +282,6 @@ class ElementEvents(OutputEvents):
         text: str,
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
-    ) -> bytes | None:
-        """Returns the events of the elements in `text`, which has a line of JSON for each.
-
-        Events without an id of their own are resumed behind the last one.
-        """
-        elements = map(msgspec.json.decode, text.splitlines())
-        return b"".join(encode_event("output", _text(one)) for one in elements) or None
+    ) -> bytes:
+        """Returns the event of an element: `text` is a line of JSON."""
+        return encode_event("output", _text(msgspec.json.decode(text)))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import re
 import time
@@ -340,6 +341,7 @@ class GenerationStreams:
         *,
         stays: bool,
         has_ids: bool,
+        has_elements: bool = False,
     ) -> AsyncGenerator[bytes]:
         """Yields the events of a prediction's generations, for at most MAX_S.
 
@@ -353,8 +355,13 @@ class GenerationStreams:
             check: raises PenstockError once the reader may not continue.
             stays: whether the prediction continues without a reader.
             has_ids: whether each event has an id, after which its reader can resume.
+            has_elements: whether a token is an element of a list, a line of JSON, with an event of
+              its own.
         """
-        stream = _Stream(shape, [_Generation(one) for one in seen], has_ids=has_ids, is_new=False)
+        generations = [_Generation(one) for one in seen]
+        stream = _Stream(
+            shape, generations, has_ids=has_ids, is_new=False, has_elements=has_elements
+        )
         return self._follow(snapshot, stream, check, stays=stays)
 
     async def begin(
@@ -491,9 +498,16 @@ class _Stream:
     """The generations of one stream. A new one opens none before it has tokens: it may fail."""
 
     def __init__(
-        self, shape: StreamShape, generations: list[_Generation], *, has_ids: bool, is_new: bool
+        self,
+        shape: StreamShape,
+        generations: list[_Generation],
+        *,
+        has_ids: bool,
+        is_new: bool,
+        has_elements: bool = False,
     ) -> None:
         self._shape = shape
+        self._has_elements = has_elements
         self._is_new = is_new
         self.has_ids = has_ids
         self.generations = generations
@@ -512,7 +526,7 @@ class _Stream:
         generation = self.generations[index]
         if chunks or not self._is_new:
             yield from self._open(index)
-        for chunk in chunks:
+        for chunk in itertools.chain.from_iterable(map(self._parts, chunks)):
             if chunk.first < generation.seen.tokens < chunk.end or chunk.first != generation.tokens:
                 raise StreamLost(
                     "Last-Event-ID does not belong to this stream; fetch the full completion"
@@ -555,24 +569,47 @@ class _Stream:
         generation.ended = 1
         # The last tokens may be there without the end of their text (shared/tasks/text.py),
         # so a reader that has all tokens may lack a piece. It is the first one of the end.
-        if not generation.seen.ended:
-            if generation.tokens < generation.seen.tokens or not result.text.startswith(
-                generation.text
-            ):
-                raise StreamLost("the completion changed since it was streamed; fetch it again")
-            rest, logprobs = (
-                result.text[len(generation.text) :],
-                result.logprobs[generation.tokens :],
-            )
-            generation.tokens = result.streamed_tokens
-            at = (generation.tokens, generation.ended)
-            event = self._shape.delta(index, generation.text, rest, logprobs, at)
-            if event is not None:
-                yield self._with_id(event)
+        is_same = generation.tokens >= generation.seen.tokens and result.text.startswith(
+            generation.text
+        )
+        if not is_same and not generation.seen.ended:
+            raise StreamLost("the completion changed since it was streamed; fetch it again")
+        if self._has_elements or not generation.seen.ended:
+            yield from self._rest_of(index, result)
         for event in self._shape.ending(index, result):
             generation.ended += 1
             if generation.ended > generation.seen.ended:
                 yield self._with_id(event)
+
+    def _rest_of(self, index: int, result: StreamedResult) -> Iterator[bytes]:
+        """Yields what the record has of a generation beyond the tokens that were read.
+
+        Of a list, only elements that the reader has not had: it may have had some from the record.
+        """
+        generation = self.generations[index]
+        rest = TokenChunk(generation.tokens, [], result.text[len(generation.text) :])
+        if self._has_elements:
+            rest.ids = [0] * (result.streamed_tokens - generation.tokens)
+        for part in self._parts(rest):
+            before = generation.text
+            generation.tokens = part.end if self._has_elements else result.streamed_tokens
+            generation.text += part.text
+            if self._has_elements and generation.tokens <= generation.seen.tokens:
+                continue
+            logprobs = result.logprobs[rest.first :]
+            at = (generation.tokens, generation.ended)
+            event = self._shape.delta(index, before, part.text, logprobs, at)
+            if event is not None:
+                yield self._with_id(event)
+
+    def _parts(self, chunk: TokenChunk) -> Iterator[TokenChunk]:
+        """Splits a chunk into what has an event of its own."""
+        if not self._has_elements:
+            yield chunk
+            return
+        lines = chunk.text.split("\n")[:-1]
+        for number, (identity, line) in enumerate(zip(chunk.ids, lines, strict=True)):
+            yield TokenChunk(chunk.first + number, [identity], f"{line}\n")
 
     def _open(self, index: int) -> Iterator[bytes]:
         generation = self.generations[index]

@@ -135,8 +135,11 @@ async def stream(
         if kind := _streamed(dependencies, prediction):
             texts, seen = dependencies.generation_streams, seen_from_id(last_id, 1)
             held.enter_context(texts.reserved(prediction.tenant))
-            shape = OutputEvents() if kind == "text" else ElementEvents()
-            sse = texts.follow(snapshot, shape, seen, check, stays=True, has_ids=True)
+            is_list = kind == "items"
+            shape = ElementEvents() if is_list else OutputEvents()
+            sse = texts.follow(
+                snapshot, shape, seen, check, stays=True, has_ids=True, has_elements=is_list
+            )
         else:
             held.enter_context(dependencies.event_streams.reserved(prediction.tenant))
             sse = dependencies.event_streams.follow(snapshot, last_id, check, extra)

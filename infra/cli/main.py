@@ -273,6 +273,12 @@ def check(context: typer.Context) -> None:
     _become(CUSTOM_MODELS, {}, ["check", *context.args])
 
 
+@models.command(context_settings=_FORWARDED)
+def measure(context: typer.Context) -> None:
+    """Time the class of a folder, for `penstock deploy plan` (FOLDER -i NAME=VALUE)."""
+    _become(CUSTOM_MODELS, {}, ["measure", *context.args])
+
+
 @app.command(context_settings=_FORWARDED)
 def init(context: typer.Context) -> None:
     """Write a model of one's own that runs: a class, its test and its entry (NAME)."""

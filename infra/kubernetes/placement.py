@@ -115,6 +115,11 @@ def share_of(gpu: Gpu, gpu_types: dict[str, GpuType]) -> dict[str, str]:
     }
 
 
+def memory_mib(gpu: Gpu, gpu_types: dict[str, GpuType]) -> int:
+    """MiB of memory of one worker."""
+    return _mib((CPU_ONLY if gpu.type == "none" else share_of(gpu, gpu_types))["memory"])
+
+
 def leave_room(
     resources: dict[str, dict[str, str]], cpu_m: int, memory_mib: int
 ) -> dict[str, dict[str, str]]:

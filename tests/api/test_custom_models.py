@@ -167,6 +167,32 @@ async def test_elements_are_streamed_and_resumed(serve: Any) -> None:
     assert (output["x-cog-array-type"], output["items"]) == ("iterator", {"type": "string"})
 
 
+BURSTS = """
+class Predictor(BasePredictor):
+    def predict(self, last: str) -> Iterator[str]:
+        for number in range(8):
+            yield f"{number}\u2028\x85{last}"
+            if number == 3:
+                time.sleep(0.5)
+"""
+
+
+async def test_readers_go_on_behind_each_element_of_a_burst(serve: Any) -> None:
+    """They come in one chunk, and a connection may break between any two of them."""
+    api = await serve(BURSTS)
+    body = {"version": "mine", "input": {"last": "\u2029"}}
+    created = (await api.http.post("/v1/predictions", json=body)).json()
+    url = created["urls"]["stream"]
+    events = events_of((await api.http.get(url)).text)
+    said = [one["data"] for one in events if one["event"] == "output"]
+    assert [one[0] for one in said] == list("01234567")
+    for number, event in enumerate(events[:-1]):
+        answer = await api.http.get(url, headers={"last-event-id": event["id"]})
+        rest = events_of(answer.text)
+        assert [one["data"] for one in rest] == [one["data"] for one in events[number + 1 :]]
+    assert (await until_over(api, created))["output"][0] == "0\u2028\x85\u2029"
+
+
 @pytest.mark.parametrize(("is_read", "cost_usd"), [(True, 0.25), (False, 0.0)])
 async def test_what_was_read_of_a_stream_is_paid_though_it_is_canceled(
     serve: Any, is_read: bool, cost_usd: float

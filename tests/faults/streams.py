@@ -20,6 +20,8 @@ from uuid import uuid4
 import aiohttp
 
 from tests.faults.world import APIS, WORKERS, World
+from workers.models.custom.runner.confinement import NAME as CLASS_NAME
+from workers.runtime.template import MODEL_PROCESS_NAME
 
 PROMPTS = 32
 STREAM_LIMIT_S = 240.0
@@ -30,6 +32,7 @@ PAUSE_S = 0.1
 """Between two tries to reach an instance."""
 TURNS = (APIS[0], WORKERS[0], APIS[1], WORKERS[1])
 """Who is killed, one after the other."""
+PROCESS_NAMES = {"model": MODEL_PROCESS_NAME, "class": CLASS_NAME.decode()}
 
 
 @dataclass
@@ -227,15 +230,29 @@ class StreamReaders:
 
 
 async def kill_in_turn(
-    world: World, kills: int, every_s: float, say: Callable[[str], None]
+    world: World,
+    kills: int,
+    every_s: float,
+    say: Callable[[str], None],
+    turns: Sequence[str] = TURNS,
+    goes_on: Callable[[], bool] = lambda: True,
 ) -> list[Kill]:
-    """Kills API instances and workers in turn, and starts each again."""
+    """Kills API instances and workers in turn, and starts each again, while `goes_on`.
+
+    `model of` and `class of` a worker are processes below it, which it starts again itself.
+    """
     done: list[Kill] = []
     next_s = time.monotonic()
-    for target in itertools.islice(itertools.cycle(TURNS), kills):
+    for target in itertools.islice(itertools.cycle(turns), kills):
         next_s = max(time.monotonic(), next_s + every_s)
         await asyncio.sleep(next_s - time.monotonic())
+        if not goes_on():
+            break
         done.append(Kill(target, time.monotonic()))
+        if (below := target.partition(" of "))[1]:
+            world.kill_below(below[2], PROCESS_NAMES[below[0]])
+            say(f"killed {target}")
+            continue
         world.processes[target].kill()
         await asyncio.get_running_loop().run_in_executor(world.healer, _start, world, target)
         say(f"killed {target}, which serves again after {time.monotonic() - done[-1].at_s:.1f} s")

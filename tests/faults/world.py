@@ -273,7 +273,11 @@ class World:
 
     def kill_model_process(self, worker: str) -> bool:
         """Kills the process that runs the model; says whether there was one."""
-        pids = model_processes(self.processes[worker].pid)
+        return self.kill_below(worker, MODEL_PROCESS_NAME)
+
+    def kill_below(self, worker: str, name: str) -> bool:
+        """Kills the first process of this name below a worker; says whether there was one."""
+        pids = processes_below(self.processes[worker].pid, name)
         if pids:
             os.kill(pids[0], signal.SIGKILL)
         return bool(pids)
@@ -293,8 +297,13 @@ def _written_keys(folder: Path) -> str:
 
 def model_processes(worker: int) -> list[int]:
     """The processes that run the models of a worker."""
+    return processes_below(worker, MODEL_PROCESS_NAME)
+
+
+def processes_below(worker: int, name: str) -> list[int]:
+    """The processes of this name below a worker."""
     below = psutil.Process(worker).children(recursive=True)
-    return [process.pid for process in below if process.name() == MODEL_PROCESS_NAME]
+    return [process.pid for process in below if process.name() == name]
 
 
 async def _provision(settings: ApiSettings) -> None:

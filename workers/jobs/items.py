@@ -27,7 +27,7 @@ from shared.tasks.text import TokenChunk
 from workers import metrics
 from workers.job import Computed, PulledJob, QueuedItem, kept_traces
 from workers.jobs.completion import Completion, is_streamed
-from workers.models.base import Prepared, PreparedPrompt, RgbImage
+from workers.models.base import Prepared, PreparedCustom, PreparedPrompt, RgbImage
 from workers.runtime.protocol import BatchResult, ItemPreview, Previews
 from workers.scheduling.priority_queue import PriorityQueue
 
@@ -437,7 +437,7 @@ class TokenOutput:
         for (sent, reader, chunk), end in zip(due, ends, strict=True):
             # A reader whose record another worker holds gets nothing more from here.
             sent[reader] = end if end is not None else _NEVER
-            self._has_more |= end is not None and end < chunk.first
+            self._has_more |= end is not None and end < chunk.end
 
     async def resume(
         self, missing: Sequence[tuple[PulledJob, Item]], prepared: Sequence[object]
@@ -452,7 +452,7 @@ class TokenOutput:
             for index, (pulled, item) in enumerate(missing)
             if pulled.envelope.attempt > 1
             and is_streamed(item)
-            and isinstance(prepared[index], PreparedPrompt)
+            and isinstance(prepared[index], PreparedPrompt | PreparedCustom)
         ]
         if not wanted:
             return written
@@ -497,13 +497,16 @@ def _merged(written: Sequence[TokenChunk], first: int) -> TokenChunk | None:
 def to_compute(queued: QueuedItem) -> Prepared:
     """A prepared item as the model process gets it: whose it is, and what was written of it."""
     prepared = queued.prepared
-    if not isinstance(prepared, PreparedPrompt):
+    if not isinstance(prepared, PreparedPrompt | PreparedCustom):
         return prepared
     whole = _merged(queued.written, 0) or TokenChunk(0, [])
+    written_ids = b"".join(token.to_bytes(4, "little") for token in whole.ids)
+    if isinstance(prepared, PreparedCustom):
+        return msgspec.structs.replace(prepared, written_ids=written_ids)
     return msgspec.structs.replace(
         prepared,
         owner=queued.tenant,
-        written_ids=b"".join(token.to_bytes(4, "little") for token in whole.ids),
+        written_ids=written_ids,
         written_text=whole.text,
         written_cached_tokens=whole.cached_tokens,
         written_logprobs=whole.logprobs,

@@ -118,12 +118,15 @@ class PreparedFile(msgspec.Struct, array_like=True):
 class PreparedCustom(Prepared, tag="custom", omit_defaults=True):
     """The input of a class of one's own. `length` is what it weighs.
 
-    Null stands for each file in `values`.
+    Null stands for each file in `values`. `written_ids`: the ids of the pieces that a process
+    before has streamed of it, 32-bit unsigned little-endian. The class gives them again, and they
+    are not streamed again.
     """
 
     values: dict[str, Any]
     files: list[PreparedFile] = []
     is_streamed: bool = False
+    written_ids: bytes = b""
 
 
 PreparedItem = PreparedText | PreparedImage | PreparedPair | PreparedPrompt | PreparedCustom

@@ -118,10 +118,8 @@ def _models(plan: DeployPlan) -> str:
 
 def _measured(one: Workers) -> str:
     rate = one.rate
-    return (
-        f"  {one.model.name}: {rate.seconds_per_item:g} s an item, {rate.measured_share} to a GPU: "
-        f"{rate.measured}"
-    )
+    shared = "" if one.model.gpu.type == "none" else f", {rate.measured_share} to a GPU"
+    return f"  {one.model.name}: {rate.seconds_per_item:g} s an item{shared}: {rate.measured}"
 
 
 def _workers(plan: DeployPlan) -> list[Workers]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from infra.kubernetes.deployment import GpuType
+from infra.kubernetes.placement import memory_mib
 from infra.planning.deploy.costs import (
     SIDECAR_CPU,
     SIDECAR_GIB,
@@ -25,7 +26,13 @@ from infra.planning.deploy.platform_variables import (
 from infra.planning.deploy.prices import Prices, Source
 from infra.planning.deploy.rates import DemandRates, ModelRate
 from infra.planning.deploy.reply_costs import reply_notes
-from infra.planning.deploy.sizing import Site, inboxes_for, size_site, size_workers
+from infra.planning.deploy.sizing import (
+    CPUS_OF_A_WORKER,
+    Site,
+    inboxes_for,
+    size_site,
+    size_workers,
+)
 from infra.planning.deploy.topology import gpu_pools, redis, subscriptions, topics
 from infra.planning.deploy.volumes import Volume, volume
 from shared.catalog import Catalog, Model
@@ -249,7 +256,11 @@ def make_plan(
         ),
         costs=tuple(costs),
         on_demand_usd=on_demand_usd(sites, prices),
-        notes=(*_notes(catalog, rates, wanted, sites), *reply_notes(volumes, wanted, prices)),
+        notes=(
+            *_notes(catalog, rates, wanted, sites),
+            *_memory_notes(catalog, rates, gpus),
+            *reply_notes(volumes, wanted, prices),
+        ),
         sources={name: prices.sources[name] for name in used},
     )
 
@@ -398,6 +409,19 @@ def _notes(
                 "a type"
             )
     return notes
+
+
+def _memory_notes(catalog: Catalog, rates: DemandRates, gpus: dict[str, GpuType]) -> Iterator[str]:
+    """Yields the models of one's own that took more memory than a worker has."""
+    for model in catalog.models:
+        peak = _rate_of(model, rates).peak_memory_bytes or 0
+        processes = CPUS_OF_A_WORKER if model.gpu.type == "none" else 1
+        needed_mib, has_mib = processes * peak / 2**20, memory_mib(model.gpu, gpus)
+        if needed_mib > has_mib:
+            yield (
+                f"{model.name}: {processes} processes of a worker take up to {needed_mib:,.0f} MiB "
+                f"of memory, and it has {has_mib:,} MiB (infra/kubernetes/placement.py)"
+            )
 
 
 def _distance_notes(rates: DemandRates, sites: Sequence[Site]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from infra.planning.deploy.measurements import with_measurements
 from shared.catalog import Catalog
 from shared.errors import ConfigurationError
 
@@ -22,7 +23,7 @@ HOW_TO_MEASURE = (
     "what a worker takes for an item on the GPU of the catalog. Where the model runs on it "
     "already, `penstock report batches` says it (inference_ms_per_item / 1000; of texts only in "
     "hours whose fill_percent is near 100); else `python -m bench.gpu` on a machine with that GPU "
-    "measures it"
+    "measures it, or `penstock models measure FOLDER` a model of one's own"
 )
 
 
@@ -60,6 +61,8 @@ class ModelRate(_Entry):
     """Size of one item, as the caller sends it."""
     output_bytes: int | None = Field(None, ge=0)
     """Size of one item's result, as the caller gets it."""
+    peak_memory_bytes: int | None = Field(None, gt=0)
+    """The most that a process of a model of one's own had in memory."""
 
     @model_validator(mode="after")
     def _peak_is_above_the_mean(self) -> Self:
@@ -123,7 +126,7 @@ def read_rates(path: Path, catalog: Catalog) -> DemandRates:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
-    return _checked(document, catalog, str(path))
+    return _checked(document, catalog, str(path), path.parent)
 
 
 def at_distance(rates: DemandRates, round_trip_s: float) -> DemandRates:
@@ -173,9 +176,9 @@ def _split(word: str, form: str, most: int) -> tuple[str, list[float]]:
     return name, values
 
 
-def _checked(document: object, catalog: Catalog, where: str) -> DemandRates:
+def _checked(document: object, catalog: Catalog, where: str, folder: Path = Path()) -> DemandRates:
     try:
-        rates = DemandRates.model_validate(document)
+        rates = DemandRates.model_validate(with_measurements(document, catalog, folder))
     except ValidationError as error:
         raise _explained(error, where) from error
     known = {model.name for model in catalog.models}

@@ -8,8 +8,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shared.errors import PenstockError
+from shared.model_measurement import FILE_NAME
 from workers.models.custom.checking import inspect_folder, is_current, write_interface
 from workers.models.custom.environments import python_for
+from workers.models.custom.measuring import (
+    Conditions,
+    measure,
+    read_inputs,
+    report,
+    write_measurement,
+)
 from workers.models.custom.starting import start
 from workers.models.custom.trial import predict
 
@@ -59,7 +67,52 @@ def _parser() -> argparse.ArgumentParser:
     once.set_defaults(
         run=lambda arguments: predict(arguments.folder, arguments.input, arguments.out)
     )
+    _add_measure(commands)
     return parser
+
+
+def _add_measure(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    usual = Conditions()
+    timed = commands.add_parser("measure", help="time a class, and write its measured.json")
+    timed.add_argument("folder", type=Path, metavar="FOLDER")
+    inputs = timed.add_mutually_exclusive_group()
+    inputs.add_argument(
+        "-i",
+        "--input",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an input; @PATH is a file; may be repeated",
+    )
+    inputs.add_argument(
+        "--inputs",
+        type=Path,
+        metavar="FILE",
+        help="several: a JSON object of inputs in each line, a file as @PATH",
+    )
+    timed.add_argument("--repeats", type=_count, default=usual.repeats, metavar="N")
+    timed.add_argument(
+        "--threads", type=_count, default=usual.threads, metavar="N", help="on a CPU"
+    )
+    timed.add_argument("--cpu", action="store_true", help="hide the GPUs from the class")
+    timed.set_defaults(run=_measure)
+
+
+def _count(word: str) -> int:
+    number = int(word)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{word}: a whole number from 1 on")
+    return number
+
+
+def _measure(arguments: argparse.Namespace) -> None:
+    interface = inspect_folder(arguments.folder).interface
+    inputs = read_inputs(interface, arguments.input, arguments.inputs)
+    conditions = Conditions(arguments.repeats, arguments.threads, uses_gpu=not arguments.cpu)
+    measurement = measure(arguments.folder, interface, inputs, conditions)
+    path = arguments.folder.expanduser() / FILE_NAME
+    write_measurement(measurement, path)
+    print(f"{path}:\n{report(measurement)}")
 
 
 def _check(arguments: argparse.Namespace) -> None:

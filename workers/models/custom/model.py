@@ -44,25 +44,49 @@ log = logging.getLogger(__name__)
 
 
 class _Running:
-    """An item that is in: its input, and its pieces that were not reported yet."""
+    """An item that is in: its input, and its pieces that were not reported yet.
 
-    def __init__(self, slot: int, number: int, item: PreparedCustom) -> None:
+    A runner that starts over gives the first pieces again. They are compared by their ids, which
+    are checksums. If one is another than before, no more pieces are reported: readers can't go on.
+    """
+
+    def __init__(self, slot: int, number: int, item: PreparedCustom, *, is_text: bool) -> None:
         self.slot = slot
         self.number = number
         self.item = item
         self.is_sent = False
         self.is_suspect = False
         """Whether it was in a runner that ended with several. It runs alone from then on."""
-        self.reported = 0
         self.received = 0
-        """Pieces from the current runner. One that starts over gives the first ones again."""
-        self.pieces: list[Any] = []
+        """Pieces from the current runner."""
+        self._is_text = is_text
+        self._ids = list(memoryview(item.written_ids).cast("I"))
+        """Of all pieces, reported or not."""
+        self._reported = len(self._ids)
+        self._texts: list[str] = []
+        """Of the pieces that were not reported."""
+        self._differs = False
 
     def add_piece(self, piece: Any) -> None:
-        """Takes the next piece from the runner, unless an earlier runner gave it."""
-        self.received += 1
-        if self.received > self.reported + len(self.pieces):
-            self.pieces.append(piece)
+        """Takes the next piece from the runner."""
+        if self._differs:
+            return
+        text = piece if self._is_text else piece_text(piece)
+        number, self.received = self.received, self.received + 1
+        identity = zlib.crc32(text.encode())
+        if number < len(self._ids):
+            self._differs = identity != self._ids[number]
+            return
+        self._ids.append(identity)
+        self._texts.append(text)
+
+    def take_chunk(self) -> TokenChunk | None:
+        """The pieces since the last call. None: there are none."""
+        first, texts = self._reported, self._texts
+        if not texts:
+            return None
+        self._reported, self._texts = len(self._ids), []
+        return TokenChunk(first, self._ids[first:], "".join(texts))
 
 
 def outcome_of(frame: Frame, interface: ModelInterface, work: int) -> CustomResult | PenstockError:
@@ -204,7 +228,8 @@ class CustomModel(HostedClass):
         if not isinstance(item, PreparedCustom):
             raise ModelFailed(f"a model of one's own can't compute {type(item).__name__}")
         self._numbers += 1
-        self._items[slot] = _Running(slot, self._numbers, item)
+        is_text = self._interface.streams == "text"
+        self._items[slot] = _Running(slot, self._numbers, item, is_text=is_text)
 
     def step(self) -> StepEnd:
         """Waits for the runner for a moment. Starts it again if it has ended."""
@@ -263,7 +288,7 @@ class CustomModel(HostedClass):
                 self._end(slot, ModelFailed(f"the model could not be set up again: {reason}"), end)
         elif "piece" in message:
             running = self._found(message["id"])
-            if running is not None:
+            if running is not None and running.item.is_streamed:
                 running.add_piece(message["piece"])
         else:
             self._on_answer(frame, end)
@@ -324,13 +349,8 @@ class CustomModel(HostedClass):
         """The pieces of each streamed item since the last call. A checksum stands for an id."""
         chunks = {}
         for slot, running in self._items.items():
-            pieces, running.pieces = running.pieces, []
-            if pieces and running.item.is_streamed and self._interface.streams:
-                is_text = self._interface.streams == "text"
-                texts = pieces if is_text else [piece_text(one) for one in pieces]
-                ids = [zlib.crc32(one.encode()) for one in texts]
-                chunks[slot] = TokenChunk(running.reported, ids, "".join(texts))
-                running.reported += len(pieces)
+            if running.item.is_streamed and (chunk := running.take_chunk()) is not None:
+                chunks[slot] = chunk
         return chunks
 
     def drop(self, slot: int) -> None:

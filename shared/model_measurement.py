@@ -1,0 +1,73 @@
+"""What a model of one's own takes in time and memory: the content of `measured.json`.
+
+`penstock models measure FOLDER` writes it beside the class, and `penstock deploy plan` reads it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shared.errors import ConfigurationError
+
+FILE_NAME = "measured.json"
+CPU = "cpu"
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class ModelMeasurement(BaseModel):
+    """Figures of one class on one machine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    measured: str = Field(min_length=1)
+    """How, on what and when, in words."""
+    device: str = Field(min_length=1)
+    """`cpu`, or the name of the GPU."""
+    setup_s: Seconds
+    """From the start of the process until it is set up."""
+    batches: dict[Annotated[int, Field(gt=0)], Annotated[float, Field(gt=0)]] = Field(min_length=1)
+    """Seconds until all are done, by the number of items that are computed together."""
+    peak_memory_bytes: int = Field(gt=0)
+    """The most that the processes of the class had in memory, without that of a GPU."""
+    input_bytes: int = Field(ge=0)
+    """Of an item: its values as JSON, and its files."""
+    output_bytes: int = Field(ge=0)
+    """Of a result, likewise."""
+    sources_sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    """The digest of the sources that were measured."""
+
+    def seconds_per_item(self, max_items: int) -> float:
+        """Seconds for an item in the largest measured batch of at most `max_items`."""
+        items = max((one for one in self.batches if one <= max_items), default=min(self.batches))
+        return self.batches[items] / items
+
+    def is_of(self, gpu_type: str) -> bool:
+        """Returns whether it was measured on a GPU of this type of the catalog, or `none`."""
+        if gpu_type == "none" or self.device == CPU:
+            return (gpu_type == "none") == (self.device == CPU)
+        return set(_words(gpu_type)) <= set(_words(self.device))
+
+
+def _words(name: str) -> list[str]:
+    return re.findall("[a-z0-9]+", name.lower())
+
+
+def read_measurement(path: Path) -> ModelMeasurement:
+    """Reads a measured.json.
+
+    Raises:
+        ConfigurationError: it is missing, or is something else.
+    """
+    hint = f"write it with: penstock models measure {path.parent}"
+    try:
+        return ModelMeasurement.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}; {hint}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ConfigurationError(f"{path}: {where}: {first['msg']}; {hint}") from error

@@ -1,0 +1,160 @@
+"""`penstock models measure`: what it writes of a class, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.errors import BadInput, ModelFailed
+from shared.model_interface import ModelInterface
+from shared.model_measurement import ModelMeasurement, read_measurement
+from tests.limits import WAIT_LIMIT_S
+from tests.workers.models.custom.classes import write_class
+from workers.models.base import PreparedCustom
+from workers.models.custom.checking import inspect_folder
+from workers.models.custom.measuring import Conditions, measure, read_inputs
+
+pytestmark = pytest.mark.slow(about_s=10)
+
+ONCE = Conditions(repeats=1)
+SLEEPS = """
+class Predictor(BasePredictor):
+    def setup(self) -> None:
+        self.kept = bytearray(os.urandom(1)) * (200 * 2**20)
+        time.sleep(0.3)
+
+    def predict(self, seconds: float, image: Path | None = None) -> str:
+        time.sleep(seconds)
+        return "x" * 1000
+"""
+TOGETHER = """
+class Predictor(BasePredictor):
+    async def predict(self, seconds: float) -> str:
+        await asyncio.sleep(seconds)
+        return "done"
+"""
+
+
+def found(
+    folder: Path, *assignments: str, conditions: Conditions = ONCE, lines: Path | None = None
+) -> tuple[ModelInterface, ModelMeasurement]:
+    interface = inspect_folder(folder).interface
+    inputs = read_inputs(interface, assignments, lines)
+    return interface, measure(folder, interface, inputs, conditions)
+
+
+def test_setup_items_memory_and_bytes_are_measured(tmp_path: Path) -> None:
+    (tmp_path / "cat.png").write_bytes(b"c" * 500)
+    (tmp_path / "inputs.jsonl").write_text(
+        '{"seconds": 0.05}\n{"seconds": 0.25, "image": "@cat.png"}\n'
+    )
+    interface, measured = found(
+        write_class(tmp_path, SLEEPS),
+        conditions=Conditions(repeats=3, uses_gpu=False),
+        lines=tmp_path / "inputs.jsonl",
+    )
+    assert measured.setup_s >= 0.3
+    assert measured.batches.keys() == {1}
+    # The mean of both inputs. A busy machine adds to it.
+    assert 0.15 <= measured.seconds_per_item(1) < 0.15 + WAIT_LIMIT_S / 100
+    assert 200 * 2**20 < measured.peak_memory_bytes < 400 * 2**20
+    assert measured.input_bytes == pytest.approx((17 + 17 + 15 + 500) / 2, abs=10)
+    assert measured.output_bytes == 1002
+    assert measured.device == "cpu"
+    assert "inputs: 2, repeats: 3" in measured.measured
+    assert measured.sources_sha256 == interface.sources_sha256
+
+
+def test_what_a_class_computes_together_is_measured_together(tmp_path: Path) -> None:
+    folder = write_class(tmp_path, TOGETHER, "concurrency: {max: 6}")
+    _, measured = found(folder, "seconds=0.2")
+    assert measured.batches.keys() == {1, 2, 4, 6}
+    assert measured.seconds_per_item(6) < 0.2 / 2
+    assert measured.seconds_per_item(5) == pytest.approx(measured.batches[4] / 4)
+    assert measured.seconds_per_item(1) >= 0.2
+
+
+def test_the_command_writes_the_file_that_the_plan_reads(tmp_path: Path) -> None:
+    write_class(
+        tmp_path, "def predict(text: str) -> str: return text", "predict: predict.py:predict"
+    )
+    command = [sys.executable, "-m", "infra.cli.main", "models", "measure", str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 at a time" in done.stdout
+    assert read_measurement(tmp_path / "measured.json").batches[1] > 0
+
+
+def test_a_failure_names_the_input_and_shows_the_traceback(tmp_path: Path) -> None:
+    body = """
+    class Predictor(BasePredictor):
+        def predict(self, a: int) -> int:
+            return 6 // a
+    """
+    (tmp_path / "inputs.jsonl").write_text('{"a": 1}\n{"a": 0}\n')
+    with pytest.raises(ModelFailed, match=r"(?s)input 2: .*division.*Traceback"):
+        found(write_class(tmp_path, body), lines=tmp_path / "inputs.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("assignments", "line", "reason"),
+    [
+        ((), None, "image: give a file with -i image=@PATH"),
+        (("text=a",), None, "image: give it with -i image=VALUE"),
+        (("size=1",), None, "expected NAME=VALUE with one of the inputs: image, text"),
+        (("image=@none.png",), None, "none.png: No such file"),
+        ((), {"image": "none.png"}, "image: a file is given as @PATH"),
+        ((), {"image": "@none.png"}, "none.png: No such file"),
+        ((), {"size": 1}, "size is not one of the inputs: image, text"),
+        ((), [1], "expected an object of inputs in each line"),
+    ],
+)
+def test_inputs_that_are_wrong_are_refused(
+    tmp_path: Path, assignments: tuple[str, ...], line: Any, reason: str
+) -> None:
+    lines = None
+    if line is not None:
+        lines = tmp_path / "inputs.jsonl"
+        lines.write_text(json.dumps(line))
+    interface = ModelInterface(
+        inputs={
+            "properties": {
+                "image": {"type": "string", "format": "uri"},
+                "text": {"type": "string"},
+            },
+            "required": ["image"],
+        },
+        output={},
+        cog_version="0",
+        sources_sha256="0" * 64,
+    )
+    with pytest.raises(BadInput) as refused:
+        read_inputs(interface, assignments, lines)
+    assert reason in refused.value.message
+
+
+def test_files_in_lists_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "inputs.jsonl").write_text('{"parts": ["@a.txt", "@a.txt"]}')
+    interface = ModelInterface(
+        inputs={
+            "properties": {"parts": {"type": "array", "items": {"type": "string", "format": "uri"}}}
+        },
+        output={},
+        cog_version="0",
+        sources_sha256="0" * 64,
+    )
+    (item,) = read_inputs(interface, (), tmp_path / "inputs.jsonl")
+    assert isinstance(item, PreparedCustom)
+    assert item.values == {"parts": [None, None]}
+    assert [(one.at, one.data) for one in item.files] == [
+        (["parts", 0], b"first"),
+        (["parts", 1], b"first"),
+    ]

@@ -1,0 +1,81 @@
+"""Pieces of a class that starts over: readers get those that they do not have, or none."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.tasks.custom import CustomResult
+from tests.limits import WAIT_LIMIT_S
+from tests.workers.models.custom.classes import entry_of, prepared, write_class
+from workers.models.base import PreparedCustom
+from workers.models.custom.model import CustomModel
+
+BODY = """
+class Predictor(BasePredictor):
+    def predict(self, word: str, go: str) -> Iterator[str]:
+        for number in range(4):
+            yield f"{word} {number}"
+        while not os.path.exists(go):
+            time.sleep(0.01)
+"""
+
+
+def ids(*lines: str) -> bytes:
+    return b"".join(zlib.crc32(line.encode()).to_bytes(4, "little") for line in lines)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Any:
+    folder = write_class(tmp_path, BODY)
+    model = CustomModel(entry_of(folder), folder, "cpu", 1)
+    model.setup()
+    yield model
+    model.close()
+
+
+def streamed(
+    model: CustomModel, item: PreparedCustom, text: str, go: Path
+) -> tuple[list[tuple[int, str]], Any]:
+    """The chunks of an item with how many pieces come before, and its output.
+
+    The class ends when its pieces are reported: those that come with its end are in its output.
+    """
+    model.admit(0, item)
+    chunks: list[tuple[int, str]] = []
+    for _ in range(int(WAIT_LIMIT_S / 0.05)):
+        if "".join(piece for _, piece in chunks) == text:
+            go.touch()
+        end = model.step()
+        chunks += [(one.first, one.text) for one in model.take_chunks().values()]
+        if end.results:
+            result = end.results[0]
+            assert isinstance(result, CustomResult)
+            return chunks, result.output
+    raise AssertionError(f"{chunks}, not {text}")
+
+
+@pytest.mark.parametrize(
+    ("written", "first", "text"),
+    [
+        ((), 0, '"a 0"\n"a 1"\n"a 2"\n"a 3"\n'),
+        (('"a 0"\n', '"a 1"\n'), 2, '"a 2"\n"a 3"\n'),
+        (('"b 0"\n',), None, ""),
+        (('"a 0"\n', '"b 1"\n', '"a 2"\n'), None, ""),
+        (('"a 0"\n', '"a 1"\n', '"a 2"\n', '"a 3"\n'), None, ""),
+    ],
+    ids=["new", "goes on", "another first", "another one between", "all are there"],
+)
+def test_pieces_that_were_streamed_before_are_not_streamed_again(
+    model: CustomModel, tmp_path: Path, written: tuple[str, ...], first: int | None, text: str
+) -> None:
+    go = tmp_path / "go"
+    item = prepared({"word": "a", "go": str(go)})
+    item.is_streamed, item.written_ids = True, ids(*written)
+    chunks, output = streamed(model, item, text, go)
+    assert output == ["a 0", "a 1", "a 2", "a 3"]
+    assert "".join(piece for _, piece in chunks) == text
+    assert (chunks[0][0] if chunks else None) == first

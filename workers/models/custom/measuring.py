@@ -1,0 +1,336 @@
+"""`penstock models measure`: times a class, and writes measured.json for `penstock deploy plan`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from shared.catalog import LOCAL, Model
+from shared.errors import BadInput, ConfigurationError, PenstockError
+from shared.model_interface import FILE_FORMAT, ModelInterface
+from shared.model_measurement import CPU, ModelMeasurement
+from shared.tasks.custom import CUSTOM, CustomResult
+from workers.models.base import PreparedCustom, PreparedFile
+from workers.models.custom.model import CustomModel
+from workers.models.custom.trial import read_assignments, read_file
+
+MIB = 1024 * 1024
+
+
+class Conditions(NamedTuple):
+    """How a class is measured."""
+
+    repeats: int = 5
+    """Of each batch. The median counts."""
+    threads: int = 1
+    """Of a process on a CPU."""
+    uses_gpu: bool = True
+    """Whether the class sees the GPUs of this machine."""
+
+
+def measure(
+    folder: Path,
+    interface: ModelInterface,
+    inputs: Sequence[PreparedCustom],
+    conditions: Conditions,
+) -> ModelMeasurement:
+    """Measures a class in a process of its own, as workers run it.
+
+    Each input is computed once first, which is not counted. A class that computes several items at
+    a time is measured with 1, 2, 4 and more of them, up to its most.
+
+    Args:
+        folder: of the class.
+        interface: of the class, as its inspection found it.
+        inputs: at least one, as usual as possible.
+        conditions: how it is measured.
+
+    Raises:
+        ConfigurationError: the class can't be set up.
+        PenstockError: it failed on an input. The message says on which one.
+    """
+    folder = folder.expanduser().resolve()
+    entry = _entry(folder, interface)
+    device = _gpu() if conditions.uses_gpu else CPU
+    if device == CPU:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the runner gets it
+    model = CustomModel(entry, folder, device, conditions.threads)
+    load = os.getloadavg()[0]
+    began_s = time.perf_counter()
+    try:
+        model.setup()
+        setup_s = time.perf_counter() - began_s
+        results = [_compute(model, [one], number)[0] for number, one in enumerate(inputs)]
+        batches = {
+            items: _batch_s(model, inputs, items, conditions.repeats)
+            for items in _sizes(entry.batch.max_items)
+        }
+        peak_bytes = _peak_bytes()
+    finally:
+        model.close()
+    return ModelMeasurement(
+        measured=_measured(device, conditions, len(inputs), load),
+        device=device,
+        setup_s=_rounded(setup_s),
+        batches={items: _rounded(seconds) for items, seconds in batches.items()},
+        peak_memory_bytes=peak_bytes or _peak_of_children_bytes(),
+        input_bytes=round(statistics.fmean(map(_input_bytes, inputs))),
+        output_bytes=round(statistics.fmean(map(_output_bytes, results))),
+        sources_sha256=interface.sources_sha256,
+    )
+
+
+def _entry(folder: Path, interface: ModelInterface) -> Model:
+    """The entry of the catalog, with the largest batches that the class takes."""
+    return Model.model_validate(
+        {
+            "name": "measured",
+            "task": CUSTOM.name,
+            "source": f"{LOCAL}{folder}",
+            "interface": interface,
+            "batch": {"max_items": interface.concurrency},
+        }
+    )
+
+
+def _sizes(most: int) -> list[int]:
+    """1, 2, 4 and so on, and the most."""
+    sizes = [1]
+    while sizes[-1] < most:
+        sizes.append(min(2 * sizes[-1], most))
+    return sizes
+
+
+def _batch_s(
+    model: CustomModel, inputs: Sequence[PreparedCustom], items: int, repeats: int
+) -> float:
+    """Seconds of a batch of so many items: over all inputs the mean of the medians."""
+    medians = []
+    for first in range(0, len(inputs), items):
+        batch = [inputs[(first + place) % len(inputs)] for place in range(items)]
+        took_s = []
+        for _ in range(repeats):
+            began_s = time.perf_counter()
+            _compute(model, batch, first)
+            took_s.append(time.perf_counter() - began_s)
+        medians.append(statistics.median(took_s))
+    return statistics.fmean(medians)
+
+
+def _compute(model: CustomModel, batch: Sequence[PreparedCustom], first: int) -> list[CustomResult]:
+    """Computes items together, to their ends.
+
+    Raises:
+        PenstockError: one failed.
+    """
+    for slot, item in enumerate(batch):
+        model.admit(slot, item)
+    results: dict[int, Any] = {}
+    while len(results) < len(batch):
+        end = model.step()
+        model.take_chunks()
+        for slot, outcome in end.results.items():
+            if isinstance(outcome, PenstockError):
+                logs = end.logs.get(slot, "").strip()
+                reason = f"input {first + slot + 1}: {outcome.message}"
+                raise type(outcome)(f"{reason}\n{logs}" if logs else reason)
+        results |= end.results
+    return [results[slot] for slot in range(len(batch))]
+
+
+def read_inputs(
+    interface: ModelInterface, assignments: Sequence[str], lines: Path | None
+) -> list[PreparedCustom]:
+    """Reads the inputs to measure with. If none is given, they are the simplest ones.
+
+    Args:
+        interface: of the class.
+        assignments: NAME=VALUE and NAME=@PATH of one input.
+        lines: a file with an object of inputs in each line. A file is a text `@PATH`, from the
+            folder of this one.
+
+    Raises:
+        BadInput: an input is wrong, or must be given.
+    """
+    if lines is not None:
+        return list(_lines(interface, lines))
+    chosen = assignments or list(_simplest(interface))
+    values, files, blobs = read_assignments(interface, chosen)
+    missing = [name for name in interface.inputs.get("required", ()) if name not in values]
+    if missing:
+        raise BadInput(f"{missing[0]}: give it with -i {missing[0]}=VALUE", field=missing[0])
+    prepared = [
+        PreparedFile(where["at"], where["name"], blob)
+        for where, blob in zip(files, blobs, strict=True)
+    ]
+    return [_prepared(values, prepared, interface)]
+
+
+def _simplest(interface: ModelInterface) -> Iterator[str]:
+    """Yields assignments of the inputs that must be given, if none is a file."""
+    entry = _entry(Path("/"), interface)
+    example: dict[str, Any] = CUSTOM.example_request(entry, "some text").body["input"]
+    for name, value in example.items():
+        shape = interface.properties[name]
+        element = shape.get("items", {}) if shape.get("type") == "array" else shape
+        if element.get("format") == FILE_FORMAT:
+            raise BadInput(f"{name}: give a file with -i {name}=@PATH", field=name)
+        yield f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+
+
+def _lines(interface: ModelInterface, path: Path) -> Iterator[PreparedCustom]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        objects = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--inputs {path}: {error}") from error
+    if not objects or not all(isinstance(one, dict) for one in objects):
+        raise BadInput(f"--inputs {path}: expected an object of inputs in each line")
+    for values in objects:
+        files: list[PreparedFile] = []
+        for name, value in values.items():
+            shape = interface.properties.get(name)
+            if shape is None:
+                known = ", ".join(interface.properties) or "none"
+                raise BadInput(f"--inputs {path}: {name} is not one of the inputs: {known}")
+            values[name] = _without_files(path, [name], value, shape, files)
+        yield _prepared(values, files, interface)
+
+
+def _without_files(
+    path: Path, at: list[str | int], value: Any, shape: dict[str, Any], files: list[PreparedFile]
+) -> Any:
+    """A value with null in place of each file, which goes into `files`."""
+    if shape.get("type") == "array" and isinstance(value, list):
+        inner = shape.get("items", {})
+        return [
+            _without_files(path, [*at, number], one, inner, files)
+            for number, one in enumerate(value)
+        ]
+    if shape.get("format") != FILE_FORMAT or value is None:
+        return value
+    if not isinstance(value, str) or not value.startswith("@"):
+        raise BadInput(f"--inputs {path}: {at[0]}: a file is given as @PATH", field=str(at[0]))
+    file = path.parent / value.removeprefix("@")
+    files.append(PreparedFile(at, file.name, read_file(str(at[0]), file)))
+    return None
+
+
+def _prepared(
+    values: dict[str, Any], files: list[PreparedFile], interface: ModelInterface
+) -> PreparedCustom:
+    return PreparedCustom(
+        key="", length=1, values=values, files=files, is_streamed=bool(interface.streams)
+    )
+
+
+def _input_bytes(item: PreparedCustom) -> int:
+    return len(json.dumps(item.values)) + sum(len(one.data) for one in item.files)
+
+
+def _output_bytes(result: CustomResult) -> int:
+    files = sum(len(one.data or b"") for one in result.files)
+    return len(msgspec.json.encode(result.output)) + files
+
+
+def _peak_bytes() -> int:
+    """The most that the processes below this one had in memory, each counted at its own most.
+
+    0 where the system does not say.
+    """
+    total = 0
+    for pid in _below(os.getpid()):
+        try:
+            lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+        except OSError:
+            continue
+        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    return total
+
+
+def _below(pid: int) -> Iterator[int]:
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, listed.read_text(encoding="ascii").split()):
+            yield child
+            yield from _below(child)
+
+
+def _peak_of_children_bytes() -> int:
+    """The most that one process had in memory that this one has waited for."""
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return max(1, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit)
+
+
+def _measured(device: str, conditions: Conditions, inputs: int, load: float) -> str:
+    where = device if device != CPU else f"{_cpu_model()}, threads: {conditions.threads}"
+    return (
+        f"penstock models measure, {where}, inputs: {inputs}, repeats: {conditions.repeats}, "
+        f"load before: {load:.1f}, {datetime.now(UTC):%Y-%m-%d}"
+    )
+
+
+def _cpu_model() -> str:
+    """The model of the CPU. Linux has it here, other systems in `platform`."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+def _gpu() -> str:
+    """The name of the first GPU that a class sees here, or `cpu`."""
+    program = shutil.which("nvidia-smi")
+    if program is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return CPU
+    command = [program, "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30.0, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return CPU
+    return next(iter(done.stdout.splitlines()), CPU).strip()
+
+
+def _rounded(seconds: float) -> float:
+    """Three digits: the rest is noise."""
+    return float(f"{seconds:.3g}")
+
+
+def write_measurement(measurement: ModelMeasurement, path: Path) -> None:
+    """Writes measured.json.
+
+    Raises:
+        ConfigurationError: it can't be written.
+    """
+    try:
+        path.write_text(measurement.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+
+
+def report(measurement: ModelMeasurement) -> str:
+    """The figures for a person."""
+    lines = [
+        f"  {measurement.measured}",
+        f"  set up after {measurement.setup_s:g} s; at most "
+        f"{measurement.peak_memory_bytes / MIB:,.0f} MiB of memory",
+        *(
+            f"  {items} at a time: {seconds:g} s, {seconds / items:.3g} s an item"
+            for items, seconds in measurement.batches.items()
+        ),
+        f"  {measurement.input_bytes:,} bytes in, {measurement.output_bytes:,} bytes out",
+    ]
+    return "\n".join(lines)
