@@ -16,7 +16,8 @@ def test_every_base_is_given_by_the_build(name: str) -> None:
     text = (FOLDER / f"{name}.Dockerfile").read_text(encoding="utf-8")
     base = "CUDA_BASE" if name == "worker" else "PYTHON_BASE"
     names = {stage.name for stage in stages(name)}
-    assert all(stage.base in names | {f"${{{base}}}"} for stage in stages(name))
+    # `scratch` is empty, and no image.
+    assert all(stage.base in names | {f"${{{base}}}", "scratch"} for stage in stages(name))
     assert len(stages(name)) > 1
     # Without a default: nobody builds on what a tag happens to be.
     assert f"\nARG {base}\n" in text

@@ -62,6 +62,8 @@ LEFT_ALONE: dict[type[Settings], set[str]] = {
         "PENSTOCK_SPOT",
         # Only where prefetched weights are mounted.
         "PENSTOCK_WEIGHTS_DIR",
+        # The image sets it, because it has the environments.
+        "PENSTOCK_ENVIRONMENTS_DIR",
     },
 }
 """What is right in a deployment as it is in the code; whoever adds a setting says here that it is,
