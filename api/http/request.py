@@ -11,12 +11,13 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel
 from python_multipart.multipart import parse_options_header
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.types import Receive
 
 from api.batches.files import BatchFiles
@@ -144,6 +145,14 @@ async def while_connected(
         is_working = False
         checks.stop()
         watcher.cancel()
+
+
+@lru_cache(maxsize=256)
+def _base_url(scheme: str, host: str, server: tuple[str, int | None] | None, root: str) -> str:
+    """The URL that a caller came by, as Starlette reads it, which takes 40 µs each time."""
+    headers = [(b"host", host.encode("latin-1"))] if host else []
+    scope = {"type": "http", "scheme": scheme, "server": server, "root_path": root}
+    return str(HTTPConnection({**scope, "path": "/", "headers": headers}).base_url).rstrip("/")
 
 
 class _RepeatedCheck:
@@ -416,7 +425,13 @@ class ApiRequest:
     @property
     def base_url(self) -> str:
         """The URL of this API for the caller, without a slash at the end."""
-        return (self.dependencies.settings.public_url or str(self.http.base_url)).rstrip("/")
+        public_url = self.dependencies.settings.public_url
+        if public_url:
+            return public_url.rstrip("/")
+        scope = self.http.scope
+        host = self.http.headers.get("host", "")
+        root = scope.get("app_root_path", scope.get("root_path", ""))
+        return _base_url(scope["scheme"], host, scope.get("server"), root)
 
     @property
     def body_bytes(self) -> int | None:
