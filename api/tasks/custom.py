@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
 from pydantic_core import SchemaError
 
 from api.bodies import Body
-from api.inputs.source_images import FetchedFile, ImageCaller, SourceImages
+from api.inputs.source_images import ImageCaller, SourceImages, is_elsewhere
+from api.inputs.url_fetcher import FetchedInput
 from api.tasks.base import ApiTask, Inputs, StreamKind
 from shared.blob import Blob
 from shared.catalog import Model
@@ -67,8 +68,16 @@ class CustomApi(ApiTask):
             )
         shown = dict(raw_input)
         custom_input = CustomInput(values, is_streamed=bool(interface.streams))
-        for at, url in _files(present, interface):
-            await self._add_file(custom_input, at, url, shown, caller, images)
+        files = list(_files(present, interface))
+        _check_count(files)
+        elsewhere = [(url, str(at[0])) for at, url in files if is_elsewhere(url, caller)]
+        fetched = await images.fetch_elsewhere(elsewhere, caller)
+        for at, url in files:
+            if (found := fetched.get(url)) is not None:
+                custom_input.files.append(found.blob)
+                custom_input.places.append(FilePlace(at, _name_of(found)))
+            else:
+                await self._add_file(custom_input, at, url, shown, caller, images)
         for name, shape in interface.properties.items():
             if shape.get("format") == SECRET_FORMAT and shown.get(name) is not None:
                 shown[name] = SHOWN_SECRET
@@ -84,14 +93,11 @@ class CustomApi(ApiTask):
         images: SourceImages,
     ) -> None:
         field = str(at[0])
-        if len(custom_input.files) >= MAX_FILES:
-            raise BadInput(
-                f"{field}: at most {MAX_FILES} files are allowed in a prediction", field=field
-            )
         file = await images.fetch(url, caller, field)
         media_type = file.media_type or ANY_BYTES
-        custom_input.files.append(await images.stored(Blob(media_type, data=file.data)))
-        custom_input.places.append(FilePlace(at, file.name or _file_name(file)))
+        blob = await images.stored(Blob(media_type, data=file.data))
+        custom_input.files.append(blob)
+        custom_input.places.append(FilePlace(at, file.name or "file" + _suffix(blob)))
         if url.startswith("data:"):
             link = await images.keep(file._replace(media_type=media_type), caller, field)
             if len(at) > 1:
@@ -100,8 +106,23 @@ class CustomApi(ApiTask):
                 shown[field] = link
 
 
-def _file_name(file: FetchedFile) -> str:
-    return "file" + (mimetypes.guess_extension(file.media_type) or "")
+def _suffix(file: Blob) -> str:
+    """The usual end of the names of such files. Many decide by it what a file is."""
+    return mimetypes.guess_extension(file.media_type) or ""
+
+
+def _name_of(fetched: FetchedInput) -> str:
+    name = fetched.name or "file"
+    is_plain = "." not in name and fetched.blob.media_type != ANY_BYTES
+    return name + _suffix(fetched.blob) if is_plain else name
+
+
+def _check_count(files: list[tuple[list[str | int], str]]) -> None:
+    if len(files) > MAX_FILES:
+        field = str(files[MAX_FILES][0][0])
+        raise BadInput(
+            f"{field}: at most {MAX_FILES} files are allowed in a prediction", field=field
+        )
 
 
 def _is_file(shape: dict[str, Any]) -> bool:

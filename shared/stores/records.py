@@ -39,6 +39,7 @@ from redis.exceptions import RedisError
 
 from shared.errors import Overloaded, Unavailable, UndecodableMessage
 from shared.retention import BUDGET_BYTES
+from shared.stores.fetched_urls import FetchedUrls
 from shared.stores.previews import PreviewStore
 from shared.stores.record_state import (
     Claim,
@@ -231,6 +232,7 @@ class Records(RedisStore):
         self.webhook_log = WebhookLog(self._commands, prefix)
         # Round trips of their own: images are large, and nobody is to wait for them.
         self.previews = PreviewStore(self._link.commands("the store of previews"), prefix)
+        self.fetched_urls = FetchedUrls(self._link.commands("the store of fetched URLs"), prefix)
         self.tokens = TokenStreams(self._link.commands("the store of tokens"), prefix)
 
     def _key(self, record: str) -> str:

@@ -169,7 +169,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"text": "a", "times": "2"}, "input.times", "valid integer"),
     ({"text": "a", "mode": "sing"}, "input.mode", "'say', 'fail', 'loop' or 'exit'"),
     ({"text": "a", "word": 1}, "input.word", "unknown parameter"),
-    ({"text": "a", "image": "x"}, "input.image", "only data: URIs and files of this API"),
+    ({"text": "a", "image": "x"}, "input.image", "expected a data: URI, an https URL"),
     ({"text": "a", "image": "data:,x"}, "input.image", "only base64 data: URIs"),
 ]
 
