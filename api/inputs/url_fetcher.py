@@ -182,8 +182,8 @@ class UrlFetcher:
         try:
             async with self._permitted(tenant, until_s):
                 known = await self._fetched_urls.find(tenant, url)
-                found = await self._fetched(fetch, url, known, until_s)
-            end = "fetched" if isinstance(found, _Loaded) else "unchanged"
+                fetched = await self._fetched(fetch, url, known, until_s)
+            end = "fetched" if isinstance(fetched, _Loaded) else "unchanged"
         except (FetchFailed, Overloaded, Unavailable) as error:
             raise _of_field(error, field) from error
         except BadInput as error:
@@ -191,11 +191,12 @@ class UrlFetcher:
             raise _of_field(error, field) from error
         finally:
             FETCHES.labels(end).inc()
-        if isinstance(found, FetchedUrl):
-            return FetchedInput(Blob(found.media_type, object_key=found.object_key), found.name)
-        if found.tagged is not None:
-            await self._fetched_urls.put(tenant, url, found.tagged, keep_until_s - time.time())
-        return FetchedInput(found.blob, found.name)
+        if isinstance(fetched, FetchedUrl):
+            blob = Blob(fetched.media_type, object_key=fetched.object_key)
+            return FetchedInput(blob, fetched.name)
+        if fetched.tagged is not None:
+            await self._fetched_urls.put(tenant, url, fetched.tagged, keep_until_s - time.time())
+        return FetchedInput(fetched.blob, fetched.name)
 
     @asynccontextmanager
     async def _permitted(self, tenant: str, until_s: float) -> AsyncIterator[None]:
@@ -250,13 +251,13 @@ class _Fetch:
         for _ in range(MAX_REDIRECTS + 1):
             parsed = self._allowed(target)
             try:
-                found = await self._ask(parsed, url, known, objects)
+                answered = await self._ask(parsed, url, known, objects)
             except _Unchanged:
                 assert known is not None, "it was asked for by its tag; this is a bug"
                 return known
-            if isinstance(found, _Loaded):
-                return found
-            target = found
+            if isinstance(answered, _Loaded):
+                return answered
+            target = answered
         raise BadInput(f"more than {MAX_REDIRECTS} redirects")
 
     def _allowed(self, target: str) -> URL:
@@ -358,16 +359,16 @@ async def _load(answer: ClientResponse, asked: str, objects: ObjectStore) -> _Lo
 
 
 def _media_type(answer: ClientResponse) -> str:
-    given = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
-    return given if _MEDIA_TYPE.fullmatch(given) else ANY_TYPE
+    media_type = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return media_type if _MEDIA_TYPE.fullmatch(media_type) else ANY_TYPE
 
 
 def _name_of(answer: ClientResponse, asked: str) -> str:
     """The name that the server gives, or else the last part of the path that was asked for."""
     head = Message()
     head["content-disposition"] = answer.headers.get("content-disposition", "")
-    given = head.get_filename() or unquote(URL(asked).raw_path)
-    return PurePosixPath(given.replace("\\", "/").replace("\0", "")).name[:255]
+    path = head.get_filename() or unquote(URL(asked).raw_path)
+    return PurePosixPath(path.replace("\\", "/").replace("\0", "")).name[:255]
 
 
 def _too_large() -> InputTooLarge:

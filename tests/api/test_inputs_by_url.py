@@ -61,7 +61,7 @@ CLASS = Model.model_validate(
     }
 )
 
-closed = api_with_redis(secret="s")
+closed = api_with_redis(secret="s", fetch_hosts="*")
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ async def given_to_class(api: ApiUnderTest, **given: Any) -> CustomInput:
     return found
 
 
-async def test_a_picture_is_fetched_for_an_edit(api: ApiUnderTest, files: FileServer) -> None:
+async def test_an_image_is_fetched_for_an_edit(api: ApiUnderTest, files: FileServer) -> None:
     url = files.add("/cat.png", PNG)
     uri = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
     found = (await edited(api, url)).json()
@@ -126,7 +126,7 @@ async def test_a_picture_is_fetched_for_an_edit(api: ApiUnderTest, files: FileSe
     assert "cookie" not in asked
 
 
-async def test_a_picture_is_fetched_for_openais_edits(api: ApiUnderTest, files: FileServer) -> None:
+async def test_an_image_is_fetched_for_openais_edits(api: ApiUnderTest, files: FileServer) -> None:
     url = files.add("/cat.png", PNG)
     body = {"prompt": "a", "size": "64x64", "images": [{"image_url": url}], "model": "mine"}
     body["model"] = IMAGE_MODEL.name

@@ -24,7 +24,7 @@ from tests.api.predicting import TEXT, WAIT, data_of
 pytestmark = pytest.mark.anyio
 
 
-api = api_with_redis(secret="s")
+api = api_with_redis(secret="s", fetch_hosts="*")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ import struct
 import msgspec
 
 from shared.errors import ModelFailed, PenstockError, error_for_code
+from shared.messages import PrintedLogs
 from shared.tasks import Result
+from shared.tasks.custom import StreamedFile
 from shared.tasks.text import TokenChunk
 from workers.models.base import Prepared, PreparedItem, RgbImage
 
@@ -175,7 +177,7 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     """The spare seconds of its steps that belong to it, if it was admitted to others."""
     average_items: int = 0
     """The average number of items computed at a time, if items join between steps. 0: all."""
-    logs: str = ""
+    logs: PrintedLogs | None = None
     """What the model printed, if it computed one item alone."""
 
     @property
@@ -199,11 +201,22 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
         )
 
 
+class FileOfChunk(msgspec.Struct, array_like=True):
+    """A file whose place is in a chunk, and its bytes."""
+
+    file: StreamedFile
+    data: bytes
+
+
 class Chunks(msgspec.Struct, tag="chunks"):
-    """The output of slots of batch `number` since the last message of this kind."""
+    """The output of slots of batch `number` since the last message of this kind.
+
+    `files`: those of a model of one's own that are too large for the chunks.
+    """
 
     number: int
     chunks: dict[int, TokenChunk]
+    files: dict[int, list[FileOfChunk]] = {}
 
 
 class ItemsProgress(msgspec.Struct, tag="items_progress"):
@@ -211,6 +224,14 @@ class ItemsProgress(msgspec.Struct, tag="items_progress"):
 
     number: int
     progress: dict[int, tuple[int, int]]
+
+
+class ItemLogs(msgspec.Struct, tag="item_logs"):
+    """What the model has printed so far for a slot of batch `number`."""
+
+    number: int
+    slot: int
+    logs: PrintedLogs
 
 
 class ItemPreview(msgspec.Struct, tag="item_preview"):
@@ -265,7 +286,9 @@ class StepsEnded(msgspec.Struct, tag="steps_ended"):
     """The models that were loaded and evicted for this batch. None if there were none."""
 
 
-StepMessage = Chunks | ItemsProgress | ItemPreview | ItemEnded | Spare | Preempted | StepsEnded
+StepMessage = (
+    Chunks | ItemsProgress | ItemLogs | ItemPreview | ItemEnded | Spare | Preempted | StepsEnded
+)
 ServerMessage = Ready | Refused | StepDone | Previews | BatchResult | StepMessage
 ClientMessage = RunBatch | Cancel | Watch | Admit | Drop | Preempt
 

@@ -7,13 +7,21 @@ import sys
 import zlib
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
 
 from shared.blob import Blob
 from shared.catalog import Model
 from shared.errors import BadInput, Canceled, ConfigurationError, ModelFailed, PenstockError
+from shared.messages import PrintedLogs
 from shared.model_interface import ModelInterface
-from shared.tasks.custom import CustomResult, FilePlace, interface_of, piece_text
+from shared.tasks.custom import (
+    CustomResult,
+    FilePlace,
+    StreamedElement,
+    StreamedFile,
+    file_digest,
+    interface_of,
+    streamed_file,
+)
 from shared.tasks.text import TokenChunk
 from workers.models.base import PreparedCustom, PreparedItem, StepEnd
 from workers.models.custom.process import RunnerProcess, end_of
@@ -39,13 +47,25 @@ class _Running:
         self.reported = 0
         self.received = 0
         """Pieces from the current runner. One that starts over gives the first ones again."""
-        self.pieces: list[Any] = []
+        self.pieces: list[StreamedElement] = []
+        self.files: list[tuple[FilePlace, Blob]] = []
+        """Those of all pieces so far."""
+        self.unreported_files: list[tuple[StreamedFile, bytes]] = []
 
-    def add_piece(self, piece: Any) -> None:
+    def add_piece(self, frame: Frame) -> None:
         """Takes the next piece from the runner, unless an earlier runner gave it."""
         self.received += 1
-        if self.received > self.reported + len(self.pieces):
-            self.pieces.append(piece)
+        if self.received <= self.reported + len(self.pieces):
+            return
+        files = []
+        for where, data in zip(frame.message["files"], frame.blobs, strict=True):
+            digest, blob = file_digest(data), Blob(where["media_type"], data=data)
+            file = streamed_file(where["at"][1:], len(self.files), digest, blob)
+            files.append(file)
+            self.files.append((FilePlace(where["at"], where["name"], digest), blob))
+            if not file.uri:
+                self.unreported_files.append((file, data))
+        self.pieces.append(StreamedElement(frame.message["piece"], files))
 
 
 class CustomModel:
@@ -69,6 +89,8 @@ class CustomModel:
         self._dropped: dict[int, int] = {}
         """Numbers of predictions that were dropped and that the runner has not ended."""
         self._numbers = 0
+        self._logs_seen = 0
+        """What `look_at_logs` has given of the item that is alone."""
 
     def setup(self) -> None:
         """Starts the runner and waits until the class is set up.
@@ -96,7 +118,7 @@ class CustomModel:
 
     def _start(self) -> RunnerProcess:
         sources = read_sources(self._folder)
-        self._is_ready = False
+        self._is_ready, self._logs_seen = False, 0
         self._runner = RunnerProcess(
             self._folder, threads=self._threads, environment=sources.environment
         )
@@ -118,7 +140,7 @@ class CustomModel:
             reason = f"{self._folder}: {frames[0].message.get('failed', 'it did not begin')}"
         runner, self._runner = self._runner, None
         assert runner is not None, "it was started just now; this is a bug"
-        printed = runner.printed.take().strip()
+        printed = runner.printed.take().after(0).strip()
         status = runner.close()
         if frames is None:
             reason = f"{self._folder}: its process {end_of(status)} before it was set up"
@@ -182,7 +204,7 @@ class CustomModel:
         elif "piece" in message:
             running = self._found(message["id"])
             if running is not None:
-                running.add_piece(message["piece"])
+                running.add_piece(frame)
         else:
             self._on_answer(frame, end)
 
@@ -197,13 +219,14 @@ class CustomModel:
         self._dropped.pop(number, None)
         running = self._found(number)
         if running is not None:
-            logs = self._runner.printed.take() if is_alone else ""
-            self._end(running.slot, self._outcome(frame), end, logs)
+            logs = self._runner.printed.take() if is_alone else PrintedLogs()
+            self._end(running.slot, self._outcome(frame, running), end, logs)
 
-    def _outcome(self, frame: Frame) -> CustomResult | PenstockError:
+    def _outcome(self, frame: Frame, running: _Running) -> CustomResult | PenstockError:
         message = frame.message
         if "error" not in message:
-            files, places = [], []
+            places = [place for place, _ in running.files]
+            files = [file for _, file in running.files]
             for where, data in zip(message["files"], frame.blobs, strict=True):
                 files.append(Blob(where["media_type"], data=data))
                 places.append(FilePlace(where["at"], where["name"]))
@@ -216,11 +239,16 @@ class CustomModel:
         return Canceled() if message["kind"] == "canceled" else ModelFailed(reason)
 
     def _end(
-        self, slot: int, outcome: CustomResult | PenstockError, end: StepEnd, logs: str = ""
+        self,
+        slot: int,
+        outcome: CustomResult | PenstockError,
+        end: StepEnd,
+        logs: PrintedLogs | None = None,
     ) -> None:
         del self._items[slot]
+        self._logs_seen = 0
         end.results[slot] = outcome
-        if logs:
+        if logs is not None and logs.end:
             end.logs[slot] = logs
 
     def _on_end(self, end: StepEnd) -> None:
@@ -243,7 +271,7 @@ class CustomModel:
         for running in failed:
             doing = "it computed this" if was_ready else "it was set up again"
             error = ModelFailed(f"the process of the model {end_of(status)} while {doing}")
-            self._end(running.slot, error, end, printed if len(failed) == 1 else "")
+            self._end(running.slot, error, end, printed if len(failed) == 1 else None)
 
     def take_chunks(self) -> dict[int, TokenChunk]:
         """The pieces of each streamed item since the last call. A checksum stands for an id."""
@@ -252,11 +280,31 @@ class CustomModel:
             pieces, running.pieces = running.pieces, []
             if pieces and running.item.is_streamed and self._interface.streams:
                 is_text = self._interface.streams == "text"
-                texts = pieces if is_text else [piece_text(one) for one in pieces]
+                texts = [one.value if is_text else one.line for one in pieces]
                 ids = [zlib.crc32(one.encode()) for one in texts]
                 chunks[slot] = TokenChunk(running.reported, ids, "".join(texts))
-                running.reported += len(pieces)
+            running.reported += len(pieces)
         return chunks
+
+    def take_files(self) -> dict[int, list[tuple[StreamedFile, bytes]]]:
+        """The files of the pieces that were taken just now and are too large for them."""
+        taken = {}
+        for slot, running in self._items.items():
+            files, running.unreported_files = running.unreported_files, []
+            if files and running.item.is_streamed:
+                taken[slot] = files
+        return taken
+
+    def look_at_logs(self) -> dict[int, PrintedLogs]:
+        """What an item that is alone has printed so far, if there is more since the last call."""
+        if len(self._items) != 1 or self._dropped or self._runner is None:
+            return {}
+        (running,) = self._items.values()
+        logs = self._runner.printed.look() if running.is_sent else PrintedLogs()
+        if logs.end <= self._logs_seen:
+            return {}
+        self._logs_seen = logs.end
+        return {running.slot: logs}
 
     def drop(self, slot: int) -> None:
         """Removes an item, if it is still in. The runner is told to stop it."""

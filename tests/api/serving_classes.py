@@ -1,0 +1,54 @@
+"""A class of one's own behind an API, with a real worker and the process of the class."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from shared.catalog import Catalog
+from shared.in_memory_broker import InMemoryBroker
+from shared.stores.objects import ObjectStore
+from tests.api.fake_worker import FakeWorker
+from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.workers.models.custom.classes import entry_of, write_class
+from tests.workers.worker_harness import running_worker
+from workers.models.custom.preparation import CustomPreparer
+from workers.runtime.pool import HostedModel, ModelPool
+
+
+@asynccontextmanager
+async def served_class(
+    tmp_path: Path,
+    redis_url: str,
+    body: str,
+    settings: Mapping[str, object] | None = None,
+    **more: Any,
+) -> AsyncIterator[ApiUnderTest]:
+    """Serves a class as `mine`. API and worker share a broker, a Redis and an object store."""
+    (tmp_path / "class").mkdir()
+    folder = write_class(tmp_path / "class", body)
+    entry = entry_of(folder, price={"per_item_usd": 0.25}, **more)
+    given = settings_for(tmp_path, redis_url=redis_url, secret="s", **(settings or {}))
+    async with AsyncExitStack() as opened:
+        pool = ModelPool([HostedModel(entry, folder)], device="cpu", processes=1)
+        await opened.enter_async_context(pool)
+        broker = InMemoryBroker()
+        harness = await opened.enter_async_context(
+            running_worker(
+                redis_url,
+                tmp_path,
+                pool=pool,
+                objects=ObjectStore(f"file://{tmp_path}/objects"),
+                broker=broker,
+                model=entry,
+                preparer=CustomPreparer(),
+            )
+        )
+        worker = FakeWorker(broker, ())
+        api = await opened.enter_async_context(
+            running_api(given, broker, broker, Catalog((entry,)), worker=worker)
+        )
+        api.rows = harness.rows
+        yield api
