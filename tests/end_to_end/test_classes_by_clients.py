@@ -187,7 +187,7 @@ def test_generators_are_run_and_streamed(client: Any, expected: dict[str, Any]) 
     assert "".join(said) == "".join(expected["pieces"]["output"])
     created = client.predictions.create(version="pages", input=PAGES)
     uris = [event.data for event in created.stream() if event.event.value == "output"]
-    assert [read(uri) for uri in uris] == expected["pages"]["output"]
+    assert [text_of(uri) for uri in uris] == expected["pages"]["output"]
 
 
 def read(uri: str) -> str:

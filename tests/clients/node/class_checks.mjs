@@ -63,7 +63,8 @@ await run({
   "an error of the class, with its traceback": async () => {
     const input = { text: "fail" };
     const created = await replicate.predictions.create({ model: "any/pieces", input });
-    const ended = await replicate.wait(created, { interval: 100 });
+    await assert.rejects(replicate.wait(created, { interval: 100 }), /it does not want to/);
+    const ended = await replicate.predictions.get(created.id);
     assert.deepEqual([ended.status, ended.error], ["failed", "it does not want to"]);
     assert.ok(ended.logs.includes("ValueError"));
   },
