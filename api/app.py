@@ -46,6 +46,7 @@ from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec
 from api.inputs.source_images import SourceImages
 from api.inputs.storage import Storage
+from api.inputs.url_fetcher import UrlFetcher
 from api.limits.limiter import Limiter, open_limiter
 from api.openai import (
     batches,
@@ -468,7 +469,14 @@ def _dependencies(
         batches=Batches(BatchStore(configuration.objects), batch_files),
         result_fetcher=result_fetcher,
         source_images=SourceImages(
-            configuration.objects, sources, result_fetcher, configuration.url_signer, image_codec
+            configuration.objects,
+            sources,
+            result_fetcher,
+            configuration.url_signer,
+            image_codec,
+            UrlFetcher(
+                configuration.settings, configuration.objects, pipeline.records.fetched_urls
+            ),
         ),
         usage=UsageService(UsageRows(*_report_dataset(configuration.settings)), turns),
         reports=ReportService(_report_dataset(configuration.settings), turns),

@@ -70,7 +70,7 @@ def run() -> Outcome:
         entry = {"name": NAME, "task": "custom", "source": f"local:{source}"}
         models_file = Path(folder) / "models.yaml"
         models_file.write_text(yaml.safe_dump({"models": [entry]}))
-        refresh_interfaces(models_file)
+        refresh_interfaces(models_file, lambda line: None)
         variables = {"PENSTOCK_MODELS_FILE": str(models_file), "PENSTOCK_PROCESSES": "1"}
         state_dir = Path(folder) / "state"
         with served_stack(state_dir, Ports.free(), variables, say_nothing, BROKER) as stack:

@@ -183,7 +183,7 @@ def show(name: str, image: Path | None, *, stays: bool) -> int:
     kept = KEPT / name
     image = image or usual_image(name, kept)
     models_file = EXAMPLES / name / "models.yaml"
-    refresh_interfaces(models_file)
+    refresh_interfaces(models_file, print)
     settings = given_settings() | {"PENSTOCK_MODELS_FILE": str(models_file)}
     ports = Ports() if stays else Ports.free()
     with served_stack(kept / "state", ports, settings) as stack:

@@ -6,6 +6,8 @@ import msgspec
 
 INLINE_LIMIT_BYTES = 48 * 1024
 """Larger blobs are put into the object store, and the message points to them."""
+RESULTS = "results"
+"""The folder of blobs of results, below it one for each request."""
 SLOT_INLINE_LIMIT_BYTES = 1024
 """The same for replies that go to a slot, because each slot is billed for each reply.
 

@@ -251,6 +251,28 @@ class Receipt(msgspec.Struct, omit_defaults=True):
         self.work = getattr(result, "work", None)
 
 
+class PrintedLogs(msgspec.Struct, frozen=True, array_like=True):
+    """What a model of one's own printed while it computed an item: its end, if it is long."""
+
+    text: str = ""
+    left_out: int = 0
+    """The characters before it, which are not kept."""
+
+    @property
+    def end(self) -> int:
+        """The number of characters that were printed."""
+        return self.left_out + len(self.text)
+
+    def after(self, seen: int) -> str:
+        """Returns what was printed after the first `seen` characters, and says what is missing."""
+        if seen >= self.end:
+            return ""
+        missing = self.left_out - seen
+        if missing <= 0:
+            return self.text[seen - self.left_out :]
+        return f"… {missing} characters are left out …\n{self.text}"
+
+
 class ItemOutcome(msgspec.Struct, omit_defaults=True):
     """The end of one item: a result or an error, and its receipt.
 
@@ -262,8 +284,7 @@ class ItemOutcome(msgspec.Struct, omit_defaults=True):
     receipt: Receipt
     result: Result | None = None
     error: ItemError | None = None
-    logs: str = ""
-    """What a model of one's own printed while it computed the item: its end, if it is long."""
+    logs: PrintedLogs | None = None
 
 
 class ReplyBody(msgspec.Struct, omit_defaults=True):

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from shared.messages import ItemOutcome, decode_reply_body, reason_of
+from shared.messages import ItemOutcome, PrintedLogs, decode_reply_body, reason_of
 from shared.stores.record_state import Record, State, receipts_of
 from shared.stores.signed_urls import UrlSigner
 from shared.stores.waiting_line import QueuePosition
@@ -247,14 +247,22 @@ def error_of(record: Record) -> str | None:
     )
 
 
+def printed_of(record: Record) -> PrintedLogs:
+    """Returns what the model printed, so far or in all."""
+    for outcome in record.reply.outcomes if record.reply is not None else ():
+        if outcome.logs is not None:  # a class computes one item for a prediction
+            return outcome.logs
+    return PrintedLogs(record.logs, record.logs_left_out)
+
+
 def logs_of(record: Record) -> str:
     """Returns what the model printed, or the progress in tqdm's format.
 
     Replicate's clients parse the latter. Empty without either.
     """
-    printed = "".join(one.logs for one in record.reply.outcomes) if record.reply else ""
-    if printed or not record.steps:
-        return printed
+    printed = printed_of(record)
+    if printed.end or not record.steps:
+        return printed.after(0)
     step = record.steps if record.state == "succeeded" else min(record.step, record.steps)
     share = step / record.steps
     bar = ("█" * int(share * BAR_WIDTH)).ljust(BAR_WIDTH)

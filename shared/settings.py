@@ -161,6 +161,20 @@ class ApiSettings(Settings):
     """Whether webhooks may go to private addresses and over http, the same as of the function. For
     local use.
     """
+    fetch_hosts: str = "*"
+    """Hosts from which inputs are fetched that requests name by https URLs: HOST or HOST:PORT,
+    comma-separated. `*.example.com` is any host below it, `*` any public host. Without a port: 443.
+    Empty: none.
+    """
+    fetch_networks: str = ""
+    """Networks that inputs may be fetched from although they are not public, comma-separated."""
+    fetch_ca: str = ""
+    """Path of certificate authorities (PEM) that are trusted there, too, beside those of the
+    machine."""
+    fetch_limit_s: float = Field(20.0, gt=0, le=300)
+    """Time for the inputs of one request. It is not accepted before they are loaded, and clients
+    hang up after 30 s.
+    """
     answers_max_bytes: int = Field(BUDGET_BYTES, ge=1024 * 1024)
     """Memory in Redis for answers kept for Idempotency-Keys. Above it the oldest answers of the
     largest tenant are dropped.
@@ -213,6 +227,21 @@ class ApiSettings(Settings):
                 raise ValueError(
                     f"{origin.strip()!r} is not an origin such as https://app.example.com"
                 )
+        return value
+
+    @field_validator("fetch_hosts")
+    @classmethod
+    def _are_hosts(cls, value: str) -> str:
+        for host in filter(None, map(str.strip, value.split(","))):
+            if not _HOST.fullmatch(host):
+                raise ValueError(f"{host!r} is not HOST or HOST:PORT such as *.example.com")
+        return value
+
+    @field_validator("fetch_networks")
+    @classmethod
+    def _are_plain_networks(cls, value: str) -> str:
+        for network in filter(None, map(str.strip, value.split(","))):
+            ip_network(network)
         return value
 
     @field_validator("trusted_proxies")
@@ -297,6 +326,7 @@ class ReportSettings(Settings):
             raise ValueError(f"{name[:40]!r} is not a time zone such as Europe/Berlin") from None
 
 
+_HOST = re.compile(r"(\*|(\*\.)?[A-Za-z0-9_.-]+)(:[1-9][0-9]{0,4})?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@,\s]+")
 Kind = TypeVar("Kind", bound=Settings)
 

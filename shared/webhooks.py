@@ -4,9 +4,8 @@ Signatures follow Standard Webhooks (https://www.standardwebhooks.com). The clie
 Replicate and Svix verify them. Each tenant's secret is derived from the setting, so that none can
 sign for another.
 
-A webhook's URL is checked here for the API and the delivering function, without resolving its host,
-because the host may resolve to something else later. The function also checks the addresses of the
-host when it connects (workers/functions/webhook.py).
+A webhook's URL is checked here for the API and the delivering function (shared/public_url.py). The
+function also checks the addresses of its host when it connects (shared/pinned_http.py).
 """
 
 from __future__ import annotations
@@ -15,16 +14,14 @@ import base64
 import binascii
 import hashlib
 import hmac
-import re
-import socket
 from collections.abc import Sequence
-from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Literal
 
 import msgspec
 from yarl import URL
 
 from shared.errors import BadInput, ConfigurationError, UndecodableMessage
+from shared.public_url import ANYWHERE, PUBLIC, UrlForbidden, parse_public_url
 
 
 class WebhookUrlForbidden(BadInput):
@@ -33,19 +30,8 @@ class WebhookUrlForbidden(BadInput):
     code = "webhook_forbidden"
 
 
-MAX_HOST_CHARS = 253
-_LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)", re.I)
-"""https://www.rfc-editor.org/rfc/rfc1123#section-2.1, and the underscores of many a real host."""
-_NEVER_PUBLIC = frozenset({"invalid", "internal", "local", "localhost", "onion"})
-"""https://www.iana.org/assignments/special-use-domain-names, and ICANN's .internal. The domains for
-documents and tests stay, as people try with them.
-"""
-
-
 def parse_webhook_url(text: str, *, allow_private: bool) -> URL:
     """Returns the parsed URL.
-
-    The connection uses the same parser, because two may see two hosts in one URL.
 
     Args:
         text: as the caller wrote it.
@@ -54,70 +40,10 @@ def parse_webhook_url(text: str, *, allow_private: bool) -> URL:
     Raises:
         WebhookUrlForbidden: webhooks are not delivered there, whatever the name resolves to.
     """
-    schemes = ("https", "http") if allow_private else ("https",)
     try:
-        url = URL(text)
-        host, port = url.host, url.port
-    except ValueError as error:
-        raise WebhookUrlForbidden(f"{text!r} is not a URL: {error}", field="webhook") from error
-    if url.scheme not in schemes or not host or not port:
-        raise WebhookUrlForbidden(f"{text!r} is not an {' or '.join(schemes)} URL", field="webhook")
-    if url.user is not None or url.password is not None:
-        raise WebhookUrlForbidden(
-            "a webhook URL must not have credentials. Verify the signature instead.",
-            field="webhook",
-        )
-    address = _address_in(host)
-    if address is None and (reason := _impossible(url.raw_host or "", allow_private=allow_private)):
-        raise WebhookUrlForbidden(f"{host} {reason}", field="webhook")
-    if not allow_private and address is not None and not is_public(address):
-        raise WebhookUrlForbidden(f"{host} is {address}, which is not public", field="webhook")
-    return url
-
-
-def _impossible(host: str, *, allow_private: bool) -> str:
-    """Why no public host can have this name, if it is so. Empty: one can."""
-    labels = host.removesuffix(".").split(".")
-    if len(host) > MAX_HOST_CHARS or not all(map(_LABEL.fullmatch, labels)):
-        return (
-            "is no host: parts of 1 to 63 letters, digits and hyphens, with dots between them, "
-            f"{MAX_HOST_CHARS} characters at most"
-        )
-    if labels[-1].isdigit():
-        return "is neither a name nor an address of four numbers up to 255"
-    if not allow_private and len(labels) == 1:
-        return "has no domain, so it is not public"
-    if not allow_private and (labels[-1] in _NEVER_PUBLIC or labels[-2:] == ["home", "arpa"]):
-        return f"is never public: no domain of the internet ends in .{labels[-1]}"
-    return ""
-
-
-def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Returns whether an address, and the one embedded in it, is on the public internet."""
-    if isinstance(address, IPv6Address):
-        if address.ipv4_mapped is not None:
-            return is_public(address.ipv4_mapped)
-        if address.sixtofour is not None and not is_public(address.sixtofour):
-            return False
-    # NAT64 (64:ff9b::/96), which may lead anywhere, is reserved.
-    return address.is_global and not (
-        address.is_multicast or address.is_reserved or address.is_unspecified
-    )
-
-
-def _address_in(host: str) -> IPv4Address | IPv6Address | None:
-    """Returns the address of a numeric host, in any spelling that the resolver accepts."""
-    name = host.rstrip(".").lower()
-    if name == "localhost" or name.endswith(".localhost"):  # RFC 6761, 6.3
-        return IPv4Address("127.0.0.1")
-    try:
-        return ip_address(name)
-    except ValueError:
-        pass
-    try:
-        return IPv4Address(socket.inet_aton(name))
-    except (OSError, ValueError):
-        return None
+        return parse_public_url(text, ANYWHERE if allow_private else PUBLIC)
+    except UrlForbidden as error:
+        raise WebhookUrlForbidden(error.message, field="webhook") from error
 
 
 EventName = Literal["start", "output", "logs", "completed"]

@@ -1,5 +1,6 @@
-"""A certificate for tests: for one name, signed by itself."""
+"""A certificate for tests: signed by itself."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -25,8 +26,10 @@ class Certificate(NamedTuple):
     key: Path
 
 
-def make_certificate(folder: Path, *, password: bytes = b"") -> Certificate:
-    """A certificate for 127.0.0.1 in `folder`, valid for a day."""
+def make_certificate(
+    folder: Path, *, password: bytes = b"", names: Sequence[str] = ()
+) -> Certificate:
+    """A certificate for 127.0.0.1 and `names` in `folder`, valid for a day."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "penstock tests")])
     now = datetime.now(UTC)
@@ -39,7 +42,10 @@ def make_certificate(folder: Path, *, password: bytes = b"") -> Certificate:
         .not_valid_before(now - timedelta(minutes=5))
         .not_valid_after(now + timedelta(days=1))
         .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False
+            x509.SubjectAlternativeName(
+                [x509.IPAddress(ip_address("127.0.0.1")), *map(x509.DNSName, names)]
+            ),
+            critical=False,
         )
         .sign(key, hashes.SHA256())
     )

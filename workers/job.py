@@ -15,7 +15,16 @@ from typing import Any, Protocol
 
 from shared.catalog import Model
 from shared.errors import Canceled, DeadlineExceeded, PenstockError
-from shared.messages import Envelope, Item, ItemOutcome, Job, Receipt, failure, record_id
+from shared.messages import (
+    Envelope,
+    Item,
+    ItemOutcome,
+    Job,
+    PrintedLogs,
+    Receipt,
+    failure,
+    record_id,
+)
 from shared.tasks import Result
 from shared.tasks.text import GenerationInput, TokenChunk
 from shared.tenants.plan import Priority
@@ -196,7 +205,7 @@ class Computed:
     """The traces of the jobs in the batch whose spans are kept."""
     computed_work: int | None = None
     """Its work with its part of the padding. None: nothing was padded."""
-    logs: str = ""
+    logs: PrintedLogs | None = None
     """What the model printed while it computed it alone."""
     call: Call | None = None
     """The call that computed it. None: all calls of its batch did."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import Counter
@@ -15,13 +15,15 @@ from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOptions
 from api.errors import BudgetReserved, RateLimited
 from api.inputs.image_codec import ImageCodec
+from api.inputs.source_images import SourceImages
 from api.limits.limited_request import LimitedRequest
 from api.limits.limiter import Limiter
-from api.openai.endpoint import ReplyTools
+from api.openai.endpoint import LineCaller, ReplyTools
 from shared.backoff import backoff
 from shared.errors import Canceled, DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from shared.messages import RequestFacts
 from shared.stores.objects import ObjectStore
+from shared.tasks import Input
 from shared.tenants.plan import Caller, Priority
 from shared.usage.charge import price_of
 
@@ -127,6 +129,7 @@ class LineExecutor:
     objects: ObjectStore
     image_codec: ImageCodec
     limiter: Limiter
+    source_images: SourceImages
 
     async def run(
         self,
@@ -151,9 +154,10 @@ class LineExecutor:
         pauses = backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         while time.time() < batch.expires_at_s:
             attempt = progress.attempts.get(line.number, 0)
-            request = _request(batch, line, attempt, is_run_again)
             response = None
             try:
+                inputs = await self._inputs(batch, line)
+                request = _request(batch, line, inputs, attempt, is_run_again)
                 operation = f"{group_of(batch, progress.segment)}/{line.number}"
                 async with self._limited(batch, caller, request, operation) as limited:
                     limited.wake_next()
@@ -170,7 +174,8 @@ class LineExecutor:
             except PenstockError as error:
                 progress.note_end(line)
                 LINES.labels("failed").inc()
-                return LineAnswer(refused(batch, line, request.facts.request_id, error), "failed")
+                request_id = _request_id(batch, line, attempt)
+                return LineAnswer(refused(batch, line, request_id, error), "failed")
             progress.note_end(line)
             LINES.labels("completed").inc()
             tokens = sum(outcome.receipt.tokens or 0 for outcome in response.outcomes)
@@ -179,6 +184,12 @@ class LineExecutor:
         LINES.labels("not_run").inc()
         data = not_run(batch, line.number, line.custom_id, *NOT_RUN["expired"])
         return LineAnswer(data, "not_run")
+
+    async def _inputs(self, batch: BatchCreated, line: BatchLine) -> Sequence[Input]:
+        model = line.request.model
+        deadline_s = min(batch.expires_at_s, time.time() + model.deadline.longest_s)
+        caller = LineCaller(batch.tenant, batch.base_url, deadline_s, self.source_images)
+        return await ENDPOINTS[batch.endpoint].inputs(line.request, caller)
 
     async def _pause(
         self, error: PenstockError, caller: Caller, line: BatchLine, drawn_s: float, left_s: float
@@ -243,7 +254,11 @@ def group_of(batch: BatchCreated, segment: int) -> str:
 
 
 def _request(
-    batch: BatchCreated, line: BatchLine, attempt: int, is_run_again: Callable[[], bool]
+    batch: BatchCreated,
+    line: BatchLine,
+    inputs: Sequence[Input],
+    attempt: int,
+    is_run_again: Callable[[], bool],
 ) -> InferenceRequest:
     model = line.request.model
     # A row of a line that is computed twice is the same row, its time included.
@@ -261,7 +276,7 @@ def _request(
     return InferenceRequest(
         facts=facts,
         model=model,
-        inputs=line.request.inputs,
+        inputs=inputs,
         deadline_s=min(batch.expires_at_s, time.time() + model.deadline.longest_s),
         is_repeatable=line.request.is_repeatable,
         options=RequestOptions(),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 from pydantic import ValidationError
 
+from api.batch_runner.predictions import PredictionsEndpoint
 from api.batches.documents import BatchCreated, LineError
 from api.bodies import check_amount
 from api.errors import error_response, to_bad_input
@@ -29,6 +30,7 @@ ENDPOINTS: dict[str, Endpoint] = {
         GenerationsEndpoint(),
         ChatEndpoint(),
         CompletionEndpoint(),
+        PredictionsEndpoint(),
     )
 }
 """By path: those that lines of a batch may name."""

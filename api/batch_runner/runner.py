@@ -37,8 +37,11 @@ from api.batches.names import created_at_s
 from api.batches.store import BatchStore, OpenBatch
 from api.dispatch.pipeline import open_pipeline
 from api.inputs.codec_pool import CodecPool
+from api.inputs.files import MAX_BYTES, Files
 from api.inputs.image_codec import ImageCodec
+from api.inputs.source_images import SourceImages
 from api.inputs.storage import Storage, swept
+from api.inputs.url_fetcher import UrlFetcher
 from api.limits.limiter import open_limiter
 from shared.backoff import backoff
 from shared.catalog import Catalog
@@ -47,6 +50,7 @@ from shared.settings import ApiSettings
 from shared.stores.key_stores import key_store
 from shared.stores.objects import ObjectStore
 from shared.stores.redis_client import RedisLink, RedisStore, load_script
+from shared.stores.signed_urls import UrlSigner
 from shared.transport import Admin, Transport
 from shared.usage.row import RowSink
 from shared.webhook_publisher import WebhookPublisher
@@ -346,6 +350,17 @@ def _oldest_of_each(opened: Iterable[OpenBatch]) -> list[OpenBatch]:
     return list({one.owner: one for one in opened}.values())
 
 
+class _StoredResults:
+    """The results of predictions that are in the object store, for lines that name them."""
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+
+    async def fetch(self, key: str, media_type: str, deadline_s: float) -> bytes:
+        """Returns the bytes behind a link whose signature was verified."""
+        return await self._objects.get(key, MAX_BYTES)
+
+
 @asynccontextmanager
 async def opened_runner(
     settings: ApiSettings,
@@ -403,7 +418,20 @@ async def opened_runner(
             outputs=Outputs(objects, store, files),
             catalog=catalog,
             terms=terms,
-            executor=LineExecutor(pipeline.dispatcher, objects, ImageCodec(pool), limiter),
+            executor=LineExecutor(
+                pipeline.dispatcher,
+                objects,
+                ImageCodec(pool),
+                limiter,
+                SourceImages(
+                    objects,
+                    Files(objects, storage),
+                    _StoredResults(objects),
+                    UrlSigner(settings.secret),
+                    ImageCodec(pool),
+                    UrlFetcher(settings, objects, pipeline.records.fetched_urls),
+                ),
+            ),
         )
         window = Window(settings.batch_items_in_flight)
         yield BatchRunner(tools, leases, WebhookPublisher(pipeline.broker), window)

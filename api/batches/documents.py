@@ -65,6 +65,8 @@ class BatchCreated(msgspec.Struct, kw_only=True, omit_defaults=True):
     metadata: dict[str, str] | None = None
     output_keep_s: int
     webhook: str = ""
+    base_url: str = ""
+    """The URL that the caller reached the API by, which those of its files begin with."""
     key_id: str = ""
     price_share: float = 1.0
     """The part of the list price that its lines cost, by the plan of its tenant."""

@@ -31,6 +31,7 @@ class NewBatch:
     metadata: dict[str, str] | None = None
     output_keep_s: int | None = None
     webhook: str = ""
+    base_url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class Batches:
             metadata=asked.metadata,
             output_keep_s=asked.output_keep_s or KEEP_S,
             webhook=asked.webhook,
+            base_url=asked.base_url,
             key_id=caller.key_id,
             price_share=caller.plan.batch_price_share,
             weight=caller.plan.weight,

@@ -1,11 +1,13 @@
-"""Fetches, prepares and stores the source images of predictions.
+"""Fetches, prepares and stores the files that inputs name: images, and files of any kind.
 
-Images are data: URIs or URLs of files and results of this API. Other URLs are not fetched, because
-callers could use them to reach the internal network.
+They are data: URIs, URLs of files and results of this API, and https URLs of others
+(api/inputs/url_fetcher.py).
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 from urllib.parse import parse_qsl, unquote
@@ -15,16 +17,20 @@ from api.errors import NotFound
 from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec, data_of_uri
 from api.inputs.storage import StorageQuota
+from api.inputs.url_fetcher import MAX_BYTES, FetchedInput, UrlFetcher
 from shared.blob import Blob
 from shared.catalog_entry import ImageDefaults
 from shared.errors import BadInput
 from shared.stores.objects import ObjectStore, stored_input
 from shared.stores.signed_urls import LinkInvalid, UrlSigner
 
-FOREIGN = (
+ACCEPTED = "expected a data: URI, an https URL, or the URL of a file of this API (POST /v1/files)"
+OFF = (
     "only data: URIs and files of this API (POST /v1/files) are accepted; "
-    "other URLs are not fetched"
+    "other URLs are not fetched here"
 )
+IMAGE_TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
+"""Buckets give the last two to files of unknown kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +73,84 @@ class SourceImages:
         fetcher: SupportsFetch,
         url_signer: UrlSigner,
         image_codec: ImageCodec,
+        url_fetcher: UrlFetcher,
     ) -> None:
         self._objects = objects
         self._files = files
         self._fetcher = fetcher
         self._url_signer = url_signer
         self._image_codec = image_codec
+        self._url_fetcher = url_fetcher
+
+    async def fetch_image(self, url: str, caller: ImageCaller, field: str = "image") -> FetchedFile:
+        """Fetches the file of an image from wherever it is.
+
+        Args:
+            url: in the input.
+            caller: the owner of files.
+            field: of the input, for errors.
+
+        Raises:
+            BadInput: there is no such file, or it must not be fetched.
+            Overloaded: too many files are being fetched.
+            Unavailable: the object store is out of reach.
+        """
+        if not is_elsewhere(url, caller):
+            return await self.fetch(url, caller, field)
+        until_s = self._url_fetcher.until_s(caller.deadline_s)
+        fetched = await self._fetched(url, caller, field, until_s, IMAGE_TYPES)
+        blob, data = fetched.blob, fetched.blob.data
+        if blob.object_key is not None:
+            data = await self._objects.get(blob.object_key, MAX_BYTES)
+        return FetchedFile(data or b"", blob.media_type, fetched.name)
+
+    async def fetch_elsewhere(
+        self, wanted: Iterable[tuple[str, str]], caller: ImageCaller
+    ) -> dict[str, FetchedInput]:
+        """Fetches files that are not of this API, at the same time, and each once.
+
+        Args:
+            wanted: URL and field of each.
+            caller: who asks.
+
+        Returns:
+            They by their URLs.
+
+        Raises:
+            BadInput: one can't be fetched.
+            Overloaded: too many files are being fetched.
+            Unavailable: the object store is out of reach.
+        """
+        until_s = self._url_fetcher.until_s(caller.deadline_s)
+        fields = dict(wanted)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {
+                    url: group.create_task(self._fetched(url, caller, field, until_s, ()))
+                    for url, field in fields.items()
+                }
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
+        return {url: task.result() for url, task in tasks.items()}
+
+    async def _fetched(
+        self,
+        url: str,
+        caller: ImageCaller,
+        field: str,
+        until_s: float,
+        media_types: tuple[str, ...],
+    ) -> FetchedInput:
+        if self._url_fetcher.is_off:
+            raise BadInput(f"{field}: {OFF}", field=field)
+        return await self._url_fetcher.fetch(
+            url,
+            tenant=caller.tenant,
+            field=field,
+            until_s=until_s,
+            keep_until_s=caller.deadline_s,
+            media_types=media_types,
+        )
 
     async def fetch(self, url: str, caller: ImageCaller, field: str = "image") -> FetchedFile:
         """Fetches a data: URI, or a URL of this API.
@@ -89,7 +167,7 @@ class SourceImages:
             data = await data_of_uri(url, field, field=field)
             return FetchedFile(data, url[5:].partition(",")[0].partition(";")[0].lower(), "")
         if not url.startswith(f"{caller.base_url}/"):
-            raise BadInput(f"{field}: {FOREIGN}", field=field)
+            raise BadInput(f"{field}: {ACCEPTED}", field=field)
         if len(url) > MAX_URL_CHARS:  # it becomes part of the record
             raise BadInput(f"{field}: longer than {MAX_URL_CHARS} characters", field=field)
         # The rest is a path and a query. It is split manually, because urlsplit raises on `//[`.
@@ -109,7 +187,7 @@ class SourceImages:
         except (LinkInvalid, NotFound, BadInput, KeyError, ValueError) as error:
             reason = getattr(error, "message", "not a link that this API signed")
             raise BadInput(f"{field}: {reason}", field=field) from error
-        raise BadInput(f"{field}: {FOREIGN}", field=field)
+        raise BadInput(f"{field}: {ACCEPTED}", field=field)
 
     async def prepare(
         self,
@@ -147,3 +225,8 @@ class SourceImages:
     async def stored(self, source: Blob) -> Blob:
         """Returns the source for a message. A large one goes to the object store."""
         return await stored_input(source, self._objects)
+
+
+def is_elsewhere(url: str, caller: ImageCaller) -> bool:
+    """Returns whether a URL leads to another server than this API."""
+    return url.startswith(("https://", "http://")) and not url.startswith(f"{caller.base_url}/")

@@ -50,6 +50,7 @@ class BatchBody(Body):
         "/v1/images/generations",
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/predictions",
     ] = Field(description="The `url` of all lines.")
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
@@ -227,6 +228,7 @@ async def create_batch(request: Request) -> Response:
         metadata=body.metadata,
         output_keep_s=None if keep is None else keep.seconds,
         webhook=body.webhook or "",
+        base_url=call.base_url,
     )
     return _json(shown_batch(await dependencies.batches.create(call.caller, asked)))
 

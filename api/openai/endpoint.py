@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from api.bodies import Body
 from api.inputs.image_codec import ImageCodec
+from api.inputs.source_images import SourceImages
 from shared.catalog import Catalog, Model
 from shared.messages import ItemOutcome
 from shared.stores.objects import ObjectStore
@@ -25,6 +26,18 @@ class LineRequest:
     is_repeatable: bool
     reply_bytes: int
     """An estimate of the size of its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineCaller:
+    """Whose line it is, for the files that it names."""
+
+    tenant: str
+    base_url: str
+    """The URL of the API for the caller, without a slash at the end."""
+    deadline_s: float
+    """Unix time at which work on the line is stopped."""
+    source_images: SourceImages
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +68,16 @@ class Endpoint(ABC):
             pydantic.ValidationError: the body does not match its schema.
             BadInput: the model can't compute it, or does not exist.
         """
+
+    async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[Input]:
+        """Returns what is computed of a line, with the files that it names.
+
+        Raises:
+            BadInput: a file can't be had.
+            Overloaded: too many files are being fetched.
+            Unavailable: the object store is out of reach.
+        """
+        return request.inputs
 
     @abstractmethod
     async def reply(

@@ -39,6 +39,7 @@ from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_respons
 from api.http.request import ApiRequest, open_request, while_connected
 from api.http.upload_form import MAX_EDIT_FIELDS, closed_form
 from api.inputs.image_codec import data_of_uri
+from api.inputs.source_images import ACCEPTED, ImageCaller
 from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
 from api.tasks.image import check_strength, first_image, size_of
 from shared.blob import Blob
@@ -146,15 +147,17 @@ class SourceImage(Body):
     """A source image inside a JSON body."""
 
     image_url: str = Field(
-        description="A base64 data: URI. Other URLs are not fetched.",
-        json_schema_extra={"pattern": "^data:"},
+        description=(
+            "A base64 data: URI, an https URL, or the URL of a file or result of this API."
+        ),
+        json_schema_extra={"pattern": "^(data:|https?://)"},
     )
 
     @field_validator("image_url")
     @classmethod
-    def _is_data(cls, value: str) -> str:
-        if not value.startswith("data:"):
-            raise ValueError("only base64 data: URIs are accepted; other URLs are not fetched")
+    def _is_url(cls, value: str) -> str:
+        if not value.startswith(("data:", "https://", "http://")):
+            raise ValueError(ACCEPTED)
         return value
 
 
@@ -209,13 +212,16 @@ class EditBody(EditForm):
 
 
 IMAGE_FIELDS = ("image", "image[]")
+IMAGE_URL = "images[0].image_url"
 MASK_FIELDS = ("mask", "markup")
 NO_MASK = "masks are not supported; the whole image is redrawn, as much as `strength` says"
 _MAX_FIELD_BYTES = 256 * 1024
 
 
-async def read_edit(call: ApiRequest) -> tuple[EditForm, bytes]:
+async def read_edit(call: ApiRequest) -> tuple[EditForm, bytes | str]:
     """Returns the validated fields of an edit request, and the bytes of its source image.
+
+    Or the URL of it, if it has to be fetched.
 
     Raises:
         ValidationError: a field is wrong.
@@ -227,9 +233,10 @@ async def read_edit(call: ApiRequest) -> tuple[EditForm, bytes]:
         return await _read_form(call)
     if kind in ("application/json", ""):
         body = await call.read_json(EditBody)
-        return body, await data_of_uri(
-            body.images[0].image_url, "images[0].image_url", field="images"
-        )
+        url = body.images[0].image_url
+        if not url.startswith("data:"):
+            return body, url
+        return body, await data_of_uri(url, IMAGE_URL, field="images")
     raise BadInput(
         f"content-type: {kind!r} is neither multipart/form-data nor application/json",
         field="content-type",
@@ -408,9 +415,12 @@ async def create_images(request: Request) -> Response:
 async def edit_image(request: Request) -> Response:
     """Image-to-image: the source is resized, and changed as much as `strength` says."""
     call = open_request(request)
-    body, data = await read_edit(call)
+    body, source_image = await read_edit(call)
     model = _find_model(call, body)
     call.check_room(model, body.n)
+    data = source_image
+    if isinstance(data, str):
+        data = await while_connected(request.receive, _fetched_image(call, model, data))
     image_codec, deadline_s = (
         call.dependencies.image_codec,
         call.answer_by_s(model),
@@ -424,6 +434,18 @@ async def edit_image(request: Request) -> Response:
     return await _answer(
         call, body, model, msgspec.structs.replace(first, image=source, strength=body.strength)
     )
+
+
+async def _fetched_image(call: ApiRequest, model: Model, url: str) -> bytes:
+    """Returns the bytes of an image that is named by its URL."""
+    caller = ImageCaller(
+        call.tenant, call.storage_quota("images"), call.base_url, call.answer_by_s(model), keep_s=0
+    )
+    try:
+        file = await call.dependencies.source_images.fetch_image(url, caller, IMAGE_URL)
+    except BadInput as error:
+        raise type(error)(error.message, field="images") from error
+    return file.data
 
 
 def _find_model(call: ApiRequest, body: GenerationBody | EditForm) -> Model:

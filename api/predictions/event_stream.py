@@ -3,8 +3,9 @@
 https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 Events are `logs`, `output` (one per element), `error` and `done`, in this order, as Replicate's
-clients expect. All of them follow from the record. So a client that reconnects with Last-Event-ID,
-to any instance, gets exactly the events that it has not received.
+clients expect. Of what a model of one's own prints, each `logs` event has what was added. All of
+them follow from the record. So a client that reconnects with Last-Event-ID, to any instance, gets
+exactly the events that it has not received.
 
 If the output is a generation, it is streamed while it is generated
 (api/predictions/generation_stream.py). Each `output` event has the addition to the text: the text
@@ -35,9 +36,10 @@ from api.predictions.creation import POLL_S, PredictionSnapshot
 from api.predictions.service import Predictions
 from shared.errors import Canceled, Overloaded, PenstockError
 from shared.messages import ItemOutcome
-from shared.predictions import error_of, logs_of, output_of
+from shared.predictions import Prediction, error_of, logs_of, output_of, printed_of
 from shared.stores.previews import Preview
 from shared.stores.signed_urls import UrlSigner
+from shared.tasks.custom import CustomResult, StreamedFile, read_elements, streamed_key
 from shared.tasks.text import TokenLogprob
 
 MAX_STREAMS = 256
@@ -51,7 +53,7 @@ PREVIEW, QUEUE = "preview", "queue"
 EXTRA_KINDS = (PREVIEW, QUEUE)
 """Sent only to readers who ask for them."""
 _LINE_END = re.compile("\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
-_ID = re.compile(r"(\d{1,2})\.(\d{1,9})(?:\.(\d{1,15}-\d{1,9}))?")
+_ID = re.compile(r"(\d{1,2})\.(\d{1,12})(?:\.(\d{1,15}-\d{1,9}))?")
 
 
 class StreamEvent(NamedTuple):
@@ -157,7 +159,7 @@ class EventStreams:
                     position = position._replace(preview=preview.cursor)
                     yield encode_event(PREVIEW, _shown(preview), position.to_id())
                     sent_s = time.monotonic()
-            for event in events_of(snapshot, self._url_signer):
+            for event in events_of(snapshot, self._url_signer, position):
                 if event[:2] > position[:2]:
                     position = EventPosition(event.kind, event.number, position.preview)
                     yield event.encoded(position)
@@ -185,11 +187,20 @@ class HeldResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def events_of(snapshot: PredictionSnapshot, url_signer: UrlSigner) -> list[StreamEvent]:
-    """Returns all events of a prediction so far, in order."""
+def events_of(
+    snapshot: PredictionSnapshot, url_signer: UrlSigner, seen: EventPosition
+) -> list[StreamEvent]:
+    """Returns all events of a prediction so far, in order.
+
+    Of what was printed, there is one with what a reader at `seen` does not have.
+    """
     prediction, record = snapshot
     events = []
-    if logs := logs_of(record):
+    printed = printed_of(record)
+    if printed.end:
+        known = max(0, seen.number) if seen.kind <= 0 else printed.end
+        events.append(StreamEvent(0, printed.end, printed.after(known)))
+    elif logs := logs_of(record):
         step = record.steps if record.state == "succeeded" else record.step
         events.append(StreamEvent(0, step, logs.rstrip("\n")))
     output = output_of(prediction, record, url_signer)
@@ -265,6 +276,13 @@ class OutputEvents:
         """Returns the end."""
         return [encode_event("done", "{}")]
 
+    def logs(self, text: str) -> bytes:
+        """Returns the event of what was printed since the last one."""
+        return encode_event("logs", text)
+
+    def know(self, result: CustomResult) -> None:
+        """Does nothing: a text needs no more than itself."""
+
     def failure(self, error: PenstockError) -> bytes:
         """Returns the error that ended the text, and the end. A cancellation is not an error."""
         if isinstance(error, Canceled):
@@ -273,7 +291,27 @@ class OutputEvents:
 
 
 class ElementEvents(OutputEvents):
-    """The events of a list that is made element by element: one for each, as in a whole output."""
+    """The events of a list that is made element by element: one for each, as in a whole output.
+
+    Args:
+        prediction: whose list it is.
+        url_signer: signs the URLs of files that are not in the list itself.
+    """
+
+    def __init__(self, prediction: Prediction, url_signer: UrlSigner) -> None:
+        self._prediction = prediction
+        self._url_signer = url_signer
+        self._result: CustomResult | None = None
+
+    def know(self, result: CustomResult) -> None:
+        """Takes note of the whole result: its files may be elsewhere, if it is of the cache."""
+        self._result = result
+
+    def _link(self, file: StreamedFile) -> str:
+        key = streamed_key(self._prediction.record, 0, file)
+        if self._result is not None:
+            key = self._result.files[file.number].object_key or key
+        return self._prediction.base_url + self._url_signer.path(key, file.media_type)
 
     def delta(
         self,
@@ -282,6 +320,10 @@ class ElementEvents(OutputEvents):
         text: str,
         logprobs: Sequence[TokenLogprob],
         at: tuple[int, int],
-    ) -> bytes:
-        """Returns the event of an element: `text` is a line of JSON."""
-        return encode_event("output", _text(msgspec.json.decode(text)))
+    ) -> bytes | None:
+        """Returns the events of the elements in `text`, which has a line of JSON for each.
+
+        Events without an id of their own are resumed behind the last one.
+        """
+        elements = [one.shown(self._link) for one in read_elements(text)]
+        return b"".join(encode_event("output", _text(one)) for one in elements) or None

@@ -4,7 +4,8 @@ https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 An event has an id if its reader asks for ids. The id has the number of tokens of each generation
 that a reader has with it: `7` is seven tokens, `7f2` the second piece of the end of a generation of
-seven tokens, `-` nothing at all, and generations are separated by points. So a reader that
+seven tokens, `-` nothing at all, and generations are separated by points. `~80` behind them are
+the characters of what the model prints, if the stream has that. So a reader that
 reconnects with that id, to any instance, gets each token once. The worker writes the tokens to
 Redis, and the end is in the record. The part of the text beyond the tokens that were read comes
 with the end: if Redis is out of reach for a while, the text is late, but complete.
@@ -21,11 +22,12 @@ import itertools
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
 
 from api.errors import log_reason
 from api.fair_room import FairRoom, OneItem
@@ -33,7 +35,7 @@ from api.predictions.creation import PredictionSnapshot
 from api.predictions.service import GRACE_S, Predictions
 from shared.errors import BadInput, DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome
-from shared.predictions import Prediction, ended_at_s
+from shared.predictions import Prediction, ended_at_s, printed_of
 from shared.stores.token_streams import READER_S, Tokens, TokenStreams
 from shared.tasks.custom import CustomResult
 from shared.tasks.text import GenerationResult, TokenChunk, TokenLogprob
@@ -182,6 +184,9 @@ CLOSE_LIMIT_S = 1.0
 LEFT_S = 30.0
 """A generation without a reader for LEFT_S seconds is canceled."""
 _PART = re.compile(r"-|(\d{1,9})(?:f(\d{1,4}))?")
+_LOGS = re.compile(r"~(\d{1,12})$")
+LOGS_EVERY_S = 0.5
+"""Interval at which the record is read for what was printed."""
 
 log = logging.getLogger(__name__)
 
@@ -219,6 +224,17 @@ class StreamShape(Protocol):
         """Returns the event of an error, after which nothing comes."""
 
 
+@runtime_checkable
+class ClassShape(StreamShape, Protocol):
+    """A form for the outputs of models of one's own."""
+
+    def logs(self, text: str) -> bytes:
+        """Returns the event of what was printed since the last one."""
+
+    def know(self, result: CustomResult) -> None:
+        """Takes note of the whole result, before what is left of its text."""
+
+
 class StreamTooLong(DeadlineExceeded):
     """A reader that can't resume has not got all after MAX_S."""
 
@@ -251,9 +267,10 @@ def seen_from_id(last_id: str, items: int) -> list[StreamPosition]:
     Raises:
         BadInput: the id is not one of such a stream.
     """
+    generations = _LOGS.sub("", last_id)
     if not last_id:
         return [StreamPosition()] * items
-    matches = [_PART.fullmatch(part) for part in last_id.split(".")]
+    matches = [_PART.fullmatch(part) for part in generations.split(".")]
     if not all(matches) or len(matches) != items:
         raise BadInput(
             f"Last-Event-ID: {last_id[:40]!r} is not the id of an event of this stream",
@@ -265,6 +282,12 @@ def seen_from_id(last_id: str, items: int) -> list[StreamPosition]:
         else StreamPosition()
         for part in matches
     ]
+
+
+def logs_seen_from_id(last_id: str) -> int:
+    """Returns how many printed characters the reader of an event with this id has."""
+    match = _LOGS.search(last_id)
+    return int(match[1]) if match else 0
 
 
 @dataclass(slots=True)
@@ -342,6 +365,7 @@ class GenerationStreams:
         stays: bool,
         has_ids: bool,
         has_elements: bool = False,
+        logs_seen: int | None = None,
     ) -> AsyncGenerator[bytes]:
         """Yields the events of a prediction's generations, for at most MAX_S.
 
@@ -357,11 +381,14 @@ class GenerationStreams:
             has_ids: whether each event has an id, after which its reader can resume.
             has_elements: whether a token is an element of a list, a line of JSON, with an event of
               its own.
+            logs_seen: how many printed characters the reader has, if the stream has what the model
+              prints.
         """
         generations = [_Generation(one) for one in seen]
         stream = _Stream(
             shape, generations, has_ids=has_ids, is_new=False, has_elements=has_elements
         )
+        stream.logs_seen = logs_seen
         return self._follow(snapshot, stream, check, stays=stays)
 
     async def begin(
@@ -426,12 +453,14 @@ class GenerationStreams:
         self, snapshot: PredictionSnapshot, stream: _Stream, watch: _Watch
     ) -> AsyncGenerator[bytes]:
         prediction, until_s = snapshot.prediction, time.monotonic() + MAX_S
-        following = self._reader.follow(prediction.record, len(stream.generations), watch.every_s)
+        every_s = watch.every_s if stream.logs_seen is None else LOGS_EVERY_S
+        following = self._reader.follow(prediction.record, len(stream.generations), every_s)
         async with contextlib.aclosing(following) as news:
             async for chunks in news:
-                for index, tokens in chunks.items():
-                    for event in stream.read(index, tokens.chunks):
-                        yield event
+                if stream.is_log_due():
+                    snapshot = await self._predictions.refresh(snapshot)
+                for event in chain(stream.log(snapshot), stream.read_all(chunks)):
+                    yield event
                 if watch.is_heartbeat_due(is_silent=not chunks):
                     yield stream.heartbeat
                 is_late = time.time() > prediction.deadline_s + GRACE_S
@@ -445,7 +474,7 @@ class GenerationStreams:
                 return
             watch.is_heartbeat_due(is_silent=True)
             await asyncio.sleep(1.0)
-        for event in stream.end(snapshot):
+        for event in chain(stream.log(snapshot), stream.end(snapshot)):
             yield event
 
     async def _cancel_unread(self, prediction: Prediction, after_s: float) -> None:
@@ -515,11 +544,27 @@ class _Stream:
         """What ended the stream early."""
         self.is_ended = False
         """True if the reader has all events."""
+        self.logs_seen: int | None = None
+        """How many printed characters the reader has. None: they are not in the stream."""
+        self._looked_s = 0.0
 
     @property
     def heartbeat(self) -> bytes:
         """The comment that keeps the connection open."""
         return HEARTBEAT_BESIDE_IDS if self.has_ids else HEARTBEAT
+
+    def read_all(self, news: Mapping[int, Tokens]) -> Iterator[bytes]:
+        """Returns the events of the tokens written of several generations."""
+        for index, tokens in news.items():
+            yield from self.read(index, tokens.chunks)
+
+    def is_log_due(self) -> bool:
+        """Returns whether it is time to look for what was printed."""
+        now_s = time.monotonic()
+        if self.logs_seen is None or now_s - self._looked_s < LOGS_EVERY_S:
+            return False
+        self._looked_s = now_s
+        return True
 
     def read(self, index: int, chunks: Sequence[TokenChunk]) -> Iterator[bytes]:
         """Returns the events of the tokens written of a generation."""
@@ -558,6 +603,16 @@ class _Stream:
             yield self._with_id(event)
         self.is_ended = True
 
+    def log(self, snapshot: PredictionSnapshot) -> Iterator[bytes]:
+        """Returns the event of what was printed since the last one."""
+        printed = printed_of(snapshot.record)
+        if self.logs_seen is None or printed.end <= self.logs_seen:
+            return
+        assert isinstance(self._shape, ClassShape), "its events have no logs; this is a bug"
+        event = self._shape.logs(printed.after(self.logs_seen))
+        self.logs_seen = printed.end
+        yield self._with_id(event)
+
     def fail(self, error: PenstockError) -> bytes:
         """Returns the event of an error."""
         self.error = error
@@ -567,6 +622,8 @@ class _Stream:
         generation = self.generations[index]
         yield from self._open(index)
         generation.ended = 1
+        if isinstance(result, CustomResult) and isinstance(self._shape, ClassShape):
+            self._shape.know(result)
         # The last tokens may be there without the end of their text (shared/tasks/text.py),
         # so a reader that has all tokens may lack a piece. It is the first one of the end.
         is_same = generation.tokens >= generation.seen.tokens and result.text.startswith(
@@ -623,4 +680,5 @@ class _Stream:
         if not self.has_ids:
             return event
         event_id = ".".join(generation.id for generation in self.generations)
-        return f"id: {event_id}\n".encode() + event
+        logs = f"~{self.logs_seen}" if self.logs_seen else ""
+        return f"id: {event_id}{logs}\n".encode() + event

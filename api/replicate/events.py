@@ -22,7 +22,7 @@ from api.predictions.event_stream import (
     HeldResponse,
     OutputEvents,
 )
-from api.predictions.generation_stream import seen_from_id
+from api.predictions.generation_stream import logs_seen_from_id, seen_from_id
 from api.problem_details import ProblemRoute
 from api.replicate.replies import WebhookAttemptReply, WebhookAttempts
 from api.tasks import API_TASKS
@@ -136,9 +136,18 @@ async def stream(
             texts, seen = dependencies.generation_streams, seen_from_id(last_id, 1)
             held.enter_context(texts.reserved(prediction.tenant))
             is_list = kind == "items"
-            shape = ElementEvents() if is_list else OutputEvents()
+            signer = dependencies.url_signer
+            shape = ElementEvents(prediction, signer) if is_list else OutputEvents()
+            logs = logs_seen_from_id(last_id) if _prints(dependencies, prediction) else None
             sse = texts.follow(
-                snapshot, shape, seen, check, stays=True, has_ids=True, has_elements=is_list
+                snapshot,
+                shape,
+                seen,
+                check,
+                stays=True,
+                has_ids=True,
+                has_elements=is_list,
+                logs_seen=logs,
             )
         else:
             held.enter_context(dependencies.event_streams.reserved(prediction.tenant))
@@ -154,6 +163,11 @@ def _streamed(dependencies: Dependencies, prediction: Prediction) -> StreamKind:
         model = dependencies.catalog.find(prediction.model)
         return "" if prediction.is_list else API_TASKS[model.task].streams(model)
     return ""
+
+
+def _prints(dependencies: Dependencies, prediction: Prediction) -> bool:
+    """Returns whether its model prints: only those of one's own do."""
+    return dependencies.catalog.find(prediction.model).definition.has_interface
 
 
 def _stays_valid() -> None:

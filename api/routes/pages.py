@@ -30,8 +30,9 @@ _DOCS_HEADERS = {
 }
 CONSOLE = Path(__file__).parents[1] / "console_page"
 _CONSOLE_HEADERS = {
-    # Previews and small images are data: URLs. Fetched images are blob: URLs.
+    # Previews and small files are data: URLs. Fetched ones are blob: URLs.
     "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; "
+    "media-src 'self' data: blob:; "
     "object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'",
     "referrer-policy": "no-referrer",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import mimetypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
 from pydantic_core import SchemaError
 
 from api.bodies import Body
-from api.inputs.source_images import FetchedFile, ImageCaller, SourceImages
+from api.inputs.source_images import ImageCaller, SourceImages, is_elsewhere
+from api.inputs.url_fetcher import FetchedInput
 from api.tasks.base import ApiTask, Inputs, StreamKind
 from shared.blob import Blob
 from shared.catalog import Model
@@ -26,6 +27,8 @@ MAX_VALUES_BYTES = 1024 * 1024
 """Of all inputs but files, as JSON: a prediction is one message."""
 SHOWN_SECRET = "**********"
 ANY_BYTES = "application/octet-stream"
+_OTHER_SUFFIXES = {"audio/wav": ".wav", "audio/mp3": ".mp3"}
+"""Of media types that Python does not know."""
 
 
 class AnyInput(Body):
@@ -56,61 +59,112 @@ class CustomApi(ApiTask):
         self, raw_input: dict[str, Any], model: Model, caller: ImageCaller, images: SourceImages
     ) -> Inputs:
         """Returns one item: a class computes one prediction at a time."""
-        interface = interface_of(model)
-        # Null is the same as left out, as Replicate's clients send it.
-        present = {name: value for name, value in raw_input.items() if value is not None}
-        validator_of(interface).model_validate(present, strict=True)
-        values: dict[str, Any] = json.loads(json.dumps(_without_files(present, interface)))
-        if len(json.dumps(values)) > MAX_VALUES_BYTES:
-            raise InputTooLarge(
-                f"input: longer than {MAX_VALUES_BYTES} bytes without its files", field="input"
-            )
+        custom_input, files = checked_input(raw_input, model)
         shown = dict(raw_input)
-        custom_input = CustomInput(values, is_streamed=bool(interface.streams))
-        for at, url in _files(present, interface):
-            await self._add_file(custom_input, at, url, shown, caller, images)
-        for name, shape in interface.properties.items():
+        await add_files(custom_input, files, caller, images, shown)
+        for name, shape in interface_of(model).properties.items():
             if shape.get("format") == SECRET_FORMAT and shown.get(name) is not None:
                 shown[name] = SHOWN_SECRET
         return Inputs([custom_input], shown, is_list=False, is_repeatable=model.deterministic)
 
-    async def _add_file(
-        self,
-        custom_input: CustomInput,
-        at: list[str | int],
-        url: str,
-        shown: dict[str, Any],
-        caller: ImageCaller,
-        images: SourceImages,
-    ) -> None:
-        field = str(at[0])
-        if len(custom_input.files) >= MAX_FILES:
-            raise BadInput(
-                f"{field}: at most {MAX_FILES} files are allowed in a prediction", field=field
-            )
-        file = await images.fetch(url, caller, field)
-        media_type = file.media_type or ANY_BYTES
-        custom_input.files.append(await images.stored(Blob(media_type, data=file.data)))
-        custom_input.places.append(FilePlace(at, file.name or _file_name(file)))
-        if url.startswith("data:"):
-            link = await images.keep(file._replace(media_type=media_type), caller, field)
-            if len(at) > 1:
-                shown[field] = [*shown[field][: at[1]], link, *shown[field][int(at[1]) + 1 :]]
-            else:
-                shown[field] = link
+
+FileInput = tuple[list[str | int], str]
+"""The place of a file in an input, and its URL."""
 
 
-def _file_name(file: FetchedFile) -> str:
-    return "file" + (mimetypes.guess_extension(file.media_type) or "")
+def checked_input(raw_input: dict[str, Any], model: Model) -> tuple[CustomInput, list[FileInput]]:
+    """Checks an input by the interface of its model.
+
+    Returns:
+        The input without its files, and these.
+
+    Raises:
+        pydantic.ValidationError: a field is not valid.
+        BadInput: it is too large, or has too many files.
+    """
+    interface = interface_of(model)
+    # Null is the same as left out, as Replicate's clients send it.
+    present = {name: value for name, value in raw_input.items() if value is not None}
+    validator_of(interface).model_validate(present, strict=True)
+    values: dict[str, Any] = json.loads(json.dumps(_without_files(present, interface)))
+    if len(json.dumps(values)) > MAX_VALUES_BYTES:
+        raise InputTooLarge(
+            f"input: longer than {MAX_VALUES_BYTES} bytes without its files", field="input"
+        )
+    files = list(_files(present, interface))
+    if len(files) > MAX_FILES:
+        field = str(files[MAX_FILES][0][0])
+        raise BadInput(
+            f"{field}: at most {MAX_FILES} files are allowed in a prediction", field=field
+        )
+    return CustomInput(values, is_streamed=bool(interface.streams)), files
+
+
+async def add_files(
+    custom_input: CustomInput,
+    files: Sequence[FileInput],
+    caller: ImageCaller,
+    images: SourceImages,
+    shown: dict[str, Any] | None = None,
+) -> None:
+    """Loads the files of an input.
+
+    Args:
+        custom_input: gets them.
+        files: from `checked_input`.
+        caller: the owner of the files that may be named.
+        images: fetches and stores them.
+        shown: the input as its caller sees it. It gets a link in place of each `data:` URI, which
+            is then kept. None: nobody does.
+
+    Raises:
+        BadInput: there is no such file, or it must not be fetched.
+        Overloaded: too many files are being fetched.
+        Unavailable: the object store is out of reach.
+    """
+    elsewhere = [(url, str(at[0])) for at, url in files if is_elsewhere(url, caller)]
+    fetched = await images.fetch_elsewhere(elsewhere, caller)
+    for at, url in files:
+        if (loaded := fetched.get(url)) is not None:
+            blob, name = loaded.blob, _name_of(loaded)
+        else:
+            file = await images.fetch(url, caller, str(at[0]))
+            file = file._replace(media_type=file.media_type or ANY_BYTES)
+            blob = await images.stored(Blob(file.media_type, data=file.data))
+            name = file.name or "file" + _suffix(blob)
+            if url.startswith("data:") and shown is not None:
+                _show(shown, at, await images.keep(file, caller, str(at[0])))
+        custom_input.files.append(blob)
+        custom_input.places.append(FilePlace(at, name))
+
+
+def _show(shown: dict[str, Any], at: list[str | int], link: str) -> None:
+    """Puts a link into an input, without changing the lists of the body."""
+    field = str(at[0])
+    if len(at) > 1:
+        number = int(at[1])
+        shown[field] = [*shown[field][:number], link, *shown[field][number + 1 :]]
+    else:
+        shown[field] = link
+
+
+def _suffix(file: Blob) -> str:
+    """The usual end of the names of such files. Many decide by it what a file is."""
+    known = mimetypes.guess_extension(file.media_type, strict=False)
+    return known or _OTHER_SUFFIXES.get(file.media_type, "")
+
+
+def _name_of(fetched: FetchedInput) -> str:
+    name = fetched.name or "file"
+    is_plain = "." not in name and fetched.blob.media_type != ANY_BYTES
+    return name + _suffix(fetched.blob) if is_plain else name
 
 
 def _is_file(shape: dict[str, Any]) -> bool:
     return shape.get("format") == FILE_FORMAT
 
 
-def _files(
-    values: dict[str, Any], interface: ModelInterface
-) -> Iterator[tuple[list[str | int], str]]:
+def _files(values: dict[str, Any], interface: ModelInterface) -> Iterator[FileInput]:
     """Yields place and URL of each file in an input."""
     for name, shape in interface.properties.items():
         if name not in values:

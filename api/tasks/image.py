@@ -120,7 +120,8 @@ class ImagePredictionInput(Body):
     prompt: str = Field(min_length=1, max_length=MAX_PROMPT_CHARS)
     negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS)
     image: str | None = Field(
-        None, description="A base64 data: URI, or the URL of a file or result of this API."
+        None,
+        description="A base64 data: URI, an https URL, or the URL of a file or result of this API.",
     )
     strength: float | None = Field(None, gt=0, le=1, description="1 ignores the source image.")
     prompt_strength: float | None = Field(
@@ -165,7 +166,7 @@ class ImageApi(ApiTask):
             first = first_image(parsed, model, size or (model.image.width, model.image.height))
         else:
             strength = parsed.strength or parsed.prompt_strength or USUAL_STRENGTH
-            file = await images.fetch(parsed.image, caller)
+            file = await images.fetch_image(parsed.image, caller)
             source, size = await images.prepare(file.data, size, model.image, caller)
             first = first_image(parsed, model, size)
             check_strength(first.steps, strength)

@@ -144,7 +144,11 @@ _CLOUD: dict[str, Any] = {
 
 def object_key(folder: str, data: bytes, media_type: str) -> str:
     """Returns the key of `data`: `folder`, its BLAKE2b digest (256 bits) in hex, extension."""
-    digest = hashlib.blake2b(data, digest_size=32).hexdigest()
+    return key_of_digest(folder, hashlib.blake2b(data, digest_size=32).hexdigest(), media_type)
+
+
+def key_of_digest(folder: str, digest: str, media_type: str) -> str:
+    """Returns the key of the data that has a digest, as `object_key` does."""
     return f"{folder}/{digest[:2]}/{digest}{_EXTENSIONS.get(media_type, '')}"
 
 
@@ -324,6 +328,17 @@ class ObjectStore:
         attributes = {"Content-Type": media_type} if self._keeps_media_type else None
         opening = partial(open_upload, self._store, key, attributes)
         return ObjectWriter(opening, partial(self._write, key))
+
+    async def rename(self, key: str, new_key: str) -> None:
+        """Moves an object, in the place of another one if that is there. Its bytes stay there.
+
+        Raises:
+            Unavailable: the store is out of reach or too slow. One of the two keys has the object.
+        """
+        _check(key)
+        _check(new_key)
+        with _translated("put", new_key):
+            await self._work(key, partial(obstore.rename, self._store, key, new_key))
 
     async def _write(self, key: str, call: Callable[[], Any]) -> None:
         with _translated("put", key):

@@ -14,6 +14,7 @@ for i = 2, #KEYS do
     out[i - 1] = {0, f[1], f[3] or ''}
   else
     redis.call('HSET', key, 'state', state, 'reply', reply, 'ended_at_s', now, 'open', 0)
+    if state == 'succeeded' then redis.call('HDEL', key, 'logs', 'logs_left_out') end -- the reply has them
     if f[2] then ended(store, key, now, f[2]) else redis.call('EXPIRE', key, ttl) end
     out[i - 1] = {1, state, ''}
   end

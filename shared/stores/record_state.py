@@ -70,6 +70,11 @@ class Record(msgspec.Struct, kw_only=True):
     """Whether the broker surely has the job."""
     step: int = 0
     steps: int = 0
+    logs: str = ""
+    """What the model has printed so far: its end, if it is long. Only while it is processed, or if
+    its end came from elsewhere."""
+    logs_left_out: int = 0
+    """The characters before that."""
     created_at_s: float = 0.0
     started_at_s: float = 0.0
     ended_at_s: float = 0.0

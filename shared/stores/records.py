@@ -38,7 +38,9 @@ from prometheus_client import Counter, Gauge
 from redis.exceptions import RedisError
 
 from shared.errors import Overloaded, Unavailable, UndecodableMessage
+from shared.messages import PrintedLogs
 from shared.retention import BUDGET_BYTES
+from shared.stores.fetched_urls import FetchedUrls
 from shared.stores.previews import PreviewStore
 from shared.stores.record_state import (
     Claim,
@@ -162,6 +164,7 @@ LISTEN_PAUSE_S = 0.5
 
 _CHANGING = (
     *("state", "attempts", "published", "step", "steps", "reply", "receipts"),
+    *("logs", "logs_left_out"),
     *("created_at_s", "started_at_s", "ended_at_s", "canceled_at_s"),
 )
 """The fields that `Record` shows, without the document."""
@@ -187,6 +190,7 @@ PUT_DOCUMENT = load_script(*_BUDGET, "shared/stores/document_put.lua")
 KEEP = load_script(*_BUDGET, "shared/stores/record_keep.lua")
 CLAIM = load_script(_STATES, "shared/stores/record_claim.lua")
 PROGRESS = load_script("shared/stores/record_progress.lua")
+LOGS = load_script("shared/stores/record_logs.lua")
 HAND_OVER = load_script(_STATES, "shared/stores/record_hand_over.lua")
 ALONE = load_script("shared/stores/record_alone.lua")
 RELEASE = load_script(_STATES, "shared/stores/record_release.lua")
@@ -231,6 +235,7 @@ class Records(RedisStore):
         self.webhook_log = WebhookLog(self._commands, prefix)
         # Round trips of their own: images are large, and nobody is to wait for them.
         self.previews = PreviewStore(self._link.commands("the store of previews"), prefix)
+        self.fetched_urls = FetchedUrls(self._link.commands("the store of fetched URLs"), prefix)
         self.tokens = TokenStreams(self._link.commands("the store of tokens"), prefix)
 
     def _key(self, record: str) -> str:
@@ -512,6 +517,16 @@ class Records(RedisStore):
             keys = [self._key(record), watched]
             return bool(await self._commands.run_script(PROGRESS, keys, step, steps))
         return False
+
+    async def put_logs(self, record: str, attempt: int, logs: PrintedLogs) -> None:
+        """Notes what a model has printed so far, for the worker with the latest claim.
+
+        Never raises: what is missing comes with the reply.
+        """
+        with contextlib.suppress(Unavailable):
+            await self._commands.run_script(
+                LOGS, [self._key(record)], attempt, logs.left_out, logs.text
+            )
 
     async def canceled(self) -> AsyncGenerator[str | None]:
         """Yields the ids of records as they are canceled, and None after each (re)connection.

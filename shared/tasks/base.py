@@ -97,6 +97,13 @@ class TaskResult(msgspec.Struct, omit_defaults=True):
         """The same result with its `blobs` in other places."""
         raise NotImplementedError
 
+    def blob_suffix(self, number: int) -> str:
+        """Returns the end of the key of a blob in the object store, by its number from 0.
+
+        Not below the first: in a folder, a file has no files below it.
+        """
+        return f".{number}" if number else ""
+
     def to_output(self, media_type: str, link_to: LinkTo) -> Any:
         """The result as a prediction shows it, ready for JSON.
 

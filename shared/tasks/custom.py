@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import msgspec
 
-from shared.blob import INLINE_LIMIT_BYTES, Blob
+from shared.blob import INLINE_LIMIT_BYTES, RESULTS, Blob
 from shared.catalog_entry import CatalogEntry, Tolerance
 from shared.model_interface import FILE_FORMAT, SECRET_FORMAT, ModelInterface
 from shared.tasks.base import ExampleRequest, FirstGuesses, LinkTo, Task, TaskInput, TaskResult
@@ -22,6 +22,67 @@ class FilePlace(msgspec.Struct, frozen=True, array_like=True):
     at: list[str | int]
     """The path to it: names of fields and numbers of elements."""
     name: str = "file"
+    digest: str = ""
+    """Of the bytes of a file that is streamed."""
+
+
+class StreamedFile(msgspec.Struct, frozen=True, array_like=True):
+    """A file in an element of a streamed list, with its place in that element."""
+
+    at: list[str | int]
+    media_type: str
+    number: int
+    """Its number among all files of the output, from 0."""
+    digest: str
+    uri: str = ""
+    """A `data:` URI. Empty: it is in the object store (`streamed_suffix`)."""
+
+
+class StreamedElement(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """An element of a streamed list, where null stands for each file.
+
+    In the text of a stream each is a line of JSON.
+    """
+
+    value: Any
+    files: list[StreamedFile] = []
+
+    @property
+    def line(self) -> str:
+        """The element in the text of a stream."""
+        return _encoder.encode(self).decode() + "\n"
+
+    def shown(self, link_to: Callable[[StreamedFile], str]) -> Any:
+        """The element with URIs of its files, ready for JSON."""
+        uris = [file.uri or link_to(file) for file in self.files]
+        return _with_files(self.value, [file.at for file in self.files], uris)
+
+
+_encoder = msgspec.json.Encoder()
+_element_decoder = msgspec.json.Decoder(StreamedElement)
+
+
+def read_elements(text: str) -> list[StreamedElement]:
+    """Reads the lines of a stream."""
+    # JSON has no LF of its own, but other characters that `splitlines` takes for ends of lines.
+    return [_element_decoder.decode(line) for line in text.split("\n")[:-1]]
+
+
+def streamed_file(at: list[str | int], number: int, digest: str, file: Blob) -> StreamedFile:
+    """Returns a file as a stream has it. A small one is in the stream itself."""
+    is_small = file.data is not None and len(file.data) <= INLINE_LIMIT_BYTES
+    uri = _data_uri(file) if is_small else ""
+    return StreamedFile(at, file.media_type, number, digest, uri)
+
+
+def file_digest(data: bytes) -> str:
+    """Returns the digest of a streamed file: 128 bits of BLAKE2b (RFC 7693)."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def streamed_key(record: str, index: int, file: StreamedFile) -> str:
+    """Returns the key of a streamed file in the object store, before the result is there."""
+    return f"{RESULTS}/{record}/{index}.{file.number}-{file.digest}"
 
 
 class CustomResult(TaskResult, tag="custom"):
@@ -57,26 +118,32 @@ class CustomResult(TaskResult, tag="custom"):
         """The same output with its files in other places."""
         return msgspec.structs.replace(self, files=list(blobs))
 
+    def blob_suffix(self, number: int) -> str:
+        """Of a streamed file as `streamed_key` has it: it is stored before the others are there."""
+        digest = self.places[number].digest
+        return f".{number}-{digest}" if digest else super().blob_suffix(number)
+
     def to_output(self, media_type: str, link_to: LinkTo) -> Any:
         """The output, with `data:` URIs of small files and URLs of others."""
         if not self.files:
             return self.output
-        # A copy: a link is valid for an hour, and the output may be shown again.
-        whole: dict[str, Any] = {"output": msgspec.json.decode(msgspec.json.encode(self.output))}
-        for place, file in zip(self.places, self.files, strict=True):
-            container: Any = whole
-            path = ["output", *place.at]
-            for part in path[:-1]:
-                container = container[part]
-            container[path[-1]] = _shown(file, link_to)
-        return whole["output"]
+        uris = [_shown(file, link_to) for file in self.files]
+        return _with_files(self.output, [place.at for place in self.places], uris)
 
     @property
     def text(self) -> str:
         """A streamed output as its stream has it: a text, or a line of JSON for each element."""
         if self.streams == "text":
             return "".join(self.output)
-        return "".join(map(piece_text, self.output))
+        files: dict[int, list[StreamedFile]] = {}
+        for number, (place, file) in enumerate(zip(self.places, self.files, strict=True)):
+            element, *at = place.at
+            streamed = streamed_file(at, number, place.digest, file)
+            files.setdefault(int(element), []).append(streamed)
+        return "".join(
+            StreamedElement(value, files.get(number, [])).line
+            for number, value in enumerate(self.output)
+        )
 
     @property
     def logprobs(self) -> list[Any]:
@@ -124,15 +191,29 @@ class CustomInput(TaskInput, tag="custom"):
         return ("custom", written, *files)
 
 
-def piece_text(piece: Any) -> str:
-    """An element of a streamed list as a line."""
-    return msgspec.json.encode(piece).decode() + "\n"
+def _with_files(value: Any, places: Sequence[list[str | int]], uris: Sequence[str]) -> Any:
+    """Returns a value with URIs in its places. A copy: it may be shown again with others."""
+    if not places:
+        return value
+    whole: dict[str, Any] = {"output": msgspec.json.decode(msgspec.json.encode(value))}
+    for at, uri in zip(places, uris, strict=True):
+        container: Any = whole
+        path = ["output", *at]
+        for part in path[:-1]:
+            container = container[part]
+        container[path[-1]] = uri
+    return whole["output"]
 
 
 def _shown(file: Blob, link_to: LinkTo) -> str:
-    if file.data is not None:
-        return f"data:{file.media_type};base64,{base64.b64encode(file.data).decode()}"
-    return link_to(file.object_key, file.media_type)
+    return _data_uri(file) or link_to(file.object_key, file.media_type)
+
+
+def _data_uri(file: Blob) -> str:
+    """Returns a file as a URI. Empty: it is in the object store."""
+    if file.data is None:
+        return ""
+    return f"data:{file.media_type};base64,{base64.b64encode(file.data).decode()}"
 
 
 def _digest(file: Blob) -> tuple[str, object]:

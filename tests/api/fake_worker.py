@@ -37,6 +37,7 @@ from shared.stores.objects import ObjectStore, object_key
 from shared.stores.records import Records
 from shared.stores.token_streams import Written
 from shared.tasks import Input, Result
+from shared.tasks.custom import CustomInput, CustomResult, FilePlace
 from shared.tasks.embedding import EmbeddingResult, TextInput, TokensInput
 from shared.tasks.image import ImageInput, ImageResult
 from shared.tasks.similarity import SimilarityInput, SimilarityResult
@@ -318,6 +319,13 @@ def _result(given: Input) -> Result:
     if isinstance(given, SimilarityInput):
         first, second = (vector_of(TextInput(one)) for one in (given.text, given.query))
         return SimilarityResult(float(np.clip(first @ second, -1, 1)), 4)
+    if isinstance(given, CustomInput):
+        size = given.values.get("size", 0)
+        output = {"values": given.values, "names": [place.name for place in given.places]}
+        if not size:
+            return CustomResult(output)
+        file = Blob("text/plain", data=b"x" * size)
+        return CustomResult(output | {"made": None}, [file], [FilePlace(["made"])])
     assert isinstance(given, TextInput | TokensInput), "no other task is answered here"
     words = given.text.split() if isinstance(given, TextInput) else given.tokens
     return EmbeddingResult(vector_of(given).tobytes(), len(words) + 2)

@@ -1,8 +1,9 @@
-"""Serves a class of one's own: its API and a worker, which share a broker, Redis and objects."""
+"""A class of one's own behind an API, with a real worker and the process of the class."""
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,40 +19,47 @@ from workers.models.custom.preparation import CustomPreparer
 from workers.runtime.pool import HostedModel, ModelPool
 
 
-async def serve_class(
-    opened: AsyncExitStack, tmp_path: Path, redis_url: str, body: str, **more: Any
-) -> ApiUnderTest:
-    """Starts them. They end with `opened`.
-
-    Args:
-        opened: gets what must be closed.
-        tmp_path: gets the folder `class`, and the objects.
-        redis_url: of the records.
-        body: of predict.py.
-        more: fields of the entry.
-    """
+@asynccontextmanager
+async def served_class(
+    tmp_path: Path,
+    redis_url: str,
+    body: str,
+    settings: Mapping[str, object] | None = None,
+    **more: Any,
+) -> AsyncIterator[ApiUnderTest]:
+    """Serves a class as `mine`. API and worker share a broker, a Redis and an object store."""
     (tmp_path / "class").mkdir()
     folder = write_class(tmp_path / "class", body)
     entry = entry_of(folder, **{"price": {"per_item_usd": 0.25}, **more})
-    pool = ModelPool([HostedModel(entry, folder)], device="cpu", processes=1)
-    await opened.enter_async_context(pool)
-    broker = InMemoryBroker()
-    settings = settings_for(tmp_path, redis_url=redis_url, url_secret="s")
-    worker = running_worker(
-        redis_url,
-        tmp_path,
-        pool=pool,
-        objects=ObjectStore(f"file://{tmp_path}/objects"),
-        broker=broker,
-        model=entry,
-        preparer=CustomPreparer(entry),
-    )
-    harness = await opened.enter_async_context(worker)
-    api = await opened.enter_async_context(
-        running_api(settings, broker, broker, Catalog((entry,)), worker=FakeWorker(broker, ()))
-    )
-    api.rows = harness.rows
-    return api
+    given = settings_for(tmp_path, redis_url=redis_url, secret="s", **(settings or {}))
+    async with AsyncExitStack() as opened:
+        pool = ModelPool([HostedModel(entry, folder)], device="cpu", processes=1)
+        await opened.enter_async_context(pool)
+        broker = InMemoryBroker()
+        harness = await opened.enter_async_context(
+            running_worker(
+                redis_url,
+                tmp_path,
+                pool=pool,
+                objects=ObjectStore(f"file://{tmp_path}/objects"),
+                broker=broker,
+                model=entry,
+                preparer=CustomPreparer(entry),
+            )
+        )
+        worker = FakeWorker(broker, ())
+        api = await opened.enter_async_context(
+            running_api(given, broker, broker, Catalog((entry,)), worker=worker)
+        )
+        api.rows = harness.rows
+        yield api
+
+
+async def serve_class(
+    opened: AsyncExitStack, tmp_path: Path, redis_url: str, body: str, **more: Any
+) -> ApiUnderTest:
+    """Serves a class until `opened` is closed."""
+    return await opened.enter_async_context(served_class(tmp_path, redis_url, body, **more))
 
 
 async def predict(

@@ -196,7 +196,7 @@ async def test_edits(
     ("images", "reason"),
     [
         ([], "at least 1 item"),
-        ([{"image_url": "https://example.com/a.png"}], "only base64 data: URIs are accepted"),
+        ([{"image_url": "https://example.com/a.png"}], "other URLs are not fetched here"),
         ([{"image_url": "data:image/png;base64,%%%"}], "not valid base64"),
         ([{"image_url": "data:image/png,abc"}], "only base64 data: URIs"),
         ([{"file_id": "file-1"}], "Field required"),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from replicate.client import Client
 
+from tests.api.harness import ApiUnderTest
 from tests.api.predicting import WAIT, until_over
 from tests.api.serving_classes import predict
 from tests.limits import WAIT_LIMIT_S
@@ -112,7 +115,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"text": "a", "times": "2"}, "input.times", "valid integer"),
     ({"text": "a", "mode": "sing"}, "input.mode", "'say', 'fail', 'loop' or 'exit'"),
     ({"text": "a", "word": 1}, "input.word", "unknown parameter"),
-    ({"text": "a", "image": "x"}, "input.image", "only data: URIs and files of this API"),
+    ({"text": "a", "image": "x"}, "input.image", "expected a data: URI, an https URL"),
     ({"text": "a", "image": "data:,x"}, "input.image", "only base64 data: URIs"),
 ]
 
@@ -191,6 +194,129 @@ async def test_readers_go_on_behind_each_element_of_a_burst(serve: Any) -> None:
         rest = events_of(answer.text)
         assert [one["data"] for one in rest] == [one["data"] for one in events[number + 1 :]]
     assert (await until_over(api, created))["output"][0] == "0\u2028\x85\u2029"
+
+
+YIELDS_FILES = """
+class Predictor(BasePredictor):
+    def predict(self, folder: str) -> Iterator[Path]:
+        path = Path(os.environ["TMPDIR"]) / "one.txt"
+        for number, size in enumerate((3, 70_000, 70_000)):
+            while not os.path.exists(os.path.join(folder, str(number))):
+                time.sleep(0.01)
+            path.write_bytes(bytes([97 + number]) * size)
+            yield path
+"""
+
+
+async def test_files_are_streamed_as_they_are_made(serve: Any, tmp_path: Path) -> None:
+    """Each can be loaded before the next one exists, and what follows resumes behind it."""
+    api = await serve(YIELDS_FILES)
+    (tmp_path / "class/0").touch()
+    (tmp_path / "class/1").touch()
+    body = {"version": "mine", "input": {"folder": str(tmp_path / "class")}}
+    created = (await api.http.post("/v1/predictions", json=body)).json()
+    found, last_id = [], ""
+    async with api.http.stream("GET", created["urls"]["stream"]) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("id: "):
+                last_id = line.removeprefix("id: ")
+            if line.startswith("data: "):
+                found.append(line.removeprefix("data: "))
+            if len(found) == 2:
+                break
+    assert found[0] == "data:text/plain;base64,YWFh"
+    assert (await api.http.get(found[1])).content == b"b" * 70_000
+    (tmp_path / "class/2").touch()
+    resumed = {"last-event-id": last_id}
+    rest = events_of((await api.http.get(created["urls"]["stream"], headers=resumed)).text)
+    assert [one["event"] for one in rest] == ["output", "done"]
+    assert (await api.http.get(rest[0]["data"])).content == b"c" * 70_000
+    over = await until_over(api, created)
+    keys = [key_of(url) for url in over["output"]]
+    assert keys[1:] == [key_of(found[1]), key_of(rest[0]["data"])]
+    whole = events_of((await api.http.get(created["urls"]["stream"])).text)
+    assert [key_of(one["data"]) for one in whole[:-1]] == keys
+    await api.http.delete(f"/v1/predictions/{created['id']}")
+    assert (await api.http.get(found[1])).status_code == 404
+
+
+def key_of(url: str) -> str:
+    """A link without its signature, whose end may be another each time."""
+    return url.partition("?")[0]
+
+
+PRINTS = """
+class Predictor(BasePredictor):
+    def predict(self, folder: str) -> {output}:
+        for number in range(3):
+            print(f"line {{number}}\\u2028 and \\u00fc")
+            while not os.path.exists(os.path.join(folder, str(number))):
+                time.sleep(0.01)
+        {end} "\\u2028"
+"""
+
+
+@pytest.mark.parametrize(("output", "end"), [("str", "return"), ("Iterator[str]", "yield")])
+async def test_what_a_class_prints_is_shown_while_it_runs(
+    serve: Any, tmp_path: Path, output: str, end: str
+) -> None:
+    api = await serve(PRINTS.format(output=output, end=end))
+    body = {"version": "mine", "input": {"folder": str(tmp_path / "class")}}
+    created = (await api.http.post("/v1/predictions", json=body)).json()
+    line = "line {}\u2028 and \u00fc\n"
+    shown = await until_printed(api, created)
+    assert (shown["status"], shown["logs"]) == ("processing", line.format(0))
+    url, said, last_id = created["urls"]["stream"], "", ""
+    for number in range(3):
+        headers = {"last-event-id": last_id} if last_id else {}
+        async with api.http.stream("GET", url, headers=headers) as answer:
+            blocks = blocks_of(answer.aiter_lines())
+            async for block in blocks:
+                if block["event"] == "logs":
+                    said, last_id = said + block["data"], block["id"]
+                    if f"line {number}" in said:
+                        break
+        (tmp_path / "class" / str(number)).touch()
+    # Readers of events take this character for the end of a line.
+    assert said == "".join(map(line.format, range(3))).replace("\u2028", "\n")
+    over = await until_over(api, created)
+    assert (over["status"], over["logs"]) == ("succeeded", "".join(map(line.format, range(3))))
+    rest = events_of((await api.http.get(url, headers={"last-event-id": last_id})).text)
+    assert [one["event"] for one in rest] == ["output", "done"]
+
+
+async def test_what_was_printed_stays_if_it_is_canceled(serve: Any, tmp_path: Path) -> None:
+    api = await serve(PRINTS.format(output="str", end="return"))
+    body = {"version": "mine", "input": {"folder": str(tmp_path / "class")}}
+    created = (await api.http.post("/v1/predictions", json=body)).json()
+    await until_printed(api, created)
+    await api.http.post(created["urls"]["cancel"])
+    over = await until_over(api, created)
+    assert (over["status"], over["logs"][:6]) == ("canceled", "line 0")
+    await api.http.delete(created["urls"]["get"])
+    assert (await api.http.get(created["urls"]["get"])).status_code == 404
+
+
+async def until_printed(api: ApiUnderTest, created: dict[str, Any]) -> dict[str, Any]:
+    """The prediction once it has logs."""
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while True:
+            shown: dict[str, Any] = (await api.http.get(created["urls"]["get"])).json()
+            if shown["logs"]:
+                return shown
+            await asyncio.sleep(0.02)
+
+
+async def blocks_of(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, str]]:
+    """The events of a stream as they come."""
+    held: list[str] = []
+    async for line in lines:
+        if line:
+            held.append(line)
+            continue
+        for event in events_of("\n".join(held)):
+            yield event
+        held = []
 
 
 @pytest.mark.parametrize(("is_read", "cost_usd"), [(True, 0.25), (False, 0.0)])

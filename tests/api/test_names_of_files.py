@@ -96,13 +96,14 @@ async def test_source_image_is_a_file_however_it_is_named(
     assert response.status_code == 200, response.text
 
 
-@pytest.mark.parametrize("url", ["https://example.com/a.png", "", "/a.png", "file:///a.png"])
+@pytest.mark.parametrize("url", ["", "/a.png", "file:///a.png"])
 async def test_source_image_elsewhere_is_refused_in_words(api: ApiUnderTest, url: str) -> None:
     body = {"prompt": "a", "images": [{"image_url": url}]}
     error = (await api.http.post("/v1/images/edits", json=body)).json()["error"]
     assert error["param"] == "images"
     assert error["message"] == (
-        "images[0].image_url: only base64 data: URIs are accepted; other URLs are not fetched"
+        "images[0].image_url: expected a data: URI, an https URL, or the URL of a file of this API "
+        "(POST /v1/files)"
     )
 
 

@@ -24,7 +24,7 @@ from tests.api.predicting import TEXT, WAIT, data_of
 pytestmark = pytest.mark.anyio
 
 
-api = api_with_redis(secret="s")
+api = api_with_redis(secret="s", fetch_hosts="*")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ async def test_source_images_come_as_data_file_or_earlier_result(api: ApiUnderTe
     ).content == png
 
 
-async def test_foreign_urls_are_not_fetched(api: ApiUnderTest) -> None:
+async def test_private_urls_are_not_fetched(api: ApiUnderTest) -> None:
     fetched = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -152,15 +152,16 @@ async def test_foreign_urls_are_not_fetched(api: ApiUnderTest) -> None:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server:
-        for url in (
-            f"http://127.0.0.1:{port}/a.png",
-            f"{api.url}@127.0.0.1:{port}/v1/files/x",
-            "file:///etc/passwd",
+        for url, reason in (
+            (f"http://127.0.0.1:{port}/a.png", "not an https URL"),
+            (f"https://127.0.0.1:{port}/a.png", "not public"),
+            (f"{api.url}@127.0.0.1:{port}/v1/files/x", "not an https URL"),
+            ("file:///etc/passwd", "expected a data: URI"),
         ):
             body = {"version": IMAGE_MODEL.name, "input": {"prompt": "a", "image": url}}
             response = await api.http.post("/v1/predictions", json=body)
             assert response.status_code == 422
-            assert "other URLs are not fetched" in response.json()["detail"]
+            assert reason in response.json()["detail"]
     assert not fetched.is_set()
 
 

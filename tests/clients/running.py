@@ -33,6 +33,7 @@ class Service:
         writer: a text model. Empty: it has none.
         bigquery: URL of its embedded BigQuery. Empty where it uses Google's.
         pubsub: host and port of its embedded Pub/Sub. Empty where it uses Google's.
+        expected: path of a JSON file with what classes of one's own give, for checks of those.
     """
 
     url: str
@@ -42,6 +43,7 @@ class Service:
     writer: str = ""
     bigquery: str = ""
     pubsub: str = ""
+    expected: str = ""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -55,6 +57,7 @@ class Service:
             "PENSTOCK_CLIENTS_WRITER": self.writer,
             "PENSTOCK_CLIENTS_BIGQUERY": self.bigquery,
             "PENSTOCK_CLIENTS_PUBSUB": self.pubsub,
+            "PENSTOCK_CLIENTS_EXPECTED": self.expected,
             "PENSTOCK_CLIENTS_LIMIT_S": str(WAIT_LIMIT_S),
         }
 

@@ -293,3 +293,14 @@ async def test_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         await fail()
     assert [name for _, _, names in os.walk(tmp_path) for name in names] == []
+
+
+async def test_renamed_object_takes_the_place_of_another(objects: ObjectStore) -> None:
+    await objects.put("a/new", b"new", "text/plain")
+    await objects.put("a/old", b"old", "text/plain")
+    await objects.rename("a/new", "a/old")
+    assert await objects.get("a/old", max_bytes=3) == b"new"
+    with pytest.raises(BadInput):
+        await objects.get("a/new", max_bytes=3)
+    with pytest.raises(BadInput, match="not a valid object key"):
+        await objects.rename("a/old", "../old")

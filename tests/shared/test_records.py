@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
-from shared.messages import ReplyBody, record_id
+from shared.messages import PrintedLogs, ReplyBody, record_id
 from shared.stores.previews import KEPT_S, MAX_KEPT
 from shared.stores.record_state import OVER, Claim, Finish, ReleasedClaim, State
 from shared.stores.records import Records
@@ -316,3 +316,44 @@ async def test_lines_expire_with_their_last_deadline(records: Records, redis_url
     async with redis.asyncio.Redis.from_url(redis_url) as client:
         assert 40 < await client.ttl(records.lines.key_of("acme", "m")) <= 50
         assert 0 < await client.ttl(records.lines.pace_key_of("acme", "m")) <= 60
+
+
+async def test_what_was_printed_is_of_the_latest_claim_until_the_reply_has_it(
+    records: Records,
+) -> None:
+    async def printed() -> tuple[str, int]:
+        record = await records.read("req_1")
+        assert record is not None
+        return record.logs, record.logs_left_out
+
+    await records.create("req_1", "acme", b"{}", deadline_s=time.time() + 30, keep_s=60)
+    await records.put_logs("req_1", 1, PrintedLogs("too early"))
+    assert await printed() == ("", 0)
+    await records.claim(["req_1"])
+    await records.put_logs("req_1", 1, PrintedLogs("first"))
+    await records.claim(["req_1"])
+    await records.put_logs("req_1", 2, PrintedLogs("second", 7))
+    await records.put_logs("req_1", 1, PrintedLogs("late"))
+    assert await printed() == ("second", 7)
+    followed = await records.read_again("req_1", b"{}")
+    assert followed is not None
+    assert (followed.logs, followed.logs_left_out) == ("second", 7)
+    await records.finish("req_1", "succeeded", encoded("w"))
+    await records.put_logs("req_1", 2, PrintedLogs("after the end"))
+    assert await printed() == ("", 0)
+
+
+async def test_what_was_printed_stays_of_a_canceled_one_until_it_is_deleted(
+    records: Records,
+) -> None:
+    await records.create("req_1", "acme", b"{}", deadline_s=time.time() + 30, keep_s=60)
+    await records.claim(["req_1"])
+    await records.put_logs("req_1", 1, PrintedLogs("so far"))
+    await records.cancel("req_1")
+    canceled = await records.read("req_1")
+    assert canceled is not None
+    assert canceled.logs == "so far"
+    await records.delete("req_1", time.time() + 30)
+    deleted = await records.read("req_1")
+    assert deleted is not None
+    assert deleted.logs == ""

@@ -21,7 +21,7 @@ import asyncio
 import logging
 import operator
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ import msgspec
 
 from shared import slo
 from shared.backoff import backoff
-from shared.blob import INLINE_LIMIT_BYTES, Blob
+from shared.blob import INLINE_LIMIT_BYTES, RESULTS, Blob
 from shared.catalog import Model
 from shared.errors import (
     Canceled,
@@ -70,6 +70,8 @@ from workers.jobs.replies import ReplyPublisher
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 4.0
+MAX_STREAMED = 4096
+"""Keys of streamed files that are remembered, so that they are not stored twice."""
 
 
 class LargeResults:
@@ -87,6 +89,8 @@ class LargeResults:
         self._objects = objects
         self._reply_limit_bytes = reply_limit_bytes
         self._keep_limit_s = keep_limit_s
+        self._streamed: OrderedDict[str, None] = OrderedDict()
+        """The last keys that were stored before their results were there."""
 
     async def stored(self, envelope: Envelope, outcome: ItemOutcome) -> ItemOutcome:
         """The outcome as records carry it, with a key in place of a large blob.
@@ -122,15 +126,27 @@ class LargeResults:
         result = outcome.result
         if result is None or not any(_is_large(blob, limit_bytes) for blob in result.blobs):
             return outcome
-        kept, key = [], f"results/{envelope.request_id}/{outcome.index}"
+        kept, key = [], f"{RESULTS}/{envelope.request_id}/{outcome.index}"
         for number, blob in enumerate(result.blobs):
             if _is_large(blob, limit_bytes):
-                # Not below the first: in a folder, a file has no files below it.
-                own_key = f"{key}.{number}" if number else key
-                await self._put(own_key, blob.data or b"", blob.media_type, envelope.deadline_s)
+                own_key = key + result.blob_suffix(number)
+                if own_key not in self._streamed:
+                    await self._put(own_key, blob.data or b"", blob.media_type, envelope.deadline_s)
                 blob = Blob(blob.media_type, object_key=own_key)
             kept.append(blob)
         return msgspec.structs.replace(outcome, result=result.with_blobs(kept))
+
+    async def store_streamed(self, envelope: Envelope, key: str, blob: Blob) -> None:
+        """Stores a file of a result that is not there yet. Small ones are in the stream.
+
+        Raises:
+            Unavailable: as `stored` does.
+        """
+        if _is_large(blob, INLINE_LIMIT_BYTES):
+            await self._put(key, blob.data or b"", blob.media_type, envelope.deadline_s)
+            self._streamed[key] = None
+            if len(self._streamed) > MAX_STREAMED:
+                self._streamed.popitem(last=False)
 
     async def _put(self, key: str, data: bytes, media_type: str, deadline_s: float) -> None:
         """Stores an object.
@@ -299,7 +315,7 @@ class Completion:
         self._model = model
         self._cache = cache
         self._records = records
-        self._large = LargeResults(
+        self.large_results = LargeResults(
             objects, reply_limit_bytes=model.reply_limit_bytes, keep_limit_s=KEEP_LIMIT_S
         )
         self._rows = rows
@@ -416,7 +432,7 @@ class Completion:
         try:
             # Together, because a store may be far away.
             outcomes = await asyncio.gather(
-                *(self._large.stored(pulled.envelope, outcome) for outcome in outcomes)
+                *(self.large_results.stored(pulled.envelope, outcome) for outcome in outcomes)
             )
             ours = ReplyBody(outcomes, None, self._worker.worker, self._worker.device, time.time())
             answered = await self._end(pulled, ours)
@@ -431,7 +447,7 @@ class Completion:
 
     async def _reply(self, pulled: PulledJob, answered: ReplyBody, recorded: bytes) -> None:
         """Publishes the answer in the record, or `recorded` if the reply is the same."""
-        reply = await self._large.for_reply(pulled.envelope, answered)
+        reply = await self.large_results.for_reply(pulled.envelope, answered)
         body = recorded if reply is answered else encode_reply_body(reply)
         await self.replies.publish(pulled.envelope, body)
 
@@ -460,7 +476,7 @@ class Completion:
 
         The caller takes the first reply, and does not need Redis for it.
         """
-        reply, now_s = await self._large.for_reply(pulled.envelope, ours), time.time()
+        reply, now_s = await self.large_results.for_reply(pulled.envelope, ours), time.time()
         ours, reply = in_time(pulled, ours, now_s), in_time(pulled, reply, now_s)
         body = encode_reply_body(ours)
         reply_body = body if reply is ours else encode_reply_body(reply)

@@ -11,25 +11,31 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 from PIL import Image
 
+from shared.blob import Blob
 from shared.catalog import Model
 from shared.errors import Canceled, ModelFailed, Unavailable
-from shared.messages import Item, failure
+from shared.messages import Item, PrintedLogs, failure
 from shared.stores.records import Records
 from shared.stores.token_streams import Written
+from shared.tasks.custom import streamed_key
 from shared.tasks.text import TokenChunk
 from workers import metrics
 from workers.job import Computed, PulledJob, QueuedItem, kept_traces
 from workers.jobs.completion import Completion, is_streamed
 from workers.models.base import Prepared, PreparedCustom, PreparedPrompt, RgbImage
-from workers.runtime.protocol import BatchResult, ItemPreview, Previews
+from workers.runtime.protocol import BatchResult, FileOfChunk, ItemPreview, Previews
 from workers.scheduling.priority_queue import PriorityQueue
+
+log = logging.getLogger(__name__)
 
 LINGER_S = 1.0
 """The time that a finished item can still be coalesced with.
@@ -294,6 +300,15 @@ class BatchResults:
         if watched:
             watch([queued for queued in progress if _wait_for(queued, watched)])
 
+    def report_logs(self, queued: QueuedItem, logs: PrintedLogs) -> None:
+        """Writes what an item has printed so far to the records of its predictions."""
+        for pulled, _ in queued.open_waiters():
+            if pulled.envelope.has_record:
+                attempt = pulled.envelope.attempt
+                writing = self._records.put_logs(pulled.record, attempt, logs)
+                self._completion.registry.spawn(writing)
+                self._completion.notify_webhook(pulled, "logs", logs.end)
+
     def pass_on_image(self, queued: QueuedItem, seen: ItemPreview) -> None:
         """Writes a preview of one item for the predictions that wait for it."""
         self._completion.registry.spawn(
@@ -321,7 +336,7 @@ class BatchResults:
         metrics.observe_batch(done, traces[0].exemplar if traces else None)
         work: Sequence[int | None] = done.computed_work or [None] * len(batch)
         for index, (queued, outcome) in enumerate(zip(batch, done.outcomes, strict=True)):
-            logs, call = done.logs.get(index, ""), done.calls.get(index)
+            logs, call = done.logs.get(index), done.calls.get(index)
             self._settle(queued, Computed(outcome, done, traces, work[index], logs, call))
 
     def end_item(self, queued: QueuedItem, done: BatchResult) -> None:
@@ -329,7 +344,7 @@ class BatchResults:
         self._queue.item_ended(queued)
         traces = kept_traces([queued])
         metrics.observe_batch(done, traces[0].exemplar if traces else None)
-        computed = Computed(done.outcomes[0], done, traces, logs=done.logs.get(0, ""))
+        computed = Computed(done.outcomes[0], done, traces, logs=done.logs.get(0))
         self._settle(queued, computed)
 
     def _settle(self, queued: QueuedItem, computed: Computed) -> None:
@@ -380,6 +395,7 @@ def _wait_for(queued: QueuedItem, jobs: Collection[PulledJob]) -> bool:
 
 _Reader = tuple[PulledJob, int]
 """A job, and the index of its item."""
+_HeldChunk = tuple[TokenChunk, Sequence[FileOfChunk]]
 
 
 class TokenOutput:
@@ -390,14 +406,47 @@ class TokenOutput:
         self._streams = records.tokens
         self._open: dict[QueuedItem, dict[_Reader, int]] = {}
         """The number of tokens in each reader's stream, for each item that is being written."""
+        self._held: dict[QueuedItem, deque[_HeldChunk]] = {}
+        """Chunks whose files are being stored, and those behind them."""
         self._is_sending = False
         self._has_more = False
 
-    def pass_on(self, chunks: Sequence[tuple[QueuedItem, TokenChunk]]) -> None:
-        """Appends what items have written to the streams of their readers."""
-        for queued, chunk in chunks:
-            queued.written.append(chunk)
-            self._open.setdefault(queued, {})
+    def pass_on(
+        self, chunks: Sequence[tuple[QueuedItem, TokenChunk, Sequence[FileOfChunk]]]
+    ) -> None:
+        """Appends what items have written to the streams of their readers, behind its files."""
+        for queued, chunk, files in chunks:
+            if queued in self._held:
+                self._held[queued].append((chunk, files))
+            elif files:
+                self._held[queued] = deque([(chunk, files)])
+                self._completion.registry.spawn(self._store(queued, self._held[queued]))
+            else:
+                self._append(queued, chunk)
+
+    async def _store(self, queued: QueuedItem, held: deque[_HeldChunk]) -> None:
+        """Stores the files of chunks, and then appends these, in order."""
+        try:
+            while held and self._held.get(queued) is held:
+                chunk, files = held[0]
+                for pulled, index in _readers(queued):
+                    for file, data in ((one.file, one.data) for one in files):
+                        key = streamed_key(pulled.record, index, file)
+                        await self._completion.large_results.store_streamed(
+                            pulled.envelope, key, Blob(file.media_type, data=data)
+                        )
+                held.popleft()
+                if self._held.get(queued) is held:  # otherwise it has ended
+                    self._append(queued, chunk)
+        except Unavailable as error:  # what is missing comes with the end
+            log.warning("file of a stream not stored", extra={"reason": error.message})
+            held.clear()
+        if self._held.get(queued) is held:
+            del self._held[queued]
+
+    def _append(self, queued: QueuedItem, chunk: TokenChunk) -> None:
+        queued.written.append(chunk)
+        self._open.setdefault(queued, {})
         self._has_more = True
         if not self._is_sending:
             self._is_sending = True
@@ -406,6 +455,7 @@ class TokenOutput:
     def ended(self, queued: QueuedItem) -> None:
         """Forgets an item. What its streams are missing is in the reply."""
         self._open.pop(queued, None)
+        self._held.pop(queued, None)
 
     async def _send_all(self) -> None:
         """Sends until nothing new has come. One round trip carries all items."""

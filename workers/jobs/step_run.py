@@ -20,6 +20,7 @@ from workers.runtime.protocol import (
     Chunks,
     Failure,
     ItemEnded,
+    ItemLogs,
     ItemPreview,
     ItemsProgress,
     Preempted,
@@ -138,13 +139,16 @@ class StepRun:
         match message:
             case Chunks():
                 chunks = [
-                    (self._inside[slot], chunk)
+                    (self._inside[slot], chunk, message.files.get(slot, ()))
                     for slot, chunk in message.chunks.items()
                     if slot in self._inside
                 ]
                 self._consumer.tokens.pass_on(chunks)
             case ItemsProgress():
                 self._report_progress(message)
+            case ItemLogs():
+                if (queued := self._inside.get(message.slot)) is not None:
+                    self._consumer.batches.report_logs(queued, message.logs)
             case ItemPreview():
                 if (queued := self._inside.get(message.slot)) is not None:
                     self._consumer.batches.pass_on_image(queued, message)
@@ -164,7 +168,7 @@ class StepRun:
             if queued is None:
                 continue
             if (chunk := message.chunks.get(slot)) is not None:
-                self._consumer.tokens.pass_on([(queued, chunk)])
+                self._consumer.tokens.pass_on([(queued, chunk, ())])
             if slot in self._preempted:
                 self._consumer.queue.left_over(queued)
             else:

@@ -13,8 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from shared.errors import BadInput, ModelFailed, PenstockError
+from shared.messages import PrintedLogs
 from shared.tasks import Input, Result
-from shared.tasks.custom import CustomResult
+from shared.tasks.custom import CustomResult, StreamedFile
 from shared.tasks.text import RESPONSE_FORMAT, TokenChunk, TokenCount, TokenLogprob
 
 
@@ -210,7 +211,7 @@ class StepEnd(msgspec.Struct):
     """
 
     results: dict[int, Result | PenstockError] = {}
-    logs: dict[int, str] = {}
+    logs: dict[int, PrintedLogs] = {}
     preempted: list[int] = []
     work: int = 0
 
@@ -252,6 +253,23 @@ class Resumable(Protocol):
         """Removes an item that is in. Returns what it has written since its last report.
 
         None: nothing.
+        """
+
+
+@runtime_checkable
+class ClassReporter(Protocol):
+    """A SteppedModel that prints while it computes items, and whose chunks may have files."""
+
+    def take_files(self) -> dict[int, list[tuple[StreamedFile, bytes]]]:
+        """Returns the files, by slot, of the chunks that were taken just now, and their bytes.
+
+        Without those that are in the chunks themselves.
+        """
+
+    def look_at_logs(self) -> dict[int, PrintedLogs]:
+        """Returns what was printed so far for items, by slot, if it is more than at the last call.
+
+        Only of items that are alone in it.
         """
 
 
@@ -300,7 +318,7 @@ class Restarting(Protocol):
 class Printer(Protocol):
     """A model whose code prints what its callers may read."""
 
-    def take_logs(self) -> dict[int, str]:
+    def take_logs(self) -> dict[int, PrintedLogs]:
         """Returns what was printed in the last call, by the index of its item."""
 
 

@@ -17,9 +17,11 @@ from typing import cast
 
 from shared.catalog import Model
 from shared.errors import Canceled, ModelFailed, PenstockError
+from shared.messages import PrintedLogs
 from shared.step_time import StepTime
 from shared.tasks import Result
 from workers.models.base import (
+    ClassReporter,
     InferenceModel,
     OutOfMemory,
     PreparedItem,
@@ -29,6 +31,7 @@ from workers.models.base import (
     Restarting,
     Resumable,
     RgbImage,
+    StepEnd,
     SteppedModel,
     Waiting,
 )
@@ -40,7 +43,9 @@ from workers.runtime.protocol import (
     Chunks,
     Drop,
     Failure,
+    FileOfChunk,
     ItemEnded,
+    ItemLogs,
     ItemPreview,
     ItemsProgress,
     Preempt,
@@ -214,7 +219,7 @@ class BatchExecution:
         self.padded_work = 0
         self.padded: dict[int, int] = {}
         """Work of the items that were padded, padding included, by slot."""
-        self.logs: dict[int, str] = {}
+        self.logs: dict[int, PrintedLogs] = {}
         """What the model printed for single items, by slot."""
         self.calls: dict[int, Call] = {}
         """The calls that computed items after others had failed, by slot."""
@@ -382,6 +387,8 @@ class StepRoom:
 
 CHUNKS_EVERY_S = 0.05
 """At most 20 events a second reach the readers of an item."""
+LOGS_EVERY_S = 0.5
+"""As often as webhooks and streams of predictions look at progress."""
 SPARE_EVERY_S = 0.5
 """The autoscaler looks every ten seconds."""
 ALIVE_EVERY_S = 30.0
@@ -430,7 +437,7 @@ class StepExecution:
         self._batch = batch
         self._room = room
         self._items: dict[int, _Item] = {}
-        self._reported_s = self._spare_reported_s = self._sent_s = clock()
+        self._reported_s = self._spare_reported_s = self._sent_s = self._logged_s = clock()
         self._spare_s = 0.0
         """The spare seconds since the last message that reported them."""
         self._previews: StepPreviews | None = None
@@ -526,20 +533,31 @@ class StepExecution:
         self._charge(end.work, max(0.0, now_s - began_s - restart_s), cpu_s)
         if end.results or now_s - self._spare_reported_s >= SPARE_EVERY_S:
             self._report_spare(now_s)
-        for slot, result in end.results.items():
-            self._end(slot, self._items.pop(slot), result, logs=end.logs.get(slot, ""))
-        if end.preempted:
-            for slot in end.preempted:
-                del self._items[slot]
-            self._send(Preempted(self._batch.number, end.preempted))
+        self._end_all(end)
         if self._previews is not None:
             self._previews.report()
         if now_s - self._reported_s >= CHUNKS_EVERY_S:
             self._reported_s = now_s
             if chunks := model.take_chunks():
-                self._send(Chunks(self._batch.number, chunks))
+                self._send(Chunks(self._batch.number, chunks, _files_of(model)))
+        if now_s - self._logged_s >= LOGS_EVERY_S and isinstance(model, ClassReporter):
+            self._logged_s = now_s
+            self._report_logs(model)
         if now_s - self._sent_s >= ALIVE_EVERY_S:
             self._send(Spare(self._batch.number, 0.0))
+
+    def _end_all(self, end: StepEnd) -> None:
+        """Reports the items that a step has ended, or that have to wait."""
+        for slot, result in end.results.items():
+            self._end(slot, self._items.pop(slot), result, logs=end.logs.get(slot))
+        if end.preempted:
+            for slot in end.preempted:
+                del self._items[slot]
+            self._send(Preempted(self._batch.number, end.preempted))
+
+    def _report_logs(self, model: ClassReporter) -> None:
+        for slot, logs in model.look_at_logs().items():
+            self._send(ItemLogs(self._batch.number, slot, logs))
 
     def _charge(self, work: int, step_s: float, cpu_s: float) -> None:
         """Gives each item its part of a step."""
@@ -567,7 +585,7 @@ class StepExecution:
         result: Result | Exception,
         steps_saved: int | None = None,
         *,
-        logs: str = "",
+        logs: PrintedLogs | None = None,
     ) -> None:
         batch_items = max(1, round(item.item_steps / item.steps)) if item.steps else 1
         work = int(getattr(result, "tokens", 0)) or int(getattr(result, "pixel_steps", 0))
@@ -587,10 +605,18 @@ class StepExecution:
             loaded_at_s=self._resident_models.loaded_at_s(self._batch.model),
             average_items=batch_items,
             steps_saved=steps_saved,
-            logs={0: logs} if logs else {},
+            logs={0: logs} if logs is not None and logs.end else {},
         )
         self._send(ItemEnded(self._batch.number, slot, done))
 
     def _send(self, message: ServerMessage) -> None:
         self._sent_s = self._clock()
         self._connection.sendall(encode_server_message(message))
+
+
+def _files_of(model: SteppedModel) -> dict[int, list[FileOfChunk]]:
+    if not isinstance(model, ClassReporter):
+        return {}
+    return {
+        slot: [FileOfChunk(*file) for file in files] for slot, files in model.take_files().items()
+    }

@@ -19,7 +19,9 @@ import struct
 import msgspec
 
 from shared.errors import ModelFailed, PenstockError, error_for_code
+from shared.messages import PrintedLogs
 from shared.tasks import Result
+from shared.tasks.custom import StreamedFile
 from shared.tasks.text import TokenChunk
 from workers.models.base import Prepared, PreparedItem, RgbImage
 
@@ -185,7 +187,7 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     calls: dict[int, Call] = {}
     """The calls that computed items after others had failed, by the index of the item. An item does
     not pay for calls that another one made fail."""
-    logs: dict[int, str] = {}
+    logs: dict[int, PrintedLogs] = {}
     """What the model printed, by the index of the item that it computed alone meanwhile."""
 
     @property
@@ -209,11 +211,22 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
         )
 
 
+class FileOfChunk(msgspec.Struct, array_like=True):
+    """A file whose place is in a chunk, and its bytes."""
+
+    file: StreamedFile
+    data: bytes
+
+
 class Chunks(msgspec.Struct, tag="chunks"):
-    """The output of slots of batch `number` since the last message of this kind."""
+    """The output of slots of batch `number` since the last message of this kind.
+
+    `files`: those of a model of one's own that are too large for the chunks.
+    """
 
     number: int
     chunks: dict[int, TokenChunk]
+    files: dict[int, list[FileOfChunk]] = {}
 
 
 class ItemsProgress(msgspec.Struct, tag="items_progress"):
@@ -221,6 +234,14 @@ class ItemsProgress(msgspec.Struct, tag="items_progress"):
 
     number: int
     progress: dict[int, tuple[int, int]]
+
+
+class ItemLogs(msgspec.Struct, tag="item_logs"):
+    """What the model has printed so far for a slot of batch `number`."""
+
+    number: int
+    slot: int
+    logs: PrintedLogs
 
 
 class ItemPreview(msgspec.Struct, tag="item_preview"):
@@ -275,7 +296,9 @@ class StepsEnded(msgspec.Struct, tag="steps_ended"):
     """The models that were loaded and evicted for this batch. None if there were none."""
 
 
-StepMessage = Chunks | ItemsProgress | ItemPreview | ItemEnded | Spare | Preempted | StepsEnded
+StepMessage = (
+    Chunks | ItemsProgress | ItemLogs | ItemPreview | ItemEnded | Spare | Preempted | StepsEnded
+)
 ServerMessage = Ready | Refused | StepDone | Previews | BatchResult | StepMessage
 ClientMessage = RunBatch | Cancel | Watch | Admit | Drop | Preempt
 

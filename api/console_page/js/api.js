@@ -29,17 +29,18 @@ export class ApiError extends Error {
 /**
  * Sends a request.
  * @param {string} path below the API, such as `v1/models`.
- * @param {object} options `method`, `body` (sent as JSON), `headers`, `signal`.
+ * @param {object} options `method`, `body` (a form, or sent as JSON), `headers`, `signal`.
  * @returns {Promise<Response>} an answer without an error.
  */
 export async function send(path, { method = "GET", body, headers = {}, signal } = {}) {
   const sent = { ...headers };
   if (key) sent.authorization = `Bearer ${key}`;
-  if (body !== undefined) sent["content-type"] = "application/json";
+  const isForm = body instanceof FormData;
+  if (body !== undefined && !isForm) sent["content-type"] = "application/json";
   const response = await fetch(new URL(path, base), {
     method,
     headers: sent,
-    body: body === undefined ? undefined : JSON.stringify(body),
+    body: body === undefined || isForm ? body : JSON.stringify(body),
     cache: "no-store",
     credentials: "omit",
     signal,
@@ -51,6 +52,13 @@ export async function send(path, { method = "GET", body, headers = {}, signal } 
 /** Sends a request, and reads the answer as JSON. */
 export async function call(path, options) {
   return (await send(path, options)).json();
+}
+
+/** Uploads a file. Returns its URL, for inputs. */
+export async function upload(file) {
+  const body = new FormData();
+  body.append("content", file, file.name);
+  return (await call("v1/files", { method: "POST", body })).urls.get;
 }
 
 async function refusal(response) {

@@ -1,8 +1,10 @@
 // Makes a form from the JSON Schema of a model's input, as cog publishes it.
 
+import { upload } from "./api.js";
 import { h } from "./dom.js";
 
 const LARGEST_SEED = 2 ** 31;
+const LARGEST_INSIDE = 1024 * 1024;
 
 /**
  * Makes the form of a model.
@@ -13,9 +15,10 @@ const LARGEST_SEED = 2 ** 31;
 export function formOf(schema) {
   const required = new Set(schema.required ?? []);
   const names = new Set(Object.keys(schema.properties ?? {}));
-  const fields = Object.entries(schema.properties ?? {}).map(([name, property]) =>
-    fieldOf(name, property, required.has(name)),
-  );
+  const order = ([, one], [, other]) => (one["x-order"] ?? 0) - (other["x-order"] ?? 0);
+  const fields = Object.entries(schema.properties ?? {})
+    .sort(order)
+    .map(([name, property]) => fieldOf(name, property, required.has(name)));
   const isFirst = required.size
     ? (field) => field.isRequired
     : (field) => field.kind === "texts" || (field.kind === "text" && !names.has(`${field.name}s`));
@@ -60,10 +63,23 @@ function kindOf(name, core, isOpen) {
   if (core.enum) return "choice";
   if (core.type === "boolean") return "flag";
   if (core.type === "integer" || core.type === "number") return "number";
-  if (core.type === "array") return core.items?.type === "string" ? "texts" : "json";
+  if (core.type === "array") return listKindOf(core.items ?? {});
   if (core.type !== "string") return "json";
   if (name === "image" || core.format === "uri") return "file";
+  if (core.format === "password") return "secret";
   return core.pattern ? "word" : "text";
+}
+
+function listKindOf(items) {
+  if (items.type !== "string" || items.enum) return "json";
+  return items.format === "uri" ? "files" : "texts";
+}
+
+/** What a number may be, in words. Empty: anything. */
+function boundsOf({ minimum, maximum }) {
+  if (minimum !== undefined && maximum !== undefined) return `${minimum} to ${maximum}.`;
+  if (minimum !== undefined) return `${minimum} or more.`;
+  return maximum === undefined ? "" : `${maximum} or less.`;
 }
 
 function fieldOf(name, property, isRequired) {
@@ -73,6 +89,8 @@ function fieldOf(name, property, isRequired) {
   const hint = [
     kind === "texts" && "One per line.",
     kind === "json" && "As JSON.",
+    property.deprecated && "Deprecated.",
+    kind === "number" && boundsOf(core),
     property.description,
   ]
     .filter(Boolean)
@@ -95,8 +113,14 @@ function fieldOf(name, property, isRequired) {
 }
 
 const CONTROLS = {
-  text(given, core) {
-    const control = h("textarea", { ...given, rows: 2, maxlength: core.maxLength });
+  text(given, core, property) {
+    const control = h("textarea", {
+      ...given,
+      rows: 2,
+      minlength: core.minLength,
+      maxlength: core.maxLength,
+      placeholder: property.default,
+    });
     return { control, read: () => control.value || undefined };
   },
   texts(given) {
@@ -110,12 +134,17 @@ const CONTROLS = {
     };
     return { control, read };
   },
-  word(given, core) {
+  secret(given) {
+    const control = h("input", { ...given, type: "password", autocomplete: "off" });
+    return { control, read: () => control.value || undefined };
+  },
+  word(given, core, property) {
     const control = h("input", {
       ...given,
       type: "text",
       pattern: core.pattern,
       autocomplete: "off",
+      placeholder: property.default,
     });
     return { control, read: () => control.value.trim() || undefined };
   },
@@ -137,28 +166,46 @@ const CONTROLS = {
     return { control, read };
   },
   choice(given, core, property) {
-    const empty = property.default ?? "";
-    const options = core.enum.map((value) =>
-      h("option", { value, selected: value === empty }, value),
+    const values = core.enum.filter((value) => value !== null);
+    const options = values.map((value) =>
+      h("option", { value, selected: value === property.default }, value),
     );
-    const control = h("select", given, empty === "" && h("option", { value: "" }, "—"), options);
-    const read = () => (control.value === String(empty) ? undefined : control.value || undefined);
-    return { control, read };
+    const isOpen = property.default === undefined || property.default === null;
+    const control = h("select", given, isOpen && h("option", { value: "" }, "—"), options);
+    // A choice may be among numbers.
+    const chosen = () => values.find((value) => String(value) === control.value);
+    return { control, read: () => (chosen() === property.default ? undefined : chosen()) };
   },
   flag(given, core, property) {
     const control = h("input", { ...given, type: "checkbox", checked: property.default === true });
     return { control, read: () => control.checked };
   },
-  file(given) {
-    const control = h("input", {
-      ...given,
-      type: "file",
-      accept: "image/png,image/jpeg,image/webp",
+  file(given, core) {
+    const { required, ...picked } = given;
+    const accept = core.format === "uri" ? null : "image/png,image/jpeg,image/webp";
+    const picker = h("input", { ...picked, type: "file", accept });
+    const url = h("input", {
+      type: "url",
+      placeholder: "or an https URL",
+      "aria-label": `URL of ${given.name}`,
     });
-    return { control, read: () => (control.files[0] ? dataUri(control.files[0]) : undefined) };
+    const read = async () => {
+      if (picker.files[0]) return uriOf(picker.files[0]);
+      if (url.value.trim()) return url.value.trim();
+      if (required) throw new Error(`${given.name}: choose a file, or give its URL.`);
+      return undefined;
+    };
+    return { control: h("div", { class: "stack" }, picker, url), read };
   },
-  json(given) {
-    const control = h("textarea", { ...given, rows: 2, spellcheck: "false" });
+  files(given) {
+    const control = h("input", { ...given, type: "file", multiple: true });
+    const read = () =>
+      control.files.length ? Promise.all(Array.from(control.files, uriOf)) : undefined;
+    return { control, read };
+  },
+  json(given, core, property) {
+    const placeholder = property.default === undefined ? null : JSON.stringify(property.default);
+    const control = h("textarea", { ...given, rows: 2, spellcheck: "false", placeholder });
     const read = () => {
       if (!control.value.trim()) return undefined;
       try {
@@ -170,6 +217,11 @@ const CONTROLS = {
     return { control, read };
   },
 };
+
+/** A file in an input: itself if it is small, otherwise where it was uploaded to. */
+function uriOf(file) {
+  return file.size > LARGEST_INSIDE ? upload(file) : dataUri(file);
+}
 
 function dataUri(file) {
   return new Promise((resolve, reject) => {

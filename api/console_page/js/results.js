@@ -1,12 +1,13 @@
 // Shows what a prediction gave, by the shape of its output.
 
-import { linked } from "./api.js";
-import { button, download, failure, h } from "./dom.js";
+import { button, download, h, table } from "./dom.js";
 import { heatMap } from "./heat_map.js";
+import { fileOf, isFile } from "./output_files.js";
 import { dollars, timeBar } from "./timing.js";
 
-const IMAGE_URI = /^data:image\/(png|jpeg|webp);base64,/;
 const SHOWN_NUMBERS = 6;
+const MOST_ROWS = 200;
+const BAR = /^\s*\d+%\|/;
 
 /** The output of a finished prediction with its time and cost. */
 export function resultOf(prediction, signal) {
@@ -17,6 +18,14 @@ export function resultOf(prediction, signal) {
     error && h("p", { class: "error", role: "alert" }, error),
     status === "canceled" && h("p", { class: "note" }, "The prediction was canceled."),
     output !== null && shown(prediction, signal),
+    prediction.logs &&
+      !BAR.test(prediction.logs) &&
+      h(
+        "details",
+        { open: status === "failed" },
+        h("summary", {}, "Logs"),
+        h("pre", { class: "code logs" }, prediction.logs),
+      ),
     timeBar(metrics),
     metrics.cost_usd !== undefined &&
       h(
@@ -32,12 +41,9 @@ export function resultOf(prediction, signal) {
 function shown(prediction, signal) {
   const { output } = prediction;
   const list = Array.isArray(output) ? output : [output];
-  if (list.every((one) => typeof one === "string" && isImage(one))) {
-    return h(
-      "div",
-      { class: "images" },
-      list.map((link, index) => imageFigure(prediction, link, index, signal)),
-    );
+  if (list.length && list.every(isFile)) {
+    const files = list.map((uri, index) => fileOf(prediction, uri, `output ${index + 1}`, signal));
+    return h("div", { class: "images" }, files);
   }
   const save = button("Download JSON", () =>
     download(
@@ -45,14 +51,48 @@ function shown(prediction, signal) {
       `${prediction.id}.json`,
     ),
   );
-  if (list.every(Array.isArray)) return [heatMap(textsOf(prediction), list), save];
+  if (list.length && list.every(isVector)) return [heatMap(textsOf(prediction), list), save];
   if (list.length && list.every((one) => typeof one === "number")) {
     return [isVectorOf(prediction) ? vector(list) : scores(textsOf(prediction), list), save];
   }
-  return [h("pre", { class: "code" }, JSON.stringify(output, null, 2)), save];
+  return [valueOf(prediction, output, "output", signal), save];
 }
 
-const isImage = (text) => IMAGE_URI.test(text) || /^https?:\/\//.test(text);
+const isVector = (one) => Array.isArray(one) && one.every((part) => typeof part === "number");
+const isNested = (one) => one !== null && typeof one === "object";
+const isObject = (one) => one !== null && typeof one === "object" && !Array.isArray(one);
+
+/** Any value: files as what they are, lists of objects as tables, the rest as text. */
+function valueOf(prediction, value, name, signal) {
+  if (isFile(value)) return fileOf(prediction, value, name, signal);
+  if (typeof value === "string") return h("pre", { class: "code" }, value);
+  const inner = (one, field) => cellOf(prediction, one, `${name}.${field}`, signal);
+  if (Array.isArray(value) && value.length && value.every(isObject)) {
+    const heads = [...new Set(value.flatMap((row) => Object.keys(row)))];
+    const rows = value
+      .slice(0, MOST_ROWS)
+      .map((row, at) => heads.map((head) => inner(row[head], `${at}.${head}`)));
+    const left = value.length - rows.length;
+    return [table(name, heads, rows), left > 0 && h("p", { class: "muted" }, `${left} rows more.`)];
+  }
+  if (Array.isArray(value) && value.length && value.every((one) => typeof one === "string")) {
+    return h("pre", { class: "code" }, value.join(/\s$/.test(value[0]) ? "" : "\n"));
+  }
+  if (isObject(value)) {
+    const facts = Object.entries(value).map(([field, one]) => [
+      h("dt", {}, field),
+      h("dd", {}, isNested(one) ? valueOf(prediction, one, field, signal) : inner(one, field)),
+    ]);
+    return h("dl", { class: "facts" }, facts);
+  }
+  return h("pre", { class: "code" }, JSON.stringify(value, null, 2));
+}
+
+function cellOf(prediction, value, name, signal) {
+  if (value === null || value === undefined) return "—";
+  if (isFile(value)) return fileOf(prediction, value, name, signal);
+  return typeof value === "object" ? JSON.stringify(value) : String(value);
+}
 
 /** One text was given, so the numbers are its vector. */
 const isVectorOf = ({ input }) => typeof (input.text ?? input.input) === "string";
@@ -61,32 +101,6 @@ function textsOf({ input, output }) {
   const given = input.texts ?? input.input ?? input.pairs?.map((pair) => pair.join(" · ")) ?? [];
   const texts = Array.isArray(given) ? given : [given];
   return output.map((_, index) => texts[index] ?? `#${index + 1}`);
-}
-
-function imageFigure(prediction, link, index, signal) {
-  const { input } = prediction;
-  const image = h("img", { alt: input.prompt ?? `output ${index + 1}`, class: "image" });
-  const actions = h("div", { class: "row" });
-  const extension = (type) => type.split("/").pop().replace("jpeg", "jpg");
-  const offer = (href, type) =>
-    actions.append(
-      h("a", { href, download: `${prediction.id}-${index}.${extension(type)}` }, "Download"),
-    );
-  if (IMAGE_URI.test(link)) {
-    image.src = link;
-    offer(link, IMAGE_URI.exec(link)[1]);
-  } else {
-    linked(link, signal)
-      .then((blob) => {
-        const url = URL.createObjectURL(blob);
-        signal.addEventListener("abort", () => URL.revokeObjectURL(url));
-        image.src = url;
-        offer(url, blob.type);
-      })
-      .catch((error) => error.name === "AbortError" || actions.append(failure(error)));
-  }
-  const seed = Number.isInteger(input.seed) ? `Seed ${input.seed + index}` : null;
-  return h("figure", {}, image, h("figcaption", {}, seed && h("span", {}, seed), actions));
 }
 
 function vector(numbers) {

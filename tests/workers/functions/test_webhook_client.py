@@ -15,7 +15,9 @@ import pytest
 from aiohttp import web
 
 from shared.errors import Unavailable
-from shared.webhooks import WebhookUrlForbidden, is_public
+from shared.pinned_http import Resolve
+from shared.public_url import is_public
+from shared.webhooks import WebhookUrlForbidden
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.functions.receiver import Receiver
 from tests.workers.functions.tokens import Issuer
@@ -26,7 +28,7 @@ from workers.functions.webhook import WebhookClient, WebhookResponse
 pytestmark = pytest.mark.anyio
 
 
-def gives(*addresses: str) -> destination.Resolve:
+def gives(*addresses: str) -> Resolve:
     async def resolve(host: str, port: int) -> Sequence[str]:
         return addresses
 

@@ -16,6 +16,7 @@ from typing import cast
 
 from shared.catalog import Model
 from shared.errors import Canceled, ModelFailed, PenstockError
+from shared.messages import PrintedLogs
 from shared.tasks.custom import CustomResult
 from workers.models.base import OnStep, PreparedCustom, PreparedItem
 from workers.models.custom.model import (
@@ -42,7 +43,7 @@ class CustomBatchModel(HostedClass):
 
     def __init__(self, entry: Model, folder: Path, device: str, threads: int) -> None:
         super().__init__(entry, folder, device, threads)
-        self._logs: dict[int, str] = {}
+        self._logs: dict[int, PrintedLogs] = {}
         self._numbers = 0
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
@@ -77,7 +78,8 @@ class CustomBatchModel(HostedClass):
             self._logs[0] = runner.printed.take()
         for at, frame in enumerate(answers):
             if log := frame.message.get("log"):
-                self._logs[at] = self._logs.get(at, "") + log
+                printed = self._logs.get(at, PrintedLogs())
+                self._logs[at] = PrintedLogs(printed.text + log, printed.left_out)
         try:
             return [
                 outcome_of(frame, self._interface, item.length)
@@ -102,7 +104,7 @@ class CustomBatchModel(HostedClass):
                 answers[number] = frame
         return [answers[number] for number in numbers]
 
-    def take_logs(self) -> dict[int, str]:
+    def take_logs(self) -> dict[int, PrintedLogs]:
         """What the class printed in the last call, by the index of its item, if that is known.
 
         What it printed in a batch of several items is nobody's: they may be of several tenants.

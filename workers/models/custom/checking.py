@@ -43,7 +43,7 @@ def inspect_folder(folder: Path) -> Inspected:
         folder, python=python, environment=sources.environment, inspects_only=True
     )
     frames = runner.receive(INSPECTION_LIMIT_S)
-    printed = runner.printed.take().strip()
+    printed = runner.printed.take().after(0).strip()
     status = runner.close()
     if not frames or "ready" not in frames[0].message:
         reason = f"its module was not imported in {INSPECTION_LIMIT_S:g} s"

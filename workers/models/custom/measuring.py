@@ -19,6 +19,7 @@ import msgspec
 
 from shared.catalog import LOCAL, Model
 from shared.errors import BadInput, ConfigurationError, PenstockError
+from shared.messages import PrintedLogs
 from shared.model_interface import FILE_FORMAT, ModelInterface
 from shared.model_measurement import CPU, ModelMeasurement
 from shared.tasks.custom import CUSTOM, CustomResult
@@ -143,7 +144,7 @@ def _compute(model: CustomModel, batch: Sequence[PreparedCustom], first: int) ->
         model.take_chunks()
         for slot, outcome in end.results.items():
             if isinstance(outcome, PenstockError):
-                logs = end.logs.get(slot, "").strip()
+                logs = end.logs.get(slot, PrintedLogs()).after(0).strip()
                 reason = f"input {first + slot + 1}: {outcome.message}"
                 raise type(outcome)(f"{reason}\n{logs}" if logs else reason)
         results |= end.results

@@ -11,15 +11,25 @@ import sys
 import time
 import zlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from shared.blob import Blob
 from shared.catalog import Model
 from shared.errors import BadInput, Canceled, ConfigurationError, ModelFailed, PenstockError
+from shared.messages import PrintedLogs
 from shared.model_interface import ModelInterface
 from shared.settings import Settings, read_settings
-from shared.tasks.custom import CustomResult, FilePlace, interface_of, piece_text
+from shared.tasks.custom import (
+    CustomResult,
+    FilePlace,
+    StreamedElement,
+    StreamedFile,
+    file_digest,
+    interface_of,
+    streamed_file,
+)
 from shared.tasks.text import TokenChunk
 from workers.models.base import PreparedCustom, PreparedItem, StepEnd
 from workers.models.custom.environments import python_for
@@ -66,19 +76,47 @@ class _Running:
         self._texts: list[str] = []
         """Of the pieces that were not reported."""
         self._differs = False
+        self._filed = 0
+        """Pieces whose files are in `files`."""
+        self.files: list[tuple[FilePlace, Blob]] = []
+        """Those of all pieces so far."""
+        self._new_files: list[tuple[StreamedFile, bytes]] = []
+        """Those of the pieces that were not reported and are too large for them."""
 
-    def add_piece(self, piece: Any) -> None:
-        """Takes the next piece from the runner."""
-        if self._differs:
-            return
-        text = piece if self._is_text else piece_text(piece)
+    def add_piece(self, frame: Frame) -> None:
+        """Takes the next piece from the runner, with its files."""
         number, self.received = self.received, self.received + 1
+        if number >= self._filed:
+            self._filed = self.received
+            for where, data in zip(frame.message["files"], frame.blobs, strict=True):
+                _check_place(frame.message["piece"], where | {"at": where["at"][1:]})
+                place = FilePlace([number, *where["at"][1:]], where["name"], file_digest(data))
+                self.files.append((place, Blob(where["media_type"], data=data)))
+        if self._differs or not self.item.is_streamed:
+            return
+        piece = frame.message["piece"]
+        text, large = piece, list[tuple[StreamedFile, bytes]]()
+        if not self._is_text:
+            text, large = self._line(piece, number)
         identity = zlib.crc32(text.encode())
         if number < len(self._ids):
             self._differs = identity != self._ids[number]
             return
         self._ids.append(identity)
         self._texts.append(text)
+        self._new_files += large
+
+    def _line(self, piece: Any, number: int) -> tuple[str, list[tuple[StreamedFile, bytes]]]:
+        """An element as a line, and its files that are too large for it."""
+        files, large = [], []
+        for at, (place, blob) in enumerate(self.files):
+            if place.at[0] != number:
+                continue
+            file = streamed_file(place.at[1:], at, place.digest, blob)
+            files.append(file)
+            if not file.uri:
+                large.append((file, blob.data or b""))
+        return StreamedElement(piece, files).line, large
 
     def take_chunk(self) -> TokenChunk | None:
         """The pieces since the last call. None: there are none."""
@@ -88,12 +126,25 @@ class _Running:
         self._reported, self._texts = len(self._ids), []
         return TokenChunk(first, self._ids[first:], "".join(texts))
 
+    def take_files(self) -> list[tuple[StreamedFile, bytes]]:
+        """The large files of the pieces that were taken just now."""
+        files, self._new_files = self._new_files, []
+        return files
 
-def outcome_of(frame: Frame, interface: ModelInterface, work: int) -> CustomResult | PenstockError:
-    """What the last frame of a prediction says. `work`: what it weighs."""
+
+def outcome_of(
+    frame: Frame,
+    interface: ModelInterface,
+    work: int,
+    streamed: Sequence[tuple[FilePlace, Blob]] = (),
+) -> CustomResult | PenstockError:
+    """What the last frame of a prediction says.
+
+    `work`: what it weighs. `streamed`: the files of its pieces.
+    """
     message = frame.message
     if "error" not in message:
-        files, places = [], []
+        places, files = [place for place, _ in streamed], [file for _, file in streamed]
         for where, data in zip(message["files"], frame.blobs, strict=True):
             _check_place(message["output"], where)
             files.append(Blob(where["media_type"], data=data))
@@ -196,7 +247,7 @@ class HostedClass:
             reason = f"{self._folder}: {frames[0].message.get('failed', 'it did not begin')}"
         runner, self._runner = self._runner, None
         assert runner is not None, "it was started just now; this is a bug"
-        printed = runner.printed.take().strip()
+        printed = runner.printed.take().after(0).strip()
         status = runner.close()
         if frames is None:
             how = f"was ended: {runner.killed_for};" if runner.killed_for else end_of(status)
@@ -213,6 +264,8 @@ class CustomModel(HostedClass):
         self._dropped: dict[int, int] = {}
         """Numbers of predictions that were dropped and that the runner has not ended."""
         self._numbers = 0
+        self._logs_seen = 0
+        """What `look_at_logs` has given of the item that is alone."""
         self._wakes_on: socket.socket | None = None
 
     def wake_on(self, connection: socket.socket) -> None:
@@ -288,8 +341,8 @@ class CustomModel(HostedClass):
                 self._end(slot, ModelFailed(f"the model could not be set up again: {reason}"), end)
         elif "piece" in message:
             running = self._found(message["id"])
-            if running is not None and running.item.is_streamed:
-                running.add_piece(message["piece"])
+            if running is not None:
+                running.add_piece(frame)
         else:
             self._on_answer(frame, end)
 
@@ -304,16 +357,21 @@ class CustomModel(HostedClass):
         self._dropped.pop(number, None)
         running = self._found(number)
         if running is not None:
-            logs = self._runner.printed.take() if is_alone else ""
-            outcome = outcome_of(frame, self._interface, running.item.length)
+            logs = self._runner.printed.take() if is_alone else PrintedLogs()
+            outcome = outcome_of(frame, self._interface, running.item.length, running.files)
             self._end(running.slot, outcome, end, logs)
 
     def _end(
-        self, slot: int, outcome: CustomResult | PenstockError, end: StepEnd, logs: str = ""
+        self,
+        slot: int,
+        outcome: CustomResult | PenstockError,
+        end: StepEnd,
+        logs: PrintedLogs | None = None,
     ) -> None:
         del self._items[slot]
+        self._logs_seen = 0
         end.results[slot] = outcome
-        if logs:
+        if logs is not None and logs.end:
             end.logs[slot] = logs
 
     def _on_end(self, end: StepEnd) -> None:
@@ -343,7 +401,7 @@ class CustomModel(HostedClass):
         failed = inside if was_ready else list(self._items.values())
         for running in failed:
             error = ModelFailed(f"the process of the model {how}")
-            self._end(running.slot, error, end, printed if len(failed) == 1 else "")
+            self._end(running.slot, error, end, printed if len(failed) == 1 else None)
 
     def take_chunks(self) -> dict[int, TokenChunk]:
         """The pieces of each streamed item since the last call. A checksum stands for an id."""
@@ -352,6 +410,25 @@ class CustomModel(HostedClass):
             if running.item.is_streamed and (chunk := running.take_chunk()) is not None:
                 chunks[slot] = chunk
         return chunks
+
+    def take_files(self) -> dict[int, list[tuple[StreamedFile, bytes]]]:
+        """The files of the pieces that were taken just now and are too large for them."""
+        taken = {}
+        for slot, running in self._items.items():
+            if files := running.take_files():
+                taken[slot] = files
+        return taken
+
+    def look_at_logs(self) -> dict[int, PrintedLogs]:
+        """What an item that is alone has printed so far, if there is more since the last call."""
+        if len(self._items) != 1 or self._dropped or self._runner is None:
+            return {}
+        (running,) = self._items.values()
+        logs = self._runner.printed.look() if running.is_sent else PrintedLogs()
+        if logs.end <= self._logs_seen:
+            return {}
+        self._logs_seen = logs.end
+        return {running.slot: logs}
 
     def drop(self, slot: int) -> None:
         """Removes an item, if it is still in. The runner is told to stop it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import selectors
@@ -15,13 +16,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shared.messages import PrintedLogs
 from workers.models.custom.limits import Family, LimitWatch, usual_memory_bytes
 from workers.models.custom.runner.frames import Frame, FrameReader, encode_frame
 from workers.models.custom.scratch import make_scratch, remove_scratch
 
 KILL_AFTER_S = 2.0
 """The time that a canceled prediction has to end by itself."""
-MAX_LOG_BYTES = 32 * 1024
+MAX_LOG_CHARS = 32 * 1024
 """Of what a prediction printed, its end is kept."""
 MAX_READ_BYTES = 1024 * 1024
 """Read of what a process prints without a pause, so that one that never pauses holds up nobody."""
@@ -95,8 +97,9 @@ class PrintedOutput:
         self._fd = fd
         self._passes_on = passes_on
         self._lock = threading.Lock()
-        self._kept = bytearray()
-        self._left_out_bytes = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._kept = ""
+        self._left_out = 0
         os.set_blocking(fd, False)
         self._thread = threading.Thread(target=self._read_on, daemon=True, name="printed")
         self._thread.start()
@@ -124,20 +127,25 @@ class PrintedOutput:
                 if self._passes_on:
                     sys.stderr.buffer.write(piece)
                     sys.stderr.buffer.flush()
-                self._kept += piece
-                if (extra := len(self._kept) - MAX_LOG_BYTES) > 0:
-                    self._left_out_bytes += extra
-                    del self._kept[:extra]
+                self._kept += self._decoder.decode(piece)
+                if (extra := len(self._kept) - MAX_LOG_CHARS) > 0:
+                    self._left_out += extra
+                    self._kept = self._kept[extra:]
         return True
 
-    def take(self) -> str:
-        """Returns what was printed since the last call: its end, if that is much."""
+    def look(self) -> PrintedLogs:
+        """Returns what was printed since the last call of `take`."""
         self._drain()
         with self._lock:
-            text = bytes(self._kept).decode(errors="replace")
-            left_out, self._left_out_bytes = self._left_out_bytes, 0
-            self._kept.clear()
-        return f"… {left_out} bytes are left out …\n{text}" if left_out else text
+            return PrintedLogs(self._kept, self._left_out)
+
+    def take(self) -> PrintedLogs:
+        """Returns what was printed since the last call."""
+        self._drain()
+        with self._lock:
+            taken = PrintedLogs(self._kept, self._left_out)
+            self._kept, self._left_out = "", 0
+        return taken
 
     def close(self) -> None:
         """Closes the pipe, once the process has ended."""

@@ -49,9 +49,9 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
             raise ConfigurationError(f"{folder}: {ready.message['failed']}", field="source")
         batch = [({"batch": 1}, ())] if interface.batches else []
         runner.send_all([*batch, ({"id": 1, "input": values, "files": files}, blobs)])
-        frame = _next(runner)
+        frame, count = _next(runner), 0
         while "piece" in frame.message:
-            _show_piece(frame.message["piece"], interface)
+            count = _show_piece(frame, interface, out, count)
             frame = _next(runner)
     finally:
         runner.kill("it is not needed any more")
@@ -82,27 +82,36 @@ def _next(runner: RunnerProcess) -> Frame:
     return frames[0]
 
 
-def _show_piece(piece: Any, interface: ModelInterface) -> None:
+def _show_piece(frame: Frame, interface: ModelInterface, out: Path, count: int) -> int:
+    """Shows a piece, behind `count` files. Returns how many there are with it."""
     if interface.streams == "text":
-        print(piece, end="", flush=True)
+        print(frame.message["piece"], end="", flush=True)
     else:
-        print(json.dumps(piece), flush=True)
+        print(json.dumps(_with_files(frame, "piece", out, count)), flush=True)
+    return count + len(frame.blobs)
 
 
 def _show_output(frame: Frame, out: Path) -> None:
-    whole: dict[str, Any] = {"output": frame.message["output"]}
-    for number, (where, data) in enumerate(zip(frame.message["files"], frame.blobs, strict=True)):
+    print(json.dumps(_with_files(frame, "output", out), indent=2, ensure_ascii=False))
+    if metrics := frame.message["metrics"]:
+        print(f"metrics: {json.dumps(metrics)}", file=sys.stderr)
+
+
+def _with_files(frame: Frame, field: str, out: Path, count: int = 0) -> Any:
+    """Writes the files of a frame. Returns one of its fields with their paths."""
+    whole: dict[str, Any] = {"value": frame.message[field]}
+    files = zip(frame.message["files"], frame.blobs, strict=True)
+    for number, (where, data) in enumerate(files, count):
         suffix = Path(where["name"]).suffix or mimetypes.guess_extension(where["media_type"]) or ""
         path = out / ("output" + (f"-{number}" if number else "") + suffix)
         path.write_bytes(data)
         place: Any = whole
-        at = ["output", *where["at"]]
+        # That of a piece begins with its number.
+        at = ["value", *(where["at"][1:] if field == "piece" else where["at"])]
         for part in at[:-1]:
             place = place[part]
         place[at[-1]] = str(path)
-    print(json.dumps(whole["output"], indent=2, ensure_ascii=False))
-    if metrics := frame.message["metrics"]:
-        print(f"metrics: {json.dumps(metrics)}", file=sys.stderr)
+    return whole["value"]
 
 
 def read_assignments(

@@ -37,9 +37,16 @@ def entry_of(folder: Path, **more: Any) -> Model:
     return Model.model_validate({**given, "interface": interface})
 
 
-def prepared(values: dict[str, Any], files: list[PreparedFile] | None = None) -> PreparedCustom:
+def prepared(
+    values: dict[str, Any],
+    files: list[PreparedFile] | None = None,
+    *,
+    is_streamed: bool = False,
+) -> PreparedCustom:
     """An item as the I/O process sends it."""
-    return PreparedCustom(key="", length=1, values=values, files=files or [])
+    return PreparedCustom(
+        key="", length=1, values=values, files=files or [], is_streamed=is_streamed
+    )
 
 
 def compute(

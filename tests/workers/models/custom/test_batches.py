@@ -11,6 +11,7 @@ import pytest
 
 from shared.catalog import Model
 from shared.errors import BadInput, ConfigurationError
+from shared.messages import PrintedLogs
 from shared.model_interface import FILE_NAME
 from shared.tasks.custom import CustomInput, CustomResult
 from tests.workers.models.custom.classes import entry_of, prepared, write_class
@@ -160,8 +161,8 @@ def test_an_exception_in_the_list_fails_its_item_alone_with_its_own_log(started:
     assert isinstance(failed, Failure)
     assert "by zero" in failed.message
     assert list(execution.logs) == [1]
-    assert "ZeroDivisionError" in execution.logs[1]
-    assert "seen by all" not in execution.logs[1], "others may be in the batch"
+    assert "ZeroDivisionError" in execution.logs[1].text
+    assert "seen by all" not in execution.logs[1].text, "others may be in the batch"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ def test_what_breaks_a_batch_fails_alone(started: Any, mode: str, reason: str) -
     assert reason in found[5].message
     assert [one for at, one in enumerate(found) if at != 5] == list("0123467")
     if mode == "raise":
-        assert "RuntimeError: not with these" in execution.logs[5]
+        assert "RuntimeError: not with these" in execution.logs[5].text
 
 
 @pytest.mark.parametrize(
@@ -283,7 +284,8 @@ def test_what_one_alone_printed_and_recorded_is_its_own(started: Any) -> None:
         simple("print(len(inputs)); self.record_metric('n', len(inputs)); return [1] * len(inputs)")
     )
     alone = run(model, {"a": 1})
-    assert (alone.logs, alone.results[0].metrics) == ({0: "1\n"}, {"n": 1})  # type: ignore[union-attr]
+    assert alone.logs == {0: PrintedLogs("1\n")}
+    assert alone.results[0].metrics == {"n": 1}  # type: ignore[union-attr]
     both = run(model, {"a": 1}, {"a": 2})
     assert both.logs == {}
     assert [one.metrics for one in both.results.values()] == [{}, {}]  # type: ignore[union-attr]

@@ -11,7 +11,15 @@ import pytest
 
 from shared.blob import Blob
 from shared.errors import BadInput, ConfigurationError, ModelFailed
-from shared.tasks.custom import CustomResult
+from shared.messages import PrintedLogs
+from shared.tasks.custom import (
+    CustomResult,
+    StreamedElement,
+    StreamedFile,
+    file_digest,
+    read_elements,
+)
+from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import compute, entry_of, output_of, prepared, write_class
 from workers.models.base import PreparedFile
 from workers.models.custom.checking import inspect_folder, is_current, write_interface
@@ -163,6 +171,60 @@ def test_files_go_in_and_out_in_lists_and_objects(tmp_path: Path, started: Any) 
     assert shown == {"whole": "data:text/plain;base64,YWI=", "size": 2}
 
 
+YIELDS_FILES = """
+class Predictor(BasePredictor):
+    {kind} predict(self, sizes: list[int]) -> {output}:
+        for number, size in enumerate(sizes):
+            path = Path(os.environ["TMPDIR"]) / "one.txt"
+            path.write_bytes(bytes([97 + number]) * size)
+            yield path if number % 2 else open(path, "rb")
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "output"), [("def", "Iterator[Path]"), ("async def", "AsyncIterator[Path]")]
+)
+def test_files_are_pieces_of_a_stream(tmp_path: Path, started: Any, kind: str, output: str) -> None:
+    """Each is taken when it is yielded: the class may use the same path again."""
+    model = started(write_class(tmp_path, YIELDS_FILES.format(kind=kind, output=output)))
+    model.admit(0, prepared({"sizes": [2, 70_000, 1]}, is_streamed=True))
+    text, large = "", []
+    for _ in range(int(WAIT_LIMIT_S / 0.05)):
+        end = model.step()
+        if end.results:
+            break
+        text += "".join(chunk.text for chunk in model.take_chunks().values())
+        large += model.take_files().get(0, [])
+    result = end.results[0]
+    assert isinstance(result, CustomResult)
+    assert result.text.startswith(text)
+    small, big, last = read_elements(result.text)
+    assert small == StreamedElement(
+        None, [StreamedFile([], "text/plain", 0, file_digest(b"aa"), "data:text/plain;base64,YWE=")]
+    )
+    assert big.files == [StreamedFile([], "text/plain", 1, file_digest(b"b" * 70_000))]
+    assert last.shown(str) == "data:text/plain;base64,Yw=="
+    assert large in ([], [(big.files[0], b"b" * 70_000)])
+    assert [file.data for file in result.files] == [b"aa", b"b" * 70_000, b"c"]
+    assert result.blob_suffix(1) == f".1-{big.files[0].digest}"
+
+
+def test_files_of_an_output_have_a_bound_together(tmp_path: Path, started: Any) -> None:
+    body = """
+    class Predictor(BasePredictor):
+        def predict(self, a: int) -> Iterator[Path]:
+            path = Path(os.environ["TMPDIR"]) / "zeros"
+            with open(path, "wb") as file:
+                file.truncate(50 * 1024 * 1024)
+            for _ in range(a):
+                yield path
+    """
+    model = started(write_class(tmp_path, body))
+    failed = compute(model, {"a": 4}).results[0]
+    assert isinstance(failed, ModelFailed)
+    assert failed.message.startswith("output: its files have together more than")
+
+
 def test_a_file_is_an_open_file_if_the_class_asks_for_one(tmp_path: Path, started: Any) -> None:
     body = """
     class Predictor(BasePredictor):
@@ -196,7 +258,7 @@ def test_metrics_and_what_was_printed(tmp_path: Path, started: Any) -> None:
         found = end.results[0]
         assert isinstance(found, CustomResult)
         assert found.metrics == {"size": {"width": value}, "calls": 2}
-        assert end.logs[0] == f"before {value}\nfrom below\nto stderr\n"
+        assert end.logs[0].text == f"before {value}\nfrom below\nto stderr\n"
 
 
 @pytest.mark.parametrize(
@@ -263,9 +325,9 @@ def test_the_traceback_is_in_the_logs_without_our_frames(tmp_path: Path, started
     model = started(write_class(tmp_path, body))
     end = compute(model, {"a": 7})
     assert isinstance(end.results[0], ModelFailed)
-    assert "KeyError: 7" in end.logs[0]
-    assert "predict.py" in end.logs[0]
-    assert "penstock" not in end.logs[0].lower()
+    assert "KeyError: 7" in end.logs[0].text
+    assert "predict.py" in end.logs[0].text
+    assert "penstock" not in end.logs[0].text.lower()
 
 
 def test_an_input_that_only_the_class_refuses_names_its_field(tmp_path: Path, started: Any) -> None:
@@ -396,9 +458,32 @@ def test_much_output_is_cut_at_its_begin(tmp_path: Path, started: Any) -> None:
             return a
     """
     end = compute(started(write_class(tmp_path, body)), {"a": 1})
-    assert len(end.logs[0]) < 40_000
-    assert end.logs[0].startswith("… ")
-    assert end.logs[0].endswith("the end\n")
+    logs = end.logs[0]
+    assert logs.end == 40_000 * 100 + len("the end\n")
+    assert len(logs.text) == 32 * 1024
+    assert logs.after(0).startswith(f"… {logs.left_out} characters are left out …\n")
+    assert logs.text.endswith("the end\n")
+    assert logs.after(logs.end - 4) == "end\n"
+
+
+def test_what_is_printed_is_there_while_it_computes(tmp_path: Path, started: Any) -> None:
+    body = """
+    class Predictor(BasePredictor):
+        def predict(self, a: int) -> int:
+            os.write(1, "gr\\u00fc".encode()[:3])
+            while True:
+                time.sleep(0.01)
+    """
+    model = started(write_class(tmp_path, body))
+    model.admit(0, prepared({"a": 1}))
+    assert model.look_at_logs() == {}
+    for _ in range(int(WAIT_LIMIT_S / 0.05)):
+        model.step()
+        if logs := model.look_at_logs():
+            break
+    assert logs == {0: PrintedLogs("gr")}  # without half of a character
+    assert model.look_at_logs() == {}
+    model.drop(0)
 
 
 @pytest.mark.parametrize(

@@ -248,15 +248,10 @@ def interface_of(loaded: Loaded) -> dict[str, Any]:
 
 
 def _streams(output: adt.OutputType) -> str:
-    """How the output comes: `text` and `items` piece by piece, otherwise as a whole.
-
-    Files come as a whole, because they are stored first.
-    """
+    """How the output comes: `text` and `items` piece by piece, otherwise as a whole."""
     if output.kind is adt.OutputKind.CONCAT_ITERATOR:
         return "text"
-    files = {adt.PrimitiveType.PATH, adt.PrimitiveType.FILE}
-    is_stream = output.kind is adt.OutputKind.ITERATOR and output.type not in files
-    return "items" if is_stream else ""
+    return "items" if output.kind is adt.OutputKind.ITERATOR else ""
 
 
 def _is_required(field: adt.InputField) -> bool:

@@ -1,8 +1,8 @@
 """The runner: loads a class, sets it up, and computes what comes over its socket.
 
 It gets `{"id", "input", "files"}` with the bytes of the files, and `{"cancel"}`. It sends
-`{"ready"}` or `{"failed"}` once, then of each prediction `{"id", "piece"}` for what it streams, and
-one of `{"id", "output", …}` and `{"id", "error", "kind"}`.
+`{"ready"}` or `{"failed"}` once, then of each prediction `{"id", "piece", "files"}` for what it
+streams, and one of `{"id", "output", …}` and `{"id", "error", "kind"}`.
 
 A class with `predict_batch` gets `{"batch"}`, the number of predictions whose frames follow. It
 answers them together, or with `{"batch_error", "kind"}` if it failed as a whole.
@@ -187,8 +187,8 @@ class _Prediction:
         self._opened.append(file)
         return file
 
-    def piece(self, value: Any) -> Any:
-        """Takes the next piece of a streamed output. Returns it as JSON.
+    def piece(self, value: Any) -> bytes:
+        """Takes the next piece of a streamed output. Returns its frame, with its files.
 
         Raises:
             WrongOutput: it can't be sent, or the output is too large with it.
@@ -198,7 +198,8 @@ class _Prediction:
         if self._size_bytes > MAX_OUTPUT_BYTES:
             raise WrongOutput(f"output: at most {MAX_OUTPUT_BYTES} bytes are allowed")
         self.pieces.append(encoded)
-        return encoded
+        files, blobs = self.encoder.take_files()
+        return encode_frame({"id": self.id, "piece": encoded, "files": files}, blobs)
 
     def result(self, output: Any) -> bytes:
         """The frame of the whole output.
@@ -328,16 +329,15 @@ class SyncRunner:
         if not _is_iterator(self._loaded.info.output):
             return prediction.result(prediction.encoder.encode(output))
         for value in _iterated(output):
-            piece = prediction.piece(value)
-            self._send({"id": prediction.id, "piece": piece})
+            self._send(prediction.piece(value))
         return prediction.result(prediction.pieces)
 
-    def _send(self, message: dict[str, Any]) -> None:
-        """Sends a message. A cancellation waits until it is whole."""
+    def _send(self, frame: bytes) -> None:
+        """Sends a frame. A cancellation waits until it is whole."""
         if os.getpid() != self._pid:
             os._exit(0)
         self._may_interrupt = False
-        self._connection.sendall(encode_frame(message))
+        self._connection.sendall(frame)
         self._interruptible()
 
     def _interruptible(self) -> None:
@@ -518,8 +518,7 @@ class AsyncRunner:
         if not _is_iterator(self._loaded.info.output):
             return prediction.result(prediction.encoder.encode(output))
         async for value in _iterated_async(output):
-            piece = prediction.piece(value)
-            await self._send(encode_frame({"id": prediction.id, "piece": piece}))
+            await self._send(prediction.piece(value))
         return prediction.result(prediction.pieces)
 
     async def _send(self, frame: bytes) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 from cog import Secret
 from cog import _adt as adt
 
-from workers.models.custom.runner.frames import MAX_BLOBS_BYTES
-
 MAX_FILE_BYTES = 64 * 1024 * 1024
 MAX_FILES = 64
+MAX_FILES_BYTES = 192 * 1024 * 1024
+"""Of all files of an output together."""
 MAX_OUTPUT_BYTES = 1024 * 1024
 """Of an output as JSON, without its files."""
 ANY_BYTES = "application/octet-stream"
@@ -39,6 +39,14 @@ class OutputEncoder:
         self._output = output
         self.files: list[dict[str, Any]] = []
         self.blobs: list[bytes] = []
+        self._count = 0
+        self._size_bytes = 0
+
+    def take_files(self) -> tuple[list[dict[str, Any]], list[bytes]]:
+        """Returns the files and blobs of what was encoded since the last call."""
+        taken = self.files, self.blobs
+        self.files, self.blobs = [], []
+        return taken
 
     def encode(self, value: Any, at: tuple[str | int, ...] = ()) -> Any:
         """An output, or one piece of a streamed one, ready for JSON.
@@ -125,7 +133,7 @@ class OutputEncoder:
         return self._plain(_simpler(value), at)
 
     def _add_file(self, value: io.IOBase | os.PathLike[str], at: tuple[str | int, ...]) -> None:
-        if len(self.files) >= MAX_FILES:
+        if self._count >= MAX_FILES:
             raise WrongOutput(f"output: at most {MAX_FILES} files are allowed")
         if isinstance(value, io.IOBase):
             name, data = str(getattr(value, "name", "file")), value.read(MAX_FILE_BYTES + 1)
@@ -137,8 +145,12 @@ class OutputEncoder:
                 f"output: the file {Path(name).name} is too large; at most {MAX_FILE_BYTES} bytes "
                 "are allowed"
             )
-        if sum(map(len, self.blobs)) + len(data) > MAX_BLOBS_BYTES:
-            raise WrongOutput(f"output: its files together have more than {MAX_BLOBS_BYTES} bytes")
+        self._count += 1
+        self._size_bytes += len(data)
+        if self._size_bytes > MAX_FILES_BYTES:
+            raise WrongOutput(
+                f"output: its files have together more than the {MAX_FILES_BYTES} bytes allowed"
+            )
         media_type = mimetypes.guess_type(name)[0] or ANY_BYTES
         self.files.append({"at": list(at), "media_type": media_type, "name": Path(name).name})
         self.blobs.append(data)

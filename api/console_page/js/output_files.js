@@ -1,0 +1,65 @@
+// Files of an output, shown as what they are: pictures, players for sound and film, or links.
+
+import { linked } from "./api.js";
+import { failure, h } from "./dom.js";
+
+const DATA_URI = /^data:([\w.+-]+\/[\w.+-]+);base64,/;
+const IMAGES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
+
+/** Whether a value of an output is a file: inside the answer, or a link to it. */
+export const isFile = (value) =>
+  typeof value === "string" && (DATA_URI.test(value) || isLink(value));
+
+const isLink = (text) => /^https?:\/\/[^\s]+\/v1\/objects\/[^\s]+[?&]signature=/.test(text);
+
+function typeOf(uri) {
+  const inside = DATA_URI.exec(uri);
+  return inside ? inside[1] : (new URL(uri).searchParams.get("type") ?? "");
+}
+
+/** A file with a link to save it. `name` says what it is. */
+export function fileOf(prediction, uri, name, signal) {
+  const type = typeOf(uri);
+  const { input } = prediction;
+  const index = Number(/^output (\d+)$/.exec(name)?.[1] ?? 1) - 1;
+  const player = playerOf(type, input.prompt ?? name);
+  const actions = h("div", { class: "row" });
+  const offer = (href) => {
+    if (player) player.src = href;
+    const save = `${prediction.id}-${name.replace(/^output /, "").replace(/\W+/g, "-")}`;
+    actions.append(h("a", { href, download: save + extensionOf(type) }, "Download"));
+  };
+  if (DATA_URI.test(uri)) {
+    offer(uri);
+  } else {
+    linked(uri, signal)
+      .then((blob) => {
+        const url = URL.createObjectURL(blob);
+        signal.addEventListener("abort", () => URL.revokeObjectURL(url));
+        offer(url);
+      })
+      .catch((error) => error.name === "AbortError" || actions.append(failure(error)));
+  }
+  const seed = Number.isInteger(input.seed) && IMAGES.includes(type);
+  const words = seed ? `Seed ${input.seed + index}` : !player && type;
+  return h(
+    "figure",
+    {},
+    player,
+    h("figcaption", {}, words && h("span", {}, words), actions),
+  );
+}
+
+function playerOf(type, name) {
+  if (IMAGES.includes(type)) return h("img", { alt: name, class: "image" });
+  if (type.startsWith("audio/")) return h("audio", { controls: true, "aria-label": name });
+  if (type.startsWith("video/")) {
+    return h("video", { controls: true, class: "image", "aria-label": name });
+  }
+  return null;
+}
+
+function extensionOf(type) {
+  const end = type.split("/").pop().replace("jpeg", "jpg").replace("plain", "txt");
+  return /^[a-z0-9]{1,5}$/.test(end) ? `.${end}` : "";
+}

@@ -1,0 +1,395 @@
+"""Fetches inputs that a request names by https URLs, before it is accepted.
+
+Every address that is connected to was checked, at each redirect again (shared/pinned_http.py). A
+body goes to the object store while it arrives, so a large one takes the memory of one part. Bytes,
+time, redirects and fetches at a time are bounded.
+
+A file that its server tags (ETag) is not loaded again while its request lives: a request that is
+sent again asks whether it has changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import secrets
+import ssl
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from email.message import Message
+from ipaddress import ip_network
+from pathlib import PurePosixPath
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from aiohttp import ClientError, ClientResponse, ClientTimeout
+from prometheus_client import Counter
+from yarl import URL
+
+from api.bodies import MAX_URL_CHARS
+from api.errors import NotNow
+from shared.blob import INLINE_LIMIT_BYTES, Blob
+from shared.errors import (
+    BadInput,
+    ConfigurationError,
+    InputTooLarge,
+    Overloaded,
+    PenstockError,
+    Unavailable,
+)
+from shared.fair_permits import FairPermits
+from shared.pinned_http import CONNECT_LIMIT_S, Resolve, pinned_session, resolve
+from shared.public_url import Reach, UrlForbidden, parse_public_url
+from shared.settings import ApiSettings
+from shared.stores.fetched_urls import FetchedUrl, FetchedUrls
+from shared.stores.objects import ObjectStore, key_of_digest
+
+MAX_BYTES = 64 * 1024 * 1024
+"""As an uploaded file."""
+MAX_REDIRECTS = 5
+MAX_AT_A_TIME = 16
+"""Fetches of this instance. Each takes the memory of an object's writer. A tenant has half of them
+at most."""
+IDLE_LIMIT_S = 10.0
+"""The longest pause between two pieces of a body."""
+CHUNK_BYTES = 256 * 1024
+FOLDER = "inputs"
+ANY_TYPE = "application/octet-stream"
+_HTTPS_PORT = 443
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_MEDIA_TYPE = re.compile(r"[\w.+-]{1,64}/[\w.+-]{1,64}")
+_HEADERS = {"accept": "*/*", "accept-encoding": "identity", "user-agent": "Penstock-Fetch/1"}
+
+FETCHES = Counter(
+    "penstock_api_fetched_inputs_total",
+    "Inputs fetched by URL: fetched, unchanged (by ETag), refused, failed.",
+    ["end"],
+)
+
+
+class FetchedInput(NamedTuple):
+    """A file that was fetched: inline, or in the object store."""
+
+    blob: Blob
+    name: str
+
+
+class FetchFailed(NotNow):
+    """The server of an input's URL did not give it. It may do so later."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostRules:
+    """The hosts from which inputs are fetched, each with the port."""
+
+    names: frozenset[tuple[str, int]]
+    """`*` is any host. `*.example.com` is any below example.com."""
+
+    @classmethod
+    def read(cls, setting: str) -> HostRules:
+        """Reads HOST or HOST:PORT, comma-separated, as the settings have checked them."""
+        names = set()
+        for entry in filter(None, map(str.strip, setting.split(","))):
+            host, _, port = entry.partition(":")
+            names.add((host.lower().rstrip("."), int(port or _HTTPS_PORT)))
+        return cls(frozenset(names))
+
+    def allow(self, url: URL) -> bool:
+        """Returns whether a URL is of one of them."""
+        host, port = (url.raw_host or "").lower().rstrip("."), url.port or 0
+        if ("*", port) in self.names or (host, port) in self.names:
+            return True
+        labels = host.split(".")
+        above = (".".join(labels[number:]) for number in range(1, len(labels)))
+        return any((f"*.{name}", port) in self.names for name in above)
+
+
+class UrlFetcher:
+    """Fetches files by URL.
+
+    Args:
+        settings: which hosts and networks are allowed, and the time that a request may take.
+        objects: keeps what was fetched.
+        fetched_urls: remembers it.
+        resolve: gives all addresses of a host and port.
+
+    Raises:
+        ConfigurationError: the file of authorities can't be read.
+    """
+
+    def __init__(
+        self,
+        settings: ApiSettings,
+        objects: ObjectStore,
+        fetched_urls: FetchedUrls,
+        resolve: Resolve = resolve,
+    ) -> None:
+        self._hosts = HostRules.read(settings.fetch_hosts)
+        networks = filter(None, map(str.strip, settings.fetch_networks.split(",")))
+        self._reach = Reach(networks=tuple(ip_network(one) for one in networks))
+        self._limit_s = settings.fetch_limit_s
+        self._tls = _authorities(settings.fetch_ca)
+        self._objects = objects
+        self._fetched_urls = fetched_urls
+        self._resolve = resolve
+        self._permits = FairPermits(MAX_AT_A_TIME)
+
+    @property
+    def is_off(self) -> bool:
+        """True if no host is allowed."""
+        return not self._hosts.names
+
+    def until_s(self, deadline_s: float) -> float:
+        """Returns the time (Unix) at which the fetches of a request that begin now must be done.
+
+        Args:
+            deadline_s: of the request, Unix time.
+        """
+        return min(deadline_s, time.time() + self._limit_s)
+
+    async def fetch(
+        self,
+        url: str,
+        *,
+        tenant: str,
+        field: str,
+        until_s: float,
+        keep_until_s: float,
+        media_types: tuple[str, ...] = (),
+    ) -> FetchedInput:
+        """Fetches one file.
+
+        Args:
+            url: in the input.
+            tenant: who asks. Tenants take turns.
+            field: of the input, for errors.
+            until_s: from `until_s`.
+            keep_until_s: the end of the request, Unix time. Until then the file is remembered.
+            media_types: the beginnings of those that are accepted. Empty: all.
+
+        Raises:
+            BadInput: it must not be fetched from there, or is no such file. The message says why.
+            FetchFailed: its server did not give it in time.
+            InputTooLarge: it has more than MAX_BYTES.
+            Overloaded: too many files are being fetched.
+            Unavailable: the object store is out of reach.
+        """
+        fetch = _Fetch(self._hosts, self._reach, self._tls, self._resolve, media_types)
+        end = "failed"
+        try:
+            async with self._permitted(tenant, until_s):
+                known = await self._fetched_urls.find(tenant, url)
+                fetched = await self._fetched(fetch, url, known, until_s)
+            end = "fetched" if isinstance(fetched, _Loaded) else "unchanged"
+        except (FetchFailed, Overloaded, Unavailable) as error:
+            raise _of_field(error, field) from error
+        except BadInput as error:
+            end = "refused"
+            raise _of_field(error, field) from error
+        finally:
+            FETCHES.labels(end).inc()
+        if isinstance(fetched, FetchedUrl):
+            blob = Blob(fetched.media_type, object_key=fetched.object_key)
+            return FetchedInput(blob, fetched.name)
+        if fetched.tagged is not None:
+            await self._fetched_urls.put(tenant, url, fetched.tagged, keep_until_s - time.time())
+        return FetchedInput(fetched.blob, fetched.name)
+
+    @asynccontextmanager
+    async def _permitted(self, tenant: str, until_s: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(max(0.0, until_s - time.time())):
+                await self._permits.take(tenant)
+        except TimeoutError as error:
+            raise Overloaded("too many files are being fetched; try again later") from error
+        try:
+            yield
+        finally:
+            self._permits.give(tenant)
+
+    async def _fetched(
+        self, fetch: _Fetch, url: str, known: FetchedUrl | None, until_s: float
+    ) -> _Loaded | FetchedUrl:
+        try:
+            async with asyncio.timeout(max(0.0, until_s - time.time())):
+                return await fetch.run(url, known, self._objects)
+        except TimeoutError as error:
+            raise FetchFailed(f"it was not loaded within {self._limit_s:g} s") from error
+
+
+class _Loaded(NamedTuple):
+    blob: Blob
+    name: str
+    tagged: FetchedUrl | None
+    """What is remembered of it, if it has a tag."""
+
+
+class _Unchanged(Exception):
+    """The server says that what is known is what it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    """One fetch: follows redirects, and judges the answer."""
+
+    hosts: HostRules
+    reach: Reach
+    tls: ssl.SSLContext | None
+    resolve: Resolve
+    media_types: tuple[str, ...]
+
+    async def run(
+        self, url: str, known: FetchedUrl | None, objects: ObjectStore
+    ) -> _Loaded | FetchedUrl:
+        """Returns what was loaded, or what is known if that has not changed."""
+        if len(url) > MAX_URL_CHARS:  # it becomes part of the record
+            raise BadInput(f"longer than {MAX_URL_CHARS} characters")
+        target = url
+        for _ in range(MAX_REDIRECTS + 1):
+            parsed = self._allowed(target)
+            try:
+                answered = await self._ask(parsed, url, known, objects)
+            except _Unchanged:
+                assert known is not None, "it was asked for by its tag; this is a bug"
+                return known
+            if isinstance(answered, _Loaded):
+                return answered
+            target = answered
+        raise BadInput(f"more than {MAX_REDIRECTS} redirects")
+
+    def _allowed(self, target: str) -> URL:
+        """Judges a URL, which may be that of a redirect."""
+        parsed = parse_public_url(target, self.reach)
+        if not self.hosts.allow(parsed):
+            raise UrlForbidden(
+                f"{parsed.host}:{parsed.port} is not one of the hosts and ports from which inputs "
+                "are fetched here; send the file as a data: URI, or upload it (POST /v1/files)"
+            )
+        return parsed
+
+    async def _ask(
+        self, url: URL, asked: str, known: FetchedUrl | None, objects: ObjectStore
+    ) -> _Loaded | str:
+        """Asks one server. Returns the file, or the URL that it redirects to."""
+        is_known = known is not None and known.final_url == str(url)
+        headers = _HEADERS | ({"if-none-match": known.etag} if known and is_known else {})
+        timeout = ClientTimeout(total=None, connect=CONNECT_LIMIT_S, sock_read=IDLE_LIMIT_S)
+        try:
+            async with (
+                pinned_session(
+                    url, self.reach, timeout, resolve=self.resolve, tls=self.tls
+                ) as session,
+                session.get(url, headers=headers, allow_redirects=False) as answer,
+            ):
+                if answer.status in _REDIRECTS:
+                    return _redirected(url, answer)
+                if answer.status == 304 and is_known:
+                    raise _Unchanged
+                self._check(answer)
+                return await _load(answer, asked, objects)
+        except Unavailable as error:
+            raise FetchFailed(error.public_message) from error
+        except (ClientError, TimeoutError, ConnectionError, OSError, ValueError) as error:
+            reason = str(error) or "no answer in time"
+            raise FetchFailed(f"{url.host}: {reason}") from error
+
+    def _check(self, answer: ClientResponse) -> None:
+        """Judges the head of an answer.
+
+        Raises:
+            BadInput: it is not what was asked for.
+            FetchFailed: its server has a problem.
+        """
+        if answer.status >= 500 or answer.status in (408, 425, 429):
+            raise FetchFailed(f"{answer.url.host} answered {answer.status}")
+        if answer.status != 200:
+            raise BadInput(f"{answer.url.host} answered {answer.status}; expected 200")
+        if (coding := answer.headers.get("content-encoding", "identity").lower()) != "identity":
+            raise BadInput(f"its content-encoding is {coding[:40]}; expected none")
+        media_type = _media_type(answer)
+        if self.media_types and not media_type.startswith(self.media_types):
+            raise BadInput(
+                f"its content-type is {media_type}; expected one of "
+                + ", ".join(one + "*" if one.endswith("/") else one for one in self.media_types)
+            )
+        if (answer.content_length or 0) > MAX_BYTES:
+            raise _too_large()
+
+
+def _redirected(url: URL, answer: ClientResponse) -> str:
+    location = answer.headers.get("location", "")
+    try:
+        return str(url.join(URL(location)))
+    except ValueError as error:
+        raise BadInput(f"{url.host} redirects to {location[:80]!r}, which is not a URL") from error
+
+
+async def _load(answer: ClientResponse, asked: str, objects: ObjectStore) -> _Loaded:
+    """Reads a body. A large one goes to the object store while it arrives."""
+    media_type, name = _media_type(answer), _name_of(answer, asked)
+    pieces = answer.content.iter_chunked(CHUNK_BYTES)
+    head = bytearray()
+    async for piece in pieces:
+        head += piece
+        if len(head) > INLINE_LIMIT_BYTES:
+            break
+    else:
+        return _Loaded(Blob(media_type, data=bytes(head)), name, None)
+    # Until all of it is there its digest, which is its key, is not known.
+    passing = f"{FOLDER}/passing/{secrets.token_hex(16)}"
+    digest, size_bytes = hashlib.blake2b(head, digest_size=32), len(head)
+    async with objects.writer(passing, media_type) as writer:
+        await writer.write(bytes(head))
+        async for piece in pieces:
+            size_bytes += len(piece)
+            if size_bytes > MAX_BYTES:
+                raise _too_large()
+            digest.update(piece)
+            await writer.write(piece)
+    key = key_of_digest(FOLDER, digest.hexdigest(), media_type)
+    await objects.rename(passing, key)
+    tag, control = answer.headers.get("etag", ""), answer.headers.get("cache-control", "")
+    tagged = None
+    if tag and "no-store" not in control.lower():
+        tagged = FetchedUrl(str(answer.url), tag, key, media_type, size_bytes, name)
+    return _Loaded(Blob(media_type, object_key=key), name, tagged)
+
+
+def _media_type(answer: ClientResponse) -> str:
+    media_type = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return media_type if _MEDIA_TYPE.fullmatch(media_type) else ANY_TYPE
+
+
+def _name_of(answer: ClientResponse, asked: str) -> str:
+    """The name that the server gives, or else the last part of the path that was asked for."""
+    head = Message()
+    head["content-disposition"] = answer.headers.get("content-disposition", "")
+    path = head.get_filename() or unquote(URL(asked).raw_path)
+    return PurePosixPath(path.replace("\\", "/").replace("\0", "")).name[:255]
+
+
+def _too_large() -> InputTooLarge:
+    return InputTooLarge(f"larger than {MAX_BYTES} bytes")
+
+
+def _authorities(path: str) -> ssl.SSLContext | None:
+    if not path:
+        return None
+    try:
+        context = ssl.create_default_context()
+        context.load_verify_locations(path)
+    except OSError as error:
+        raise ConfigurationError(f"PENSTOCK_FETCH_CA: {path}: {error}", field="fetch_ca") from error
+    return context
+
+
+def _of_field(error: PenstockError, field: str) -> PenstockError:
+    """The same error with the name of the field."""
+    if isinstance(error, Overloaded):
+        return Overloaded(f"{field}: {error.message}", retry_after_s=error.retry_after_s)
+    if isinstance(error, Unavailable):
+        return error
+    return type(error)(f"{field}: {error.message}", field=field)

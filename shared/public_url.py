@@ -1,0 +1,136 @@
+"""URLs that callers give us to connect to: webhooks, and inputs that are fetched.
+
+They must not lead to our own network. A URL is judged here without resolving its host, because the
+host may resolve to something else later. Whoever connects also checks the addresses of the host
+(shared/pinned_http.py).
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from dataclasses import dataclass
+from ipaddress import (
+    IPv4Address,
+    IPv4Network,
+    IPv6Address,
+    IPv6Network,
+    ip_address,
+    ip_network,
+)
+
+from yarl import URL
+
+from shared.errors import BadInput
+
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
+
+
+class UrlForbidden(BadInput):
+    """The URL leads where callers must not send us."""
+
+
+MAX_HOST_CHARS = 253
+_LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)", re.I)
+"""https://www.rfc-editor.org/rfc/rfc1123#section-2.1, and the underscores of many a real host."""
+_NEVER_PUBLIC = frozenset({"invalid", "internal", "local", "localhost", "onion"})
+"""https://www.iana.org/assignments/special-use-domain-names, and ICANN's .internal. The domains for
+documents and tests stay, as people try with them.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Where the URLs of callers may lead.
+
+    `networks` are allowed although they are not public. Names of private hosts are, too, if there
+    are any.
+    """
+
+    schemes: tuple[str, ...] = ("https",)
+    networks: tuple[Network, ...] = ()
+
+    def allows(self, address: Address) -> bool:
+        """Returns whether we connect to an address."""
+        return is_public(address) or any(address in network for network in self.networks)
+
+
+PUBLIC = Reach()
+ANYWHERE = Reach(("https", "http"), (ip_network("0.0.0.0/0"), ip_network("::/0")))
+"""For one machine."""
+
+
+def parse_public_url(text: str, reach: Reach) -> URL:
+    """Returns the parsed URL.
+
+    The connection uses the same parser, because two may see two hosts in one URL.
+
+    Args:
+        text: as the caller wrote it.
+        reach: where it may lead.
+
+    Raises:
+        UrlForbidden: it leads elsewhere, whatever the name resolves to.
+    """
+    try:
+        url = URL(text)
+        host, port = url.host, url.port
+    except ValueError as error:
+        raise UrlForbidden(f"{text!r} is not a URL: {error}") from error
+    if url.scheme not in reach.schemes or not host or not port:
+        raise UrlForbidden(f"{text!r} is not an {' or '.join(reach.schemes)} URL")
+    if url.user is not None or url.password is not None:
+        raise UrlForbidden("the URL must not have credentials")
+    address = _address_in(host)
+    is_private = bool(reach.networks)
+    if address is None and (reason := _impossible(url.raw_host or "", allow_private=is_private)):
+        raise UrlForbidden(f"{host} {reason}")
+    if address is not None and not reach.allows(address):
+        raise UrlForbidden(f"{host} is {address}, which is not public")
+    return url
+
+
+def _impossible(host: str, *, allow_private: bool) -> str:
+    """Why no public host can have this name, if it is so. Empty: one can."""
+    labels = host.removesuffix(".").split(".")
+    if len(host) > MAX_HOST_CHARS or not all(map(_LABEL.fullmatch, labels)):
+        return (
+            "is no host: parts of 1 to 63 letters, digits and hyphens, with dots between them, "
+            f"{MAX_HOST_CHARS} characters at most"
+        )
+    if labels[-1].isdigit():
+        return "is neither a name nor an address of four numbers up to 255"
+    if not allow_private and len(labels) == 1:
+        return "has no domain, so it is not public"
+    if not allow_private and (labels[-1] in _NEVER_PUBLIC or labels[-2:] == ["home", "arpa"]):
+        return f"is never public: no domain of the internet ends in .{labels[-1]}"
+    return ""
+
+
+def is_public(address: Address) -> bool:
+    """Returns whether an address, and the one embedded in it, is on the public internet."""
+    if isinstance(address, IPv6Address):
+        if address.ipv4_mapped is not None:
+            return is_public(address.ipv4_mapped)
+        if address.sixtofour is not None and not is_public(address.sixtofour):
+            return False
+    # NAT64 (64:ff9b::/96), which may lead anywhere, is reserved.
+    return address.is_global and not (
+        address.is_multicast or address.is_reserved or address.is_unspecified
+    )
+
+
+def _address_in(host: str) -> Address | None:
+    """Returns the address of a numeric host, in any spelling that the resolver accepts."""
+    name = host.rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):  # RFC 6761, 6.3
+        return IPv4Address("127.0.0.1")
+    try:
+        return ip_address(name)
+    except ValueError:
+        pass
+    try:
+        return IPv4Address(socket.inet_aton(name))
+    except (OSError, ValueError):
+        return None

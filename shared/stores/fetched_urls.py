@@ -1,0 +1,66 @@
+"""What was fetched from a URL for a tenant, for as long as its request lives.
+
+A request that is sent again finds here what it fetched before, and asks the server of the URL only
+whether that has changed (RFC 9110, 13.1.2). A tenant finds nothing of others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+
+import msgspec
+
+from shared.errors import Unavailable
+from shared.stores.redis_client import Commands
+
+MAX_KEPT_S = 24 * 3600
+MAX_ETAG_CHARS = 1024
+
+
+class FetchedUrl(msgspec.Struct, frozen=True):
+    """A file that was fetched, and where it is in the object store."""
+
+    final_url: str
+    """After redirects: the one that has the tag."""
+    etag: str
+    object_key: str
+    media_type: str
+    size_bytes: int
+    name: str
+
+
+_decoder = msgspec.json.Decoder(FetchedUrl)
+
+
+class FetchedUrls:
+    """What was fetched for all tenants. Never raises: what is forgotten is fetched again.
+
+    Args:
+        commands: reach Redis.
+        prefix: starts every key.
+    """
+
+    def __init__(self, commands: Commands, prefix: str) -> None:
+        self._commands = commands
+        self._prefix = prefix
+
+    async def find(self, tenant: str, url: str) -> FetchedUrl | None:
+        """Returns what was fetched from a URL."""
+        with contextlib.suppress(Unavailable, msgspec.MsgspecError):
+            data = await self._commands.run("GET", self._key(tenant, url))
+            return None if data is None else _decoder.decode(data)
+        return None
+
+    async def put(self, tenant: str, url: str, fetched: FetchedUrl, keep_s: float) -> None:
+        """Keeps what was fetched from a URL."""
+        if len(fetched.etag) > MAX_ETAG_CHARS or keep_s <= 0:
+            return
+        keep_ms = int(min(keep_s, MAX_KEPT_S) * 1000) or 1
+        with contextlib.suppress(Unavailable):
+            key, data = self._key(tenant, url), msgspec.json.encode(fetched)
+            await self._commands.run("SET", key, data, "PX", keep_ms)
+
+    def _key(self, tenant: str, url: str) -> str:
+        digest = hashlib.blake2b(f"{tenant}\n{url}".encode(), digest_size=16).hexdigest()
+        return f"{self._prefix}fetched:{digest}"

@@ -1,0 +1,106 @@
+"""An https server with files, as inputs name them by URL, and its own authority."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from aiohttp import web
+
+from tests.tls import Certificate, make_certificate
+
+NAME = "files.example"
+
+
+class FileServer:
+    """Answers by path. `asked` counts requests, `headers` has those of the last request of each.
+
+    `go` lets those bodies end that wait for it.
+    """
+
+    def __init__(self, port: int, certificate: Certificate) -> None:
+        self.port = port
+        self.certificate = certificate
+        self.files: dict[str, Callable[[], web.StreamResponse]] = {}
+        self.asked: Counter[str] = Counter()
+        self.headers: dict[str, dict[str, str]] = {}
+        self.is_asked = asyncio.Event()
+        self.go = asyncio.Event()
+
+    @property
+    def url(self) -> str:
+        return f"https://127.0.0.1:{self.port}"
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings of an API that may fetch from here."""
+        return {
+            "fetch_hosts": f"127.0.0.1:{self.port}, {NAME}:{self.port}",
+            "fetch_networks": "127.0.0.1/32",
+            "fetch_ca": str(self.certificate.cert),
+        }
+
+    def add(self, path: str, data: bytes, media_type: str = "image/png", **headers: str) -> str:
+        """Serves a file. Returns its URL."""
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.files[path] = lambda: web.Response(body=data, content_type=media_type, headers=given)
+        return f"{self.url}{path}"
+
+    def redirect(self, path: str, location: str) -> str:
+        self.files[path] = lambda: web.Response(status=302, headers={"location": location})
+        return f"{self.url}{path}"
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.asked[request.path] += 1
+        self.headers[request.path] = {key.lower(): value for key, value in request.headers.items()}
+        self.is_asked.set()
+        if request.path == "/slow":
+            return await self._slow(request)
+        if request.path == "/endless":
+            return await self._endless(request)
+        if request.path not in self.files:
+            return web.Response(status=404)
+        response = self.files[request.path]()
+        if (tag := response.headers.get("etag")) and request.headers.get("if-none-match") == tag:
+            return web.Response(status=304)
+        return response
+
+    async def _slow(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "image/png"})
+        await response.prepare(request)
+        await response.write(b"a")
+        await self.go.wait()
+        return response
+
+    async def _endless(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "image/png"})
+        await response.prepare(request)
+        try:
+            while True:
+                await response.write(bytes(1 << 20))
+        except ConnectionError:
+            return response
+
+
+@asynccontextmanager
+async def serving_files(folder: Path) -> AsyncIterator[FileServer]:
+    """A server on this machine, whose certificate is also for NAME."""
+    certificate = make_certificate(folder, names=[NAME])
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate.cert, certificate.key)
+    app = web.Application()
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    server = FileServer(0, certificate)
+    app.router.add_get("/{path:.*}", server.answer)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+        server.port = runner.addresses[0][1]
+        yield server
+    finally:
+        server.go.set()
+        await runner.cleanup()

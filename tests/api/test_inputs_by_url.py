@@ -1,0 +1,394 @@
+"""Inputs named by https URLs are fetched before a request is accepted, and from nowhere else than
+they should be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from api.inputs import url_fetcher
+from api.inputs.url_fetcher import MAX_AT_A_TIME, FetchFailed, UrlFetcher
+from shared.catalog import Catalog, Model
+from shared.errors import BadInput, Overloaded
+from shared.model_interface import ModelInterface
+from shared.pinned_http import Resolve
+from shared.stores.fetched_urls import FetchedUrls
+from shared.stores.objects import ObjectStore
+from shared.stores.records import Records
+from shared.stores.redis_client import NO_REDIS
+from shared.tasks.custom import CustomInput
+from shared.tasks.image import ImageInput
+from tests.api.fake_worker import png_of
+from tests.api.file_server import NAME, FileServer, serving_files
+from tests.api.harness import (
+    CATALOG,
+    IMAGE_MODEL,
+    ApiUnderTest,
+    api_with_redis,
+    running_api,
+    settings_for,
+)
+from tests.api.predicting import WAIT
+from tests.limits import WAIT_LIMIT_S
+
+pytestmark = pytest.mark.anyio
+PNG = png_of(ImageInput("", 64, 64, 1, 1.0, 99, "ddim"))
+LARGE = 25_000_000
+FILE = {"type": "string", "format": "uri"}
+CLASS = Model.model_validate(
+    {
+        "name": "mine",
+        "task": "custom",
+        "source": "local:nowhere",
+        "interface": ModelInterface(
+            inputs={
+                "type": "object",
+                "properties": {"file": FILE, "files": {"type": "array", "items": FILE}},
+            },
+            output={"type": "string"},
+            cog_version="0",
+            sources_sha256="0" * 64,
+        ),
+    }
+)
+
+closed = api_with_redis(secret="s", fetch_hosts="*")
+
+
+@pytest.fixture
+async def files(tmp_path: Path) -> AsyncIterator[FileServer]:
+    async with serving_files(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+async def api(tmp_path: Path, redis_url: str, files: FileServer) -> AsyncIterator[ApiUnderTest]:
+    """An API that may fetch from the server of files."""
+    catalog = Catalog((*CATALOG.models, CLASS))
+    settings = settings_for(tmp_path, redis_url=redis_url, secret="s", **files.settings)
+    async with running_api(settings, catalog=catalog) as running:
+        yield running
+
+
+async def edited(api: ApiUnderTest, url: str, **headers: str) -> Any:
+    given = {"prompt": "a", "image": url, "seed": 1, "prompt_strength": 0.5}
+    body = {"version": IMAGE_MODEL.name, "input": given}
+    return await api.http.post("/v1/predictions", json=body, headers=WAIT | headers)
+
+
+async def refusal(api: ApiUnderTest, url: str) -> str:
+    """The reason for which an image is refused. Nothing was created."""
+    response = await edited(api, url)
+    assert response.status_code == 422, response.text
+    (wrong,) = response.json()["invalid_fields"]
+    assert wrong["field"] == "input.image"
+    assert not api.worker.jobs
+    return str(wrong["description"])
+
+
+async def given_to_class(api: ApiUnderTest, **given: Any) -> CustomInput:
+    """What the worker gets of a prediction of the class."""
+    api.worker.is_silent = True
+    body = {"version": "mine", "input": given}
+    response = await api.http.post("/v1/predictions", json=body)
+    assert response.status_code == 201, response.text
+    assert response.json()["input"] == given
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while not api.worker.items:  # noqa: ASYNC110  the fake worker has no event for each job
+            await asyncio.sleep(0.01)
+    found = api.worker.items[-1].input
+    assert isinstance(found, CustomInput)
+    return found
+
+
+async def test_an_image_is_fetched_for_an_edit(api: ApiUnderTest, files: FileServer) -> None:
+    url = files.add("/cat.png", PNG)
+    uri = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+    found = (await edited(api, url)).json()
+    assert (found["status"], found["input"]["image"]) == ("succeeded", url)
+    await edited(api, uri)
+    by_url, by_data = (item.input for item in api.worker.items)
+    assert isinstance(by_url, ImageInput)
+    assert isinstance(by_data, ImageInput)
+    assert by_url.image == by_data.image
+    asked = files.headers["/cat.png"]
+    assert asked["user-agent"] == "Penstock-Fetch/1"
+    assert "authorization" not in asked
+    assert "cookie" not in asked
+
+
+async def test_an_image_is_fetched_for_openais_edits(api: ApiUnderTest, files: FileServer) -> None:
+    url = files.add("/cat.png", PNG)
+    body = {"prompt": "a", "size": "64x64", "images": [{"image_url": url}], "model": "mine"}
+    body["model"] = IMAGE_MODEL.name
+    assert (await api.http.post("/v1/images/edits", json=body)).status_code == 200
+    body["images"] = [{"image_url": f"{files.url}/none"}]
+    error = (await api.http.post("/v1/images/edits", json=body)).json()["error"]
+    assert (error["param"], error["code"]) == ("images", "invalid_input")
+    assert error["message"] == "images[0].image_url: 127.0.0.1 answered 404; expected 200"
+
+
+async def test_files_of_a_class_are_fetched_at_the_same_time_each_once(
+    api: ApiUnderTest, files: FileServer
+) -> None:
+    text = files.add("/notes", b"hello", "text/plain")
+    named = files.add("/x", b"a,b", "text/csv", content_disposition='attachment; filename="a.csv"')
+    found = await given_to_class(api, file=named, files=[text, named, text])
+    assert [place.at for place in found.places] == [
+        ["file"],
+        ["files", 0],
+        ["files", 1],
+        ["files", 2],
+    ]
+    assert [place.name for place in found.places] == ["a.csv", "notes.txt", "a.csv", "notes.txt"]
+    assert [file.data for file in found.files] == [b"a,b", b"hello", b"a,b", b"hello"]
+    assert found.files[1].media_type == "text/plain"
+    assert files.asked == {"/notes": 1, "/x": 1}
+
+
+async def test_a_large_file_goes_to_the_object_store(
+    api: ApiUnderTest, files: FileServer, tmp_path: Path
+) -> None:
+    """By its digest, as uploads and data: URIs do: equal files have one key."""
+    data = PNG + bytes(LARGE)
+    url = files.add("/large.png", data)
+    blob = (await given_to_class(api, file=url)).files[0]
+    assert blob.object_key is not None
+    stored = await ObjectStore(f"file://{tmp_path}/objects").get(blob.object_key, 2 * LARGE)
+    assert stored == data
+    assert not list((tmp_path / "objects/inputs/passing").iterdir())
+    api.worker.is_silent = False
+    assert (await edited(api, url)).json()["status"] == "succeeded"
+
+
+async def test_a_repeated_request_loads_nothing_twice(api: ApiUnderTest, files: FileServer) -> None:
+    bodies = []
+
+    def tagged() -> web.Response:
+        bodies.append(1)
+        return web.Response(body=PNG + bytes(LARGE // 100), headers={"etag": '"v1"'})
+
+    files.files["/tagged"] = tagged
+    files.redirect("/there", "/tagged")
+    url = f"{files.url}/there"
+    first = await given_to_class(api, file=url)
+    second = await given_to_class(api, file=url)
+    assert first.files == second.files
+    assert files.headers["/tagged"]["if-none-match"] == '"v1"'
+    assert "if-none-match" not in files.headers["/there"]
+    files.files["/tagged"] = lambda: web.Response(body=PNG, headers={"etag": '"v2"'})
+    assert (await given_to_class(api, file=url)).files != first.files
+
+
+FORBIDDEN = [
+    ("http://receiver.example/a.png", "not an https URL"),
+    ("https://user:secret@receiver.example/", "must not have credentials"),
+    ("https://receiver.example:8443/", "not one of the hosts and ports"),
+    ("https://receiver.example:0/", "not an https URL"),
+    ("https://127.0.0.1/", "not public"),
+    ("https://127.1/", "not public"),
+    ("https://2130706433/", "not public"),
+    ("https://0x7f.1/", "not public"),
+    ("https://017700000001/", "not public"),
+    ("https://10.0.0.1/", "not public"),
+    ("https://169.254.169.254/computeMetadata/v1/", "not public"),
+    ("https://metadata.google.internal/", "never public"),
+    ("https://[::1]/", "not public"),
+    ("https://[::ffff:10.0.0.1]/", "not public"),
+    ("https://[fe80::1%25eth0]/", "not public"),
+    ("https://[64:ff9b::7f00:1]/", "not public"),
+    ("https://localhost/", "not public"),
+    ("https://receiver/", "has no domain"),
+    ("https://1.2.3.400/", "neither a name nor an address"),
+    ("https://receiver.example/" + "a" * 2048, "longer than 2048 characters"),
+    ("file:///etc/passwd", "expected a data: URI, an https URL"),
+    ("cat.png", "expected a data: URI, an https URL"),
+]
+
+
+async def test_private_places_are_refused_by_field_and_reason(closed: ApiUnderTest) -> None:
+    for url, reason in FORBIDDEN:
+        assert reason in await refusal(closed, url), url
+
+
+async def test_nobody_is_connected_to_who_was_not_checked(
+    closed: ApiUnderTest, files: FileServer
+) -> None:
+    """The port of the server is refused before its address, so the settings allow the port."""
+    url = files.add("/a.png", PNG)
+    assert "not public" in await refusal(closed, url)
+    assert not files.asked
+
+
+@pytest.mark.parametrize(
+    ("location", "reason"),
+    [
+        ("https://127.0.0.2/", "127.0.0.2 is 127.0.0.2, which is not public"),
+        ("https://169.254.169.254/", "not public"),
+        ("https://[::ffff:127.0.0.2]/", "not public"),
+        ("http://127.0.0.1/", "not an https URL"),
+        ("https://a:b@127.0.0.1/", "credentials"),
+        ("https://127.0.0.1:1/", "not one of the hosts and ports"),
+        ("https://other.example/", "not one of the hosts and ports"),
+        ("https://[", "not a URL"),
+        ("", "more than 5 redirects"),
+        ("/again", "more than 5 redirects"),
+    ],
+)
+async def test_redirects_are_judged_as_urls_are(
+    api: ApiUnderTest, files: FileServer, location: str, reason: str
+) -> None:
+    url = files.redirect("/again", location)
+    assert reason in await refusal(api, url)
+    assert files.asked["/again"] <= 6
+
+
+async def test_what_is_no_such_file_is_refused(api: ApiUnderTest, files: FileServer) -> None:
+    files.files["/broken"] = lambda: web.Response(status=503)
+    packed = files.add("/packed", b"x", content_encoding="br")
+    long = files.add("/long", b"")
+    files.files["/long"] = lambda: web.Response(
+        headers={"content-type": "image/png", "content-length": str(url_fetcher.MAX_BYTES + 1)}
+    )
+    for url, reason in (
+        (f"{files.url}/none", "127.0.0.1 answered 404; expected 200"),
+        (f"{files.url}/broken", "127.0.0.1 answered 503"),
+        (files.add("/page", b"<html>", "text/html"), "its content-type is text/html; expected one"),
+        (packed, "its content-encoding is br; expected none"),
+        (long, "larger than 67108864 bytes"),
+        (f"{files.url}/endless", "larger than 67108864 bytes"),
+        (f"https://127.0.0.1:{files.port}", "127.0.0.1 answered 404"),
+    ):
+        assert reason in await refusal(api, url), url
+
+
+async def test_a_slow_body_is_cut(tmp_path: Path, redis_url: str, files: FileServer) -> None:
+    settings = settings_for(tmp_path, redis_url=redis_url, fetch_limit_s=0.5, **files.settings)
+    async with running_api(settings) as api:
+        began_s = time.monotonic()
+        assert "not loaded within 0.5 s" in await refusal(api, f"{files.url}/slow")
+        assert time.monotonic() - began_s < WAIT_LIMIT_S / 2
+
+
+async def test_an_operator_may_turn_it_off(tmp_path: Path, redis_url: str) -> None:
+    settings = settings_for(tmp_path, redis_url=redis_url, fetch_hosts="")
+    async with running_api(settings) as api:
+        assert "other URLs are not fetched here" in await refusal(api, "https://files.example/a")
+
+
+@pytest.mark.parametrize("hosts", ["https://a.example", "a.example:x", "a b", "*.*"])
+def test_hosts_that_are_none_are_refused_at_the_start(tmp_path: Path, hosts: str) -> None:
+    with pytest.raises(Exception, match="is not HOST or HOST:PORT"):
+        settings_for(tmp_path, fetch_hosts=hosts)
+
+
+@pytest.fixture
+async def records(redis_url: str) -> AsyncIterator[Records]:
+    async with Records(redis_url) as opened:
+        yield opened
+
+
+async def here(host: str, port: int) -> Sequence[str]:
+    """Resolves all names to this machine."""
+    return ["127.0.0.1"]
+
+
+def fetcher(
+    tmp_path: Path, given: dict[str, str], known: FetchedUrls, resolve: Resolve
+) -> UrlFetcher:
+    settings = settings_for(tmp_path, redis_url=NO_REDIS, **given)
+    return UrlFetcher(settings, ObjectStore(f"file://{tmp_path}/objects"), known, resolve)
+
+
+async def fetch(
+    of: UrlFetcher, url: str, tenant: str = "t", limit_s: float = WAIT_LIMIT_S
+) -> bytes:
+    until_s = time.time() + limit_s
+    found = await of.fetch(url, tenant=tenant, field="f", until_s=until_s, keep_until_s=until_s)
+    return found.blob.data or b""
+
+
+async def test_the_address_that_was_checked_is_the_one_that_is_connected_to(
+    tmp_path: Path, files: FileServer, records: Records
+) -> None:
+    """A name server that says something else the second time is asked once for each hop."""
+    answers = iter([["127.0.0.1"], ["127.0.0.1"], ["127.0.0.2"]])
+    asked = []
+
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        asked.append((host, port))
+        return next(answers)
+
+    files.add("/a", b"a", "text/plain")
+    url = f"https://{NAME}:{files.port}"
+    files.redirect("/there", f"{url}/a")
+    one = fetcher(tmp_path, files.settings, records.fetched_urls, resolve)
+    assert await fetch(one, f"{url}/there") == b"a"
+    assert asked == [(NAME, files.port)] * 2
+    with pytest.raises(BadInput, match=f"f: {NAME} has an address that is not public"):
+        await fetch(one, f"{url}/a")
+    assert files.asked["/a"] == 1
+
+
+async def test_one_private_address_among_others_refuses_the_name(
+    tmp_path: Path, files: FileServer, records: Records
+) -> None:
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        return ["127.0.0.1", "10.0.0.1"]
+
+    one = fetcher(tmp_path, files.settings, records.fetched_urls, resolve)
+    with pytest.raises(BadInput, match="not public"):
+        await fetch(one, f"https://{NAME}:{files.port}/a")
+    assert not files.asked
+
+
+async def test_a_certificate_must_be_of_the_name(
+    tmp_path: Path, files: FileServer, records: Records
+) -> None:
+    url = f"https://{NAME}:{files.port}"
+    files.add("/a", b"a", "text/plain")
+    (tmp_path / "other").mkdir()
+    async with serving_files(tmp_path / "other") as other:
+        given = files.settings | {"fetch_ca": other.settings["fetch_ca"]}
+        one = fetcher(tmp_path, given, records.fetched_urls, here)
+        with pytest.raises(FetchFailed, match="certificate"):
+            await fetch(one, f"{url}/a")
+    assert not files.asked
+
+
+async def test_a_tenant_leaves_room_for_others(
+    tmp_path: Path, files: FileServer, records: Records
+) -> None:
+    one = fetcher(tmp_path, files.settings, records.fetched_urls, here)
+    small = files.add("/small", b"a", "text/plain")
+    async with AsyncExitStack() as opened:
+        group = await opened.enter_async_context(asyncio.TaskGroup())
+        slow = [group.create_task(fetch(one, f"{files.url}/slow")) for _ in range(MAX_AT_A_TIME)]
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while files.asked["/slow"] < MAX_AT_A_TIME // 2:
+                files.is_asked.clear()
+                await files.is_asked.wait()
+        assert await fetch(one, small, "other") == b"a"
+        with pytest.raises(Overloaded, match="f: too many files"):
+            await fetch(one, small, limit_s=0.1)
+        assert files.asked["/slow"] == MAX_AT_A_TIME // 2
+        files.go.set()
+    assert [task.result() for task in slow] == [b"a"] * MAX_AT_A_TIME
+
+
+async def test_without_redis_it_is_fetched_all_the_same(tmp_path: Path, files: FileServer) -> None:
+    url = files.add("/a", b"a", "text/plain", etag='"v"')
+    async with Records(NO_REDIS) as unreachable:
+        assert (
+            await fetch(fetcher(tmp_path, files.settings, unreachable.fetched_urls, here), url)
+            == b"a"
+        )
