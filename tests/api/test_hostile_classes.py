@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from tests.api.serving_classes import predict, serve_class
-from tests.waiting import until
 from tests.workers.models.custom.hostile import ENDINGS, ENDLESS, MEMORY_BYTES, hostile_class
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow(about_s=60)]
@@ -56,24 +55,21 @@ def _end_of(prediction: dict[str, Any], expected: tuple[str, object]) -> tuple[s
 
 
 async def test_what_a_class_left_behind_ends_with_it(tmp_path: Path, redis_url: str) -> None:
-    before = set(psutil.pids())
     async with AsyncExitStack() as opened:
         api = await serve_class(opened, tmp_path, redis_url, hostile_class([]))
-        assert (await predict(api, mode="fork"))["output"] == 3
-        left = [one for one in _classes() if one not in before]
+        left = (await predict(api, mode="leave_children"))["output"]
         assert len(left) == 4, "the class and those that left it"
+        assert [pid for pid in left if _runs(pid)] == left
         await predict(api, mode="leave")
         assert (await predict(api, mode="behave"))["output"] == "well"
-        assert not set(left) & set(_classes())
-    await until(lambda: not set(_classes()) - before)
+        assert not [pid for pid in left if _runs(pid)]
 
 
-def _classes() -> list[int]:
-    found = []
-    for one in psutil.process_iter(["name", "status"]):
-        if one.info["name"] == "penstock-class" and one.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(one.pid)
-    return found
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 BREAKS_LATER = """

@@ -19,7 +19,7 @@ from typing import Any
 from shared.messages import PrintedLogs
 from workers.models.custom.limits import Family, LimitWatch, usual_memory_bytes
 from workers.models.custom.runner.frames import Frame, FrameReader, encode_frame
-from workers.models.custom.scratch import make_scratch, remove_scratch
+from workers.models.custom.scratch import Scratch
 
 KILL_AFTER_S = 2.0
 """The time that a canceled prediction has to end by itself."""
@@ -183,7 +183,7 @@ class RunnerProcess:
         is_aside: bool = False,
         passes_on: bool = False,
     ) -> None:
-        self._scratch = make_scratch(folder)
+        self._scratch = Scratch(folder)
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         output, their_output = os.pipe()
@@ -191,7 +191,7 @@ class RunnerProcess:
             root=str(_ROOT),
             fd=theirs.fileno(),
             folder=str(folder),
-            scratch=str(self._scratch),
+            scratch=str(self._scratch.path),
             denied_ports=list(denied_ports),
             inspects_only=inspects_only,
             is_aside=is_aside,
@@ -200,12 +200,12 @@ class RunnerProcess:
             try:
                 self._process = subprocess.Popen(
                     [python, "-c", program],
-                    env=runner_environment(self._scratch, threads, environment or {}),
+                    env=runner_environment(self._scratch.path, threads, environment or {}),
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=their_output,
                     stderr=their_output,
-                    cwd=self._scratch,
+                    cwd=self._scratch.path,
                     start_new_session=True,
                 )
             finally:
@@ -377,7 +377,7 @@ class RunnerProcess:
         self._family.close()  # a timer may be about to kill it
         status = self._process.wait()
         self.printed.close()
-        remove_scratch(self._scratch)
+        self._scratch.close()
         return status
 
 
