@@ -22,8 +22,10 @@ from shared.errors import BadInput, ConfigurationError, PenstockError
 from shared.messages import PrintedLogs
 from shared.model_interface import FILE_FORMAT, ModelInterface
 from shared.model_measurement import CPU, ModelMeasurement
+from shared.tasks import Result
 from shared.tasks.custom import CUSTOM, CustomResult
 from workers.models.base import PreparedCustom, PreparedFile
+from workers.models.custom.batches import CustomBatchModel
 from workers.models.custom.model import CustomModel
 from workers.models.custom.trial import read_assignments, read_file
 
@@ -67,7 +69,8 @@ def measure(
     device = _gpu() if conditions.uses_gpu else CPU
     if device == CPU:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the runner gets it
-    model = CustomModel(entry, folder, device, conditions.threads)
+    kind = CustomBatchModel if interface.batches else CustomModel
+    model = kind(entry, folder, device, conditions.threads)
     load = os.getloadavg()[0]
     began_s = time.perf_counter()
     try:
@@ -94,14 +97,18 @@ def measure(
 
 
 def _entry(folder: Path, interface: ModelInterface) -> Model:
-    """The entry of the catalog, with the largest batches that the class takes."""
+    """The entry of the catalog, with the largest batches that the class takes.
+
+    One with `predict_batch` takes any: here, as many as an entry has by default.
+    """
+    batch = {} if interface.batches else {"max_items": interface.concurrency}
     return Model.model_validate(
         {
             "name": "measured",
             "task": CUSTOM.name,
             "source": f"{LOCAL}{folder}",
             "interface": interface,
-            "batch": {"max_items": interface.concurrency},
+            "batch": batch,
         }
     )
 
@@ -115,7 +122,10 @@ def _sizes(most: int) -> list[int]:
 
 
 def _batch_s(
-    model: CustomModel, inputs: Sequence[PreparedCustom], items: int, repeats: int
+    model: CustomModel | CustomBatchModel,
+    inputs: Sequence[PreparedCustom],
+    items: int,
+    repeats: int,
 ) -> float:
     """Seconds of a batch of so many items: over all inputs the mean of the medians."""
     medians = []
@@ -130,25 +140,38 @@ def _batch_s(
     return statistics.fmean(medians)
 
 
-def _compute(model: CustomModel, batch: Sequence[PreparedCustom], first: int) -> list[CustomResult]:
+def _compute(
+    model: CustomModel | CustomBatchModel, batch: Sequence[PreparedCustom], first: int
+) -> list[CustomResult]:
     """Computes items together, to their ends.
 
     Raises:
         PenstockError: one failed.
     """
+    if isinstance(model, CustomBatchModel):
+        outcomes = model.predict(batch, lambda step, steps: None)
+        logs = model.take_logs()
+        return [_checked(one, first + at, logs.get(at)) for at, one in enumerate(outcomes)]
     for slot, item in enumerate(batch):
         model.admit(slot, item)
-    results: dict[int, Any] = {}
+    results: dict[int, CustomResult] = {}
     while len(results) < len(batch):
         end = model.step()
         model.take_chunks()
         for slot, outcome in end.results.items():
-            if isinstance(outcome, PenstockError):
-                logs = end.logs.get(slot, PrintedLogs()).after(0).strip()
-                reason = f"input {first + slot + 1}: {outcome.message}"
-                raise type(outcome)(f"{reason}\n{logs}" if logs else reason)
-        results |= end.results
+            results[slot] = _checked(outcome, first + slot, end.logs.get(slot))
     return [results[slot] for slot in range(len(batch))]
+
+
+def _checked(
+    outcome: Result | PenstockError, number: int, logs: PrintedLogs | None
+) -> CustomResult:
+    if isinstance(outcome, PenstockError):
+        reason = f"input {number + 1}: {outcome.message}"
+        printed = logs.after(0).strip() if logs is not None else ""
+        raise type(outcome)(f"{reason}\n{printed}" if printed else reason)
+    assert isinstance(outcome, CustomResult), "a class gives no other results; this is a bug"
+    return outcome
 
 
 def read_inputs(

@@ -79,6 +79,31 @@ def test_what_a_class_computes_together_is_measured_together(tmp_path: Path) -> 
     assert measured.seconds_per_item(1) >= 0.2
 
 
+BATCHES = """
+import pydantic
+
+
+class Given(pydantic.BaseModel):
+    seconds: float
+
+
+class Predictor(BasePredictor):
+    def predict_batch(self, inputs: list[Given]) -> list[str | Exception]:
+        time.sleep(max(one.seconds for one in inputs))
+        return [ValueError("no time") if one.seconds < 0.05 else "done" for one in inputs]
+"""
+
+
+def test_batches_of_a_class_are_measured(tmp_path: Path) -> None:
+    folder = write_class(tmp_path, BATCHES)
+    _, measured = found(folder, "seconds=0.1")
+    assert measured.batches.keys() == {1, 2, 4, 8, 16, 32, 64}
+    assert measured.seconds_per_item(64) < 0.1 / 16
+    assert measured.seconds_per_item(1) >= 0.1
+    with pytest.raises(ModelFailed, match="input 1: no time"):
+        found(folder, "seconds=0")
+
+
 def test_the_command_writes_the_file_that_the_plan_reads(tmp_path: Path) -> None:
     write_class(
         tmp_path, "def predict(text: str) -> str: return text", "predict: predict.py:predict"
