@@ -48,7 +48,7 @@ class Site:
 
     async def _die(self, request_id: str, **envelope: Any) -> None:
         now_s = time.time()
-        facts = {
+        facts: dict[str, Any] = {
             "tenant": "acme",
             "received_at_s": now_s,
             "published_at_s": now_s,
