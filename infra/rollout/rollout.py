@@ -210,6 +210,7 @@ class Rollout:
         if not others:
             service.give({candidate: 100})
             self._say(f"{region}: {candidate} serves already")
+            self._check_public(region)  # a first release has nothing that was tried before it
             return
         # Where an earlier rollout was cut off two serve; the larger one is what callers know.
         stable = max(others, key=lambda name: others[name])
@@ -224,8 +225,11 @@ class Rollout:
             self._say(f"{region}: {verdict}")
             if not verdict.is_good:
                 raise Unavailable(f"{region}: {candidate} at {percent} %: {verdict}")
-            if region in self._public_urls:
-                self._report(region, self._check(self._public_urls[region]))
+            self._check_public(region)
+
+    def _check_public(self, region: str) -> None:
+        if region in self._public_urls:
+            self._report(region, self._check(self._public_urls[region]))
 
     def _take_back(self, region: str, shares: dict[str, int]) -> None:
         try:

@@ -215,3 +215,12 @@ def test_steps_rise_to_100(apis: GoogleApis, steps: tuple[int, ...]) -> None:
     judge = CanaryJudge(google, PROJECT, SERVICE, error_ratio=0.02, least_requests=50)
     with pytest.raises(ConfigurationError, match="rise to 100"):
         Rollout({}, judge, lambda url: [], {}, steps_percent=steps)
+
+
+def test_first_release_is_asked_too(apis: GoogleApis, catalog: Catalog) -> None:
+    rolling = rollout(apis, catalog)
+    rolling.roll()
+    assert len(apis.asked) == len(apis.regions)
+    apis.dimensions = 4
+    with pytest.raises(Unavailable, match="no unit vector"):
+        rolling.roll()

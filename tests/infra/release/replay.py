@@ -1,0 +1,206 @@
+"""A first release, replayed: the commands of the runbook, then the two builds, in the order in
+which somebody would do it who has just cloned the repository.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tests.infra.release.api import NUMBER
+from tests.infra.release.builds import Build, StepFailed, in_order, programs_of, resolve, run_step
+from tests.infra.release.cloud import Cloud
+from tests.infra.release.servers import metadata_server
+from tests.limits import TEST_LIMIT_S
+from tests.source_files import source_files
+
+PROJECT, REGION, OWNER = "my-project", "europe-west4", "owner@example.com"
+BUILD = f"penstock-build@{PROJECT}.iam.gserviceaccount.com"
+DEPLOY = f"penstock-deploy@{PROJECT}.iam.gserviceaccount.com"
+RUNBOOK, KEYS = Path("docs/how-to/operations.md"), Path("docs/how-to/keys.md")
+IN_A_BROWSER = "gcloud auth login --update-adc"
+"""The one command that a person has to do."""
+CHECKS = {
+    "PYTEST_ADDOPTS": "tests/test_source_files.py tests/infra/deploy/test_settings.py",
+    "PYTEST_WORKERS": "1",
+}
+"""Of the tests of a build, those that look at the tree itself. All of them take minutes."""
+NEEDS_AN_INDEX = ("setup",)
+"""Steps that install packages: these do reach what is outside."""
+
+
+class CommandFailed(Exception):
+    """A command of the runbook failed; the message is what it wrote."""
+
+
+def blocks(document: Path, heading: str) -> list[str]:
+    """The shell commands in a section of a document, block by block."""
+    text = document.read_text(encoding="utf-8")
+    section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    found = re.findall(r"^( *)```sh\n(.*?)^ *```", section, re.MULTILINE | re.DOTALL)
+    return [re.sub(f"^{indent}", "", block, flags=re.MULTILINE) for indent, block in found]
+
+
+@dataclass
+class Replay:
+    """What a release is replayed with.
+
+    Attributes:
+        cloud: the stand-in for Google.
+        url: of the proxy before it.
+        authority: whom clients must trust.
+        programs: stand-ins for programs.
+        folder: for everything that is written.
+        checkout: the tree of whoever follows the runbook.
+    """
+
+    cloud: Cloud
+    url: str
+    authority: Path
+    programs: Path
+    folder: Path
+    checkout: Path
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def environment(self, account: str, metadata: str) -> dict[str, str]:
+        """The environment of whoever is `account`."""
+        home = self.folder / "homes" / account
+        home.mkdir(parents=True, exist_ok=True)
+        token = home / "token"
+        token.write_text(f"token-of-{account}")
+        self.cloud.tokens[token.read_text()] = account
+        trusted = str(self.authority)
+        return {
+            "HOME": str(home),
+            "LANG": "C.UTF-8",
+            "HTTPS_PROXY": self.url,
+            "https_proxy": self.url,
+            "NO_PROXY": "127.0.0.1,localhost",
+            "SSL_CERT_FILE": trusted,
+            "REQUESTS_CA_BUNDLE": trusted,
+            "CURL_CA_BUNDLE": trusted,
+            "GCE_METADATA_HOST": metadata,
+            "GCE_METADATA_IP": metadata,
+            "CLOUDSDK_AUTH_ACCESS_TOKEN_FILE": str(token),
+            "CLOUDSDK_CONFIG": str(home / "gcloud"),
+            "CLOUDSDK_CORE_CHECK_GCE_METADATA": "false",
+            "CLOUDSDK_CORE_CUSTOM_CA_CERTS_FILE": trusted,
+            "CLOUDSDK_CORE_DISABLE_PROMPTS": "1",
+            "CLOUDSDK_CORE_DISABLE_USAGE_REPORTING": "true",
+        }
+
+    def run(self, block: str) -> str:
+        """Runs commands of the runbook, as the owner. Returns what they wrote.
+
+        Raises:
+            CommandFailed: one of them failed.
+        """
+        kept = self.folder / "exported"
+        script = f"set -euo pipefail\n{block}\nexport -p > {kept}\n"
+        with metadata_server(PROJECT, OWNER, f"token-of-{OWNER}") as metadata:
+            environment = self.environment(OWNER, metadata)
+            # What the page says once holds for its later blocks, and nothing else does.
+            begin = f"source {kept}\n" if kept.exists() else ""
+            given = "".join(f"export {name}='{value}'\n" for name, value in environment.items())
+            done = subprocess.run(
+                ["bash", "-c", begin + given + script],
+                cwd=self.checkout,
+                env={"PATH": f"{self.programs}:{os.environ['PATH']}", **self.variables},
+                input="yes\n" * 5,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=TEST_LIMIT_S,
+                check=False,
+            )
+        if done.returncode != 0:
+            raise CommandFailed(f"{block}\n{done.stdout[-6000:]}")
+        return done.stdout
+
+    def workspace(self, build: Mapping[str, Any], name: str) -> Path:
+        """The folder in which a build begins: its source, or nothing."""
+        made = self.folder / name
+        made.mkdir()
+        if source := (build.get("source") or {}).get("storageSource"):
+            data = self.cloud.buckets[source["bucket"]][source["object"]].data
+            with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+                archive.extractall(made, filter="data")
+        return made
+
+    def build(
+        self,
+        found: Mapping[str, Any],
+        workspace: Path,
+        *,
+        only: Callable[[str], bool] = lambda step: True,
+        given: Mapping[str, str] = MappingProxyType({}),
+    ) -> list[str]:
+        """Runs the steps of a build that `only` takes. Returns their ids in the order they had.
+
+        Raises:
+            StepFailed: one did not end well.
+        """
+        built_in = {
+            "PROJECT_ID": PROJECT,
+            "PROJECT_NUMBER": NUMBER,
+            "BUILD_ID": found.get("id", "d0000000-0000-4000-8000-000000000000"),
+            "COMMIT_SHA": "",
+            "LOCATION": REGION,
+        }
+        replaced = {**found, "substitutions": {**found.get("substitutions", {}), **given}}
+        build = resolve(replaced, built_in)
+        ran = []
+        with metadata_server(PROJECT, build.account, f"token-of-{build.account}") as metadata:
+            for step in in_order(build.steps):
+                if only(step["id"]):
+                    self._step(step, build, workspace, metadata)
+                    ran.append(step["id"])
+        return ran
+
+    def _step(self, step: Mapping[str, Any], build: Build, workspace: Path, metadata: str) -> None:
+        path = programs_of(step["name"], self.programs, self.folder / "images")
+        environment = self.environment(build.account, metadata)
+        environment["CLOUDSDK_CORE_PROJECT"] = PROJECT  # which gcloud has from the metadata
+        if step["id"] in NEEDS_AN_INDEX:
+            environment = {
+                name: value
+                for name, value in os.environ.items()
+                if name.startswith(("PIP_", "SSL_", "UV_")) or name.lower().endswith("_proxy")
+            } | {"HOME": os.environ.get("HOME", "/"), "LANG": "C.UTF-8"}
+        if step["id"] == "tests":
+            environment |= CHECKS
+        run_step(step, workspace, path, environment)
+
+
+def check_out(folder: Path) -> Path:
+    """Makes a clone of this tree as it lies here, with what `make setup` makes."""
+    made = folder / "checkout"
+    for path in source_files():
+        (made / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, made / path, follow_symlinks=False)
+    (made / ".git").mkdir()
+    (made / ".git/HEAD").write_text("ref: refs/heads/main\n")
+    link_environment(made)
+    return made
+
+
+def link_environment(tree: Path) -> None:
+    """What `make setup` would install there: the environment that runs this test."""
+    (tree / ".venv").mkdir()
+    for entry in Path(sys.prefix).iterdir():
+        if entry.name != ".installed":
+            (tree / ".venv" / entry.name).symlink_to(entry)
+    (tree / ".venv/.installed").touch()
+
+
+__all__ = ["CommandFailed", "Replay", "StepFailed", "blocks", "check_out", "link_environment"]
