@@ -200,23 +200,6 @@ def test_bucket_of_gclouds_own_stops_the_build(replay: Replay) -> None:
     assert (BUILD, "storage.buckets.create", f"projects/{PROJECT}") in replay.cloud.refused
 
 
-def test_list_of_parts_can_be_kept_again_for_the_same_image(replay: Replay) -> None:
-    """A build that is tried again makes the same images, and may write over nothing."""
-    build = submit(replay)
-    workspace = replay.workspace(build, "build")
-    link_environment(workspace)
-
-    def run(only: set[str]) -> None:
-        replay.build(build, workspace, only=lambda step: step in only)
-
-    run(OF_IMAGES - {"types", "terraform", "held", "plan", "release"})
-    run({"sbom"})
-    changed(workspace, "infra/cloudbuild/sbom.sh", "/$BUILD_ID", "")
-    run({"sbom"})
-    with pytest.raises(StepFailed, match=r"storage\.objects\.delete"):
-        run({"sbom"})
-
-
 def test_release_needs_its_folder(replay: Replay) -> None:
     built(replay, without=CHECKS)
     (fetch,) = [step for step in replay.cloud.builds[-1]["steps"] if step["id"] == "fetch"]
