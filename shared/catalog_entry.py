@@ -60,7 +60,7 @@ class Batch(_Entry):
 MAX_WORK = 1_000_000_000
 
 
-class Work(_Entry):
+class WorkBound(_Entry):
     """What an item of a model of one's own weighs. `max`: the most, which limits reserve."""
 
     max: int | None = Field(None, ge=1, le=MAX_WORK)
@@ -216,7 +216,7 @@ class Price(PriceTerms):
         return terms
 
 
-class Resources(_Entry):
+class ClassResources(_Entry):
     """What a class of one's own may take in each model process."""
 
     memory_bytes: Positive | None = None
@@ -351,7 +351,7 @@ class CatalogEntry(_Entry):
     tolerance: Tolerance = Tolerance()
     dimensions: Positive | None = None
     batch: Batch = Batch()
-    work: Work = Work()
+    work: WorkBound = WorkBound()
     max_in_flight: Positive = 512
     """While this number of items wait for a worker, an API instance takes items (429) only of
     tenants that have less than their share.
@@ -369,7 +369,7 @@ class CatalogEntry(_Entry):
     generation: Generation = Generation()
     gpu: Gpu = Gpu()
     replicas: Replicas = Replicas()
-    resources: Resources = Resources()
+    resources: ClassResources = ClassResources()
     price: Price = Price()
     canary: Canary | None = None
     """A new revision that gets a share of the requests. None: there is none."""

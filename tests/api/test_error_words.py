@@ -28,7 +28,7 @@ TYPES = {"str", "int", "float", "bool", "list", "dict"}
 ACCEPTED = re.compile(
     r"should|at most|at least|required|unknown parameter|not supported|\bsend\b|needs|leave"
     r"|\bname\b|is for|known:|one of|belongs to|either|not allowed|must|longer than"
-    r"|needed|is not .+ or |are accepted"
+    r"|needed|is not .+ or |are accepted|expected an? "
 )
 """Words that come before an accepted form."""
 VALUES: list[Any] = [

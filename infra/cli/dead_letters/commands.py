@@ -14,7 +14,7 @@ import typer
 from shared.errors import BadInput
 
 if TYPE_CHECKING:
-    from infra.cli.dead_letters.letters import DeadLetters, Letter
+    from infra.cli.dead_letters.letters import HeldLetters, Letter
 
 Done = TypeVar("Done")
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
@@ -64,7 +64,7 @@ def show(
 ) -> None:
     """Show a dead letter: its attributes, its size, and whether somebody waits for it."""
 
-    async def act(held: DeadLetters) -> tuple[dict[str, Any], bytes]:
+    async def act(held: HeldLetters) -> tuple[dict[str, Any], bytes]:
         letter = held.find(letter_id)
         return _fact(held.model, letter) | {
             "answered": letter.answered,
@@ -99,7 +99,7 @@ def replay(
     catalog = read_catalog(read_settings(Settings).models_file)
     deadline_s = deadline or catalog.find_deployed(name).deadline.longest_s
 
-    async def act(held: DeadLetters) -> tuple[int, int]:
+    async def act(held: HeldLetters) -> tuple[int, int]:
         chosen = _chosen(held, ids, every=every)
         if every:
             chosen = [letter for letter in chosen if letter.is_awaited]
@@ -129,7 +129,7 @@ def discard(
     With --all, those whose callers still wait stay unless --force is given.
     """
 
-    async def act(held: DeadLetters) -> tuple[int, int]:
+    async def act(held: HeldLetters) -> tuple[int, int]:
         chosen = _chosen(held, ids, every=every)
         if every and not force:
             chosen = [letter for letter in chosen if not letter.is_awaited]
@@ -146,13 +146,13 @@ def discard(
     typer.echo(f"{model}: {done} discarded, {left} left")
 
 
-def _chosen(held: DeadLetters, ids: Sequence[str] | None, *, every: bool) -> list[Letter]:
+def _chosen(held: HeldLetters, ids: Sequence[str] | None, *, every: bool) -> list[Letter]:
     if bool(ids) == every:
         raise BadInput("name the ids of letters, or --all", field="id")
     return list(held.letters) if every else [held.find(one) for one in ids or ()]
 
 
-async def _facts(held: DeadLetters) -> list[dict[str, Any]]:
+async def _facts(held: HeldLetters) -> list[dict[str, Any]]:
     return [_fact(held.model, letter) for letter in held.letters]
 
 
@@ -195,7 +195,7 @@ def _models(names: Sequence[str]) -> list[str]:
 
 
 def _run(
-    models: Sequence[str], limit: int, act: Callable[[DeadLetters], Awaitable[Done]]
+    models: Sequence[str], limit: int, act: Callable[[HeldLetters], Awaitable[Done]]
 ) -> list[Done]:
     """Holds the dead letters of models and runs `act` with those of each.
 

@@ -61,7 +61,7 @@ class Letter:
         return attributes.get("penstock_reason") or many
 
 
-class DeadLetters:
+class HeldLetters:
     """The dead letters of one model, held for as long as the context of `held_letters` is open.
 
     Args:
@@ -137,7 +137,7 @@ async def held_letters(
     model: str,
     *,
     most: int,
-) -> AsyncIterator[DeadLetters]:
+) -> AsyncIterator[HeldLetters]:
     """Holds the dead letters of a model, at most `most`. Those not acked go back at the end.
 
     Raises:
@@ -158,7 +158,7 @@ async def held_letters(
             except (TimeoutError, StopAsyncIteration):
                 break
         letters = [await _letter(message, records) for message in messages]
-        yield DeadLetters(transport, records, model, subscription, letters)
+        yield HeldLetters(transport, records, model, subscription, letters)
 
 
 async def _letter(message: ReceivedMessage, records: Records) -> Letter:

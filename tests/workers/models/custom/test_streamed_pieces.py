@@ -61,11 +61,11 @@ def streamed(
 @pytest.mark.parametrize(
     ("written", "first", "text"),
     [
-        ((), 0, '"a 0"\n"a 1"\n"a 2"\n"a 3"\n'),
-        (('"a 0"\n', '"a 1"\n'), 2, '"a 2"\n"a 3"\n'),
-        (('"b 0"\n',), None, ""),
-        (('"a 0"\n', '"b 1"\n', '"a 2"\n'), None, ""),
-        (('"a 0"\n', '"a 1"\n', '"a 2"\n', '"a 3"\n'), None, ""),
+        ((), 0, '["a 0",[]]\n["a 1",[]]\n["a 2",[]]\n["a 3",[]]\n'),
+        (('["a 0",[]]\n', '["a 1",[]]\n'), 2, '["a 2",[]]\n["a 3",[]]\n'),
+        (('["b 0",[]]\n',), None, ""),
+        (('["a 0",[]]\n', '["b 1",[]]\n', '["a 2",[]]\n'), None, ""),
+        (('["a 0",[]]\n', '["a 1",[]]\n', '["a 2",[]]\n', '["a 3",[]]\n'), None, ""),
     ],
     ids=["new", "goes on", "another first", "another one between", "all are there"],
 )

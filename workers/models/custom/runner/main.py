@@ -113,7 +113,7 @@ def _serve(
         asyncio.set_event_loop(loop)
         loop.run_until_complete(AsyncRunner(connection, loaded).run())
     elif loaded.element is not None:
-        BatchRunner(connection, loaded, loaded.element).run()
+        ListRunner(connection, loaded, loaded.element).run()
     else:
         SyncRunner(connection, loaded).run()
 
@@ -368,7 +368,7 @@ class AsideRunner(SyncRunner):
         return encode_frame({"id": prediction.id, "work": max(-MAX_WORK, min(work, MAX_WORK))})
 
 
-class BatchRunner(SyncRunner):
+class ListRunner(SyncRunner):
     """Runs a class with `predict_batch`, one batch at a time.
 
     Args:
