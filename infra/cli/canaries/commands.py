@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 import typer
 import yaml
 
-from shared.catalog import read_catalog
 from shared.errors import ConfigurationError, Unavailable
 
 
@@ -33,6 +32,8 @@ def promote(path: Path, name: str) -> None:
         ConfigurationError: the file has no such model, or it has no canary, or its entry stands in
             one line.
     """
+    from shared.catalog import read_catalog
+
     text = path.read_text(encoding="utf-8")
     edited = _promoted(text, _entry(path, text, name), path)
     with TemporaryDirectory() as folder:

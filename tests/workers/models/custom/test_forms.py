@@ -222,7 +222,7 @@ def test_files_of_an_output_have_a_bound_together(tmp_path: Path, started: Any) 
     model = started(write_class(tmp_path, body))
     failed = compute(model, {"a": 4}).results[0]
     assert isinstance(failed, ModelFailed)
-    assert failed.message.startswith("output: its files have together more than")
+    assert failed.message.startswith("output: its files together have more than")
 
 
 def test_a_file_is_an_open_file_if_the_class_asks_for_one(tmp_path: Path, started: Any) -> None:

@@ -149,7 +149,7 @@ class OutputEncoder:
         self._size_bytes += len(data)
         if self._size_bytes > MAX_FILES_BYTES:
             raise WrongOutput(
-                f"output: its files have together more than the {MAX_FILES_BYTES} bytes allowed"
+                f"output: its files together have more than the {MAX_FILES_BYTES} bytes allowed"
             )
         media_type = mimetypes.guess_type(name)[0] or ANY_BYTES
         self.files.append({"at": list(at), "media_type": media_type, "name": Path(name).name})
