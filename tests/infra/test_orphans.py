@@ -79,6 +79,14 @@ def descendants(label: str) -> list[psutil.Process]:
     return found
 
 
+@pytest.fixture(autouse=True)
+def _hears_hangups() -> Iterator[None]:
+    """What nohup starts ignores SIGHUP, and so would what these tests start."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @contextmanager
 def labeled(command: Sequence[str], folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A program, and the label that all it starts has. Whatever it leaves is killed at the end."""
