@@ -60,7 +60,7 @@ class Batch(_Entry):
 MAX_WORK = 1_000_000_000
 
 
-class WorkBound(_Entry):
+class ItemWork(_Entry):
     """What an item of a model of one's own weighs. `max`: the most, which limits reserve."""
 
     max: int | None = Field(None, ge=1, le=MAX_WORK)
@@ -351,7 +351,7 @@ class CatalogEntry(_Entry):
     tolerance: Tolerance = Tolerance()
     dimensions: Positive | None = None
     batch: Batch = Batch()
-    work: WorkBound = WorkBound()
+    work: ItemWork = ItemWork()
     max_in_flight: Positive = 512
     """While this number of items wait for a worker, an API instance takes items (429) only of
     tenants that have less than their share.

@@ -519,7 +519,8 @@ def chat_choice(body: ChatBody, choice_id: str, index: int, result: GenerationRe
     if names := {tool.function.name for tool in body.allowed_tools}:
         seed = f"{choice_id}:{index}"
         text, calls = read_tool_calls(text, names, seed)
-        if result.finish_reason == "length":
+        # A forced call that a stop sequence cut is one, too: a stream has sent its beginning.
+        if result.finish_reason == "length" or (body.forced_tools and not calls):
             seed, is_whole = f"{seed}:{len(calls)}", not calls
             text, cut = read_cut_call(text, names, seed, is_whole=is_whole)
             calls += [cut] if cut is not None else []

@@ -12,7 +12,13 @@ from llguidance import LLMatcher
 from openai import pydantic_function_tool
 from pydantic import BaseModel
 
-from api.openai.generation import begun_call, call_schema, read_cut_call, read_tool_calls, shown_of
+from api.openai.generation import (
+    begun_call,
+    call_schema,
+    read_cut_call,
+    read_tool_calls,
+    shown_of,
+)
 from shared.errors import BadInput
 from shared.tasks.text import GenerationInput
 from tests.api.harness import ApiUnderTest, api_with_redis
@@ -328,6 +334,23 @@ async def test_arguments_of_a_forced_call_come_as_they_are_written(api: ApiUnder
         final = await parsed.get_final_completion()
     (parsed_call,) = final.choices[0].message.tool_calls
     assert parsed_call.function.parsed_arguments == Weather(place=Place(city="La Chaux de Fonds"))
+
+
+@pytest.mark.anyio
+async def test_forced_call_that_a_stop_sequence_cuts_is_the_same_whole_and_streamed(
+    api: ApiUnderTest,
+) -> None:
+    client, given = api.openai(), asked(WRITTEN_CALL, tool_choice="required", stop=["ern"])
+    (whole,) = (await client.chat.completions.create(**given)).choices
+    async with await client.chat.completions.create(**given, stream=True) as stream:
+        chunks = [chunk.choices[0] async for chunk in stream if chunk.choices]
+    assert (whole.message.content, whole.finish_reason) == (None, "stop")
+    (call,) = whole.message.tool_calls
+    assert call.function.arguments == '{"place": {"city": "B'
+    deltas = [one for chunk in chunks for one in chunk.delta.tool_calls or ()]
+    assert "".join(one.function.arguments for one in deltas) == call.function.arguments
+    assert not any(chunk.delta.content for chunk in chunks)
+    assert chunks[-1].finish_reason == "stop"
 
 
 @for_all(
