@@ -239,7 +239,8 @@ class LineExecutor:
         limited: LimitedRequest,
     ) -> bytes:
         """Returns the answer to a line. It is charged if there is one."""
-        tools = ReplyTools(self.objects, self.image_codec, time.time() + REPLY_LIMIT_S)
+        deadline_s = time.time() + REPLY_LIMIT_S
+        tools = ReplyTools(self.objects, self.image_codec, deadline_s, response.price)
         try:
             with response:
                 response.raise_failed()

@@ -26,6 +26,7 @@ from shared.errors import BadInput, ModelFailed, Unavailable
 from shared.messages import ItemOutcome
 from shared.model_interface import FILE_FORMAT
 from shared.tasks.custom import CustomInput, CustomResult, interface_of
+from shared.usage.charge import cost_usd
 
 MAX_OUTPUT_FILES_BYTES = 4 * 1024 * 1024
 """Of the files of one answer. A segment of lines is held in memory."""
@@ -109,7 +110,11 @@ class PredictionsEndpoint(Endpoint):
             "output": result.with_blobs(files).to_output("", lambda key, media_type="": ""),
             "logs": "" if outcome.logs is None else outcome.logs.after(0),
             "error": None,
-            "metrics": {**result.recorded_metrics, **times},
+            "metrics": {
+                **result.recorded_metrics,
+                **times,
+                "cost_usd": cost_usd(tools.price, outcome),
+            },
         }
         return msgspec.json.encode(shown)
 
@@ -125,7 +130,7 @@ async def _loaded(blob: Blob, left_bytes: int, tools: ReplyTools) -> Blob:
         data = None
     if data is None or len(data) > left_bytes:
         raise ModelFailed(
-            f"output: its files have together more than the {MAX_OUTPUT_FILES_BYTES} bytes that an "
+            f"output: its files together have more than the {MAX_OUTPUT_FILES_BYTES} bytes that an "
             "answer in a batch may have; create a prediction, whose files are links"
         )
     return Blob(blob.media_type, data=data)

@@ -14,6 +14,7 @@ from shared.catalog import Catalog, Model
 from shared.messages import ItemOutcome
 from shared.stores.objects import ObjectStore
 from shared.tasks import Input
+from shared.usage.charge import ItemPrice
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class ReplyTools:
     image_codec: ImageCodec
     deadline_s: float
     """Unix time at which work on an answer is stopped."""
+    price: ItemPrice
+    """The terms on which its items are charged."""
 
 
 class Endpoint(ABC):

@@ -14,11 +14,13 @@ from api.limits.limited_request import STOPS_WITHIN_S
 from shared.stores.objects import ObjectStore
 from shared.tasks.custom import interface_of
 from shared.tenants.plan import Plan
+from tests.api.batches.batching import answers, created, jsonl, until
 from tests.api.fake_worker import FakeWorker
 from tests.api.harness import running_api, settings_for
 from tests.api.ledger import LedgerWorld, ledger_world
 from tests.api.predicting import WAIT, until_processing
-from tests.keys import bearer, keys_url
+from tests.api.test_ledger import running_batches
+from tests.keys import bearer, key_for, keys_url
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import entry_of, write_class
 from tests.workers.worker_harness import running_worker
@@ -259,3 +261,44 @@ async def test_nobody_pays_for_the_calls_that_another_made_fail(
         for row in rows:
             assert row.inference_ms is not None
             assert row.inference_ms < 900, "one call of 0.3 s, not all seven"
+
+
+GIVES_A_FILE = """
+class Predictor(BasePredictor):
+    def predict(self, size: int) -> Path:
+        if not size:
+            raise ValueError("nothing to give")
+        path = Path("out.bin")
+        path.write_bytes(b"x" * size)
+        return path
+"""
+
+
+async def test_lines_of_batches_are_charged_alike_in_answer_counter_and_row(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """One that was computed, and whose file is too large for a line, costs nothing."""
+    price = {"per_item_usd": 0.25}
+    async with charged(redis_url, tmp_path, GIVES_A_FILE, price=price, work={}) as world:
+        client = world.api.openai(api_key=key_for("one"))
+        sizes = {"small": 3, "above what records keep": 100_000, "too large": 5_000_000, "none": 0}
+        lines = [
+            {"custom_id": name, "method": "POST", "url": "/v1/predictions"}
+            | {"body": {"version": "mine", "input": {"size": size}}}
+            for name, size in sizes.items()
+        ]
+        async with running_batches(world):
+            batch = await created(client, jsonl(lines), endpoint="/v1/predictions")
+            batch = await until(client, batch)
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 2)
+        told = [
+            one["response"]["body"]["metrics"]["cost_usd"]
+            for one in await answers(client, batch.output_file_id)
+        ]
+        assert told == [0.125, 0.125], "the price of a batch is half of it"
+        for usd in told:
+            world.ledger.tell("one", usd)
+        costs = await world.ledger.check()
+        assert costs["one"] == pytest.approx(0.25)
+        assert {row.batch_id for row in world.ledger.rows()} == {batch.id}
+        assert len(world.ledger.rows()) == 4

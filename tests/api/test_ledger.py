@@ -277,7 +277,7 @@ async def prediction_is_published_by_who_asks_again(world: LedgerWorld) -> dict[
 async def batch_ends(world: LedgerWorld) -> dict[str, float]:
     """A line with an error is not charged, whatever of it was computed."""
     client = world.api.openai(api_key=key_for("one"))
-    async with _runner(world):
+    async with running_batches(world):
         batch = await _batch(client, ["abcd"], ["efgh", "0"], ["ijkl", "!"], words(20))
         batch = await until(client, batch)
     assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 2)
@@ -290,7 +290,7 @@ async def batch_is_canceled(world: LedgerWorld) -> dict[str, float]:
     client = world.api.openai(api_key=key_for("one"))
     texts = words(32)
     world.harness.process.holds = texts[20]
-    async with _runner(world):
+    async with running_batches(world):
         batch = await _batch(client, texts, ["abcd"])
         await world.harness.until(replies(world, 16))
         await client.batches.cancel(batch.id)
@@ -305,13 +305,13 @@ async def batch_process_ends(world: LedgerWorld) -> dict[str, float]:
     client = world.api.openai(api_key=key_for("one"))
     texts = words(32)
     world.harness.process.holds = texts[20]
-    async with _runner(world):
+    async with running_batches(world):
         batch = await _batch(client, texts)
         await world.harness.until(replies(world, 16))
     world.harness.process.holds = ""
     world.harness.process.gate.set()
     await world.ledger.until_idle()  # the lease of the first one keeps the next one waiting longer
-    async with _runner(world):
+    async with running_batches(world):
         batch = await until(client, batch)
     assert batch.request_counts.completed == 1
     await world.ledger.until_idle()
@@ -327,13 +327,13 @@ async def batch_process_ends_within_a_segment(world: LedgerWorld) -> dict[str, f
     texts = words(40)
     world.harness.process.holds = texts[39]
     before = _completed_lines()
-    async with _runner(world):
+    async with running_batches(world):
         batch = await _batch(client, *(texts[at : at + 10] for at in range(0, 40, 10)))
         await world.harness.until(lambda: _completed_lines() == before + 3)
     world.harness.process.holds = ""
     world.harness.process.gate.set()
     await world.ledger.until_idle()
-    async with _runner(world):
+    async with running_batches(world):
         batch = await until(client, batch)
     assert batch.request_counts.completed == 4
     await world.ledger.until_idle()
@@ -454,7 +454,7 @@ def _is_published(world: LedgerWorld) -> bool:
 
 
 @asynccontextmanager
-async def _runner(world: LedgerWorld) -> AsyncIterator[None]:
+async def running_batches(world: LedgerWorld) -> AsyncIterator[None]:
     """A process that runs batches. Its limiter gives back what it does not need at its end."""
     rows, broker = RowList(), world.harness.broker
     world.ledger.row_lists.append(rows.rows)
