@@ -63,8 +63,12 @@ class InvalidFields(BadInput):
         self.fields = fields
 
 
-class ProblemRoute(APIRoute):
-    """A route whose errors are problem details."""
+class ErrorRoute(APIRoute):
+    """A route whose errors have a shape of their own: that of `respond`."""
+
+    def respond(self, request: Request, error: Exception) -> Response:
+        """Returns the response for one of EXPECTED_ERRORS."""
+        raise NotImplementedError
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Returns the handler, with errors mapped to responses."""
@@ -74,9 +78,17 @@ class ProblemRoute(APIRoute):
             try:
                 return await handle(request)
             except EXPECTED_ERRORS as error:
-                return problem_response(request, error)
+                return self.respond(request, error)
 
         return handled
+
+
+class ProblemRoute(ErrorRoute):
+    """A route whose errors are problem details."""
+
+    def respond(self, request: Request, error: Exception) -> Response:
+        """Returns the problem details of an error."""
+        return problem_response(request, error)
 
 
 @contextmanager

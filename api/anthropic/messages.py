@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -37,7 +36,6 @@ from api.anthropic.schemas import (
 from api.chat_bodies import ChatBody
 from api.errors import (
     ERROR_MAPPINGS,
-    EXPECTED_ERRORS,
     ClientGone,
     encode_error,
     headers_for,
@@ -62,6 +60,7 @@ from api.openai.token_counts import count_chat
 from api.predictions.creation import digest_of
 from api.predictions.event_stream import HeldResponse
 from api.predictions.generation_stream import StreamPosition
+from api.problem_details import ErrorRoute
 from api.tasks.base import Inputs
 from shared.catalog import Model
 from shared.errors import BadInput, PenstockError, error_for_code
@@ -90,21 +89,13 @@ _CONTEXT = re.compile(
 )
 
 
-class AnthropicRoute(APIRoute):
+class AnthropicRoute(ErrorRoute):
     """A route whose errors have Anthropic's shape."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Returns the handler, with errors mapped to responses."""
-        handle = super().get_route_handler()
-
-        async def handled(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except EXPECTED_ERRORS as error:
-                set_error_code(request, error)
-                return _response(request, _known(error))
-
-        return handled
+    def respond(self, request: Request, error: Exception) -> Response:
+        """Returns the error in that shape."""
+        set_error_code(request, error)
+        return _response(request, _known(error))
 
 
 def error_reply(error: PenstockError, request_id: str | None = None) -> AnthropicErrorReply:

@@ -49,6 +49,7 @@ from shared.errors import PenstockError, Unavailable
 from shared.settings import ApiSettings
 from shared.stores.key_stores import key_store
 from shared.stores.objects import ObjectStore
+from shared.stores.records import Records
 from shared.stores.redis_client import RedisLink, RedisStore, load_script
 from shared.stores.signed_urls import UrlSigner
 from shared.transport import Admin, Transport
@@ -361,6 +362,24 @@ class _StoredResults:
         return await self._objects.get(key, MAX_BYTES)
 
 
+def _source_images(
+    settings: ApiSettings,
+    objects: ObjectStore,
+    storage: Storage,
+    records: Records,
+    codec: ImageCodec,
+) -> SourceImages:
+    """What loads the files that lines name: data: URIs, uploads, results and URLs."""
+    return SourceImages(
+        objects,
+        Files(objects, storage),
+        _StoredResults(objects),
+        UrlSigner(settings.secret),
+        codec,
+        UrlFetcher(settings, objects, records.fetched_urls),
+    )
+
+
 @asynccontextmanager
 async def opened_runner(
     settings: ApiSettings,
@@ -423,14 +442,7 @@ async def opened_runner(
                 objects,
                 ImageCodec(pool),
                 limiter,
-                SourceImages(
-                    objects,
-                    Files(objects, storage),
-                    _StoredResults(objects),
-                    UrlSigner(settings.secret),
-                    ImageCodec(pool),
-                    UrlFetcher(settings, objects, pipeline.records.fetched_urls),
-                ),
+                _source_images(settings, objects, storage, pipeline.records, ImageCodec(pool)),
             ),
         )
         window = Window(settings.batch_items_in_flight)
