@@ -108,7 +108,7 @@ async def test_replies_that_the_broker_did_not_take_come_again_with_their_jobs(
         before = handed_back()
         harness.broker.outage = Unavailable("the broker is away")
         harness.process.gate.set()
-        await harness.until(lambda: handed_back() - before == len(NAMES))
+        await harness.until(lambda: handed_back() - before >= len(NAMES))
         harness.broker.outage = None
         came = [(await harness.reply()).request_id for _ in NAMES]
         assert sorted(came) == list(NAMES)
