@@ -38,6 +38,7 @@ MODULES = {
     "bad_neighbor": "bad_neighbor.rounds",
     "far_broker": "far_broker",
     "far_redis": "far_redis",
+    "far_objects": "far_objects",
     "reports": "reports",
     "day": "day",
     "generation": "generation.engine",

@@ -54,7 +54,7 @@ class LoadOrder(msgspec.Struct):
     limit_s: float = 300.0
     waits_after_429: bool = False
     sample_every: int = 0
-    """Every n-th answer is kept. 0: none."""
+    """Every n-th answer that is a success is kept. 0: none."""
 
 
 class LoadReport(msgspec.Struct):
@@ -223,7 +223,7 @@ class _Generator:
         exchange.ended_s = time.perf_counter() - self._began_s
         self.exchanges.append(exchange)
         every = self._order.sample_every
-        if every and exchange.status == 200 and exchange.number % every == 0:
+        if every and 200 <= exchange.status < 300 and exchange.number % every == 0:
             self.samples.append((exchange.number, b"".join(body).decode()))
         if exchange.status == UNCONNECTED:
             self._callers -= 1
