@@ -109,7 +109,7 @@ from api.replicate.replies import (
     WebhookAttempts,
 )
 from api.routes import admin as admin_routes
-from api.routes import files, health, models, pages, reports, status
+from api.routes import files, health, models, pages, reports
 from api.routes.admin import (
     ActObject,
     ActsPage,
@@ -127,9 +127,9 @@ from api.routes.admin import (
     TenantsReply,
 )
 from api.routes.files import FileDeleted, FileObject, FilesPage
+from api.routes.health import StatusReply
 from api.routes.models import ModelItem, ModelsReply
 from api.routes.reports import ReportReply, ReportsReply
-from api.routes.status import StatusReply
 from api.usage.rows import UsageRows
 from api.usage.service import QueryPermits, ReportDataset, ReportService, UsageService
 from shared.catalog import Catalog
@@ -314,7 +314,6 @@ def _add_routes(app: FastRouteApp) -> None:
         models,
         usage,
         reports,
-        status,
         admin_routes,
         health,
         pages,

@@ -59,6 +59,8 @@ ROUGH = {
     "log-normal delays": Link(25, PUBSUB_SIGMA),
     "connections cut every 3 s": Link(25, cut_every_s=3.0),
 }
+UNANSWERED = 100
+"""Jobs of a tenant with a weight, for each worker. With 60 the heaviest runs out of them."""
 FAIR_DELAY_MS, FAIR_SECONDS, QUICK_FAIR_SECONDS = 25, 30.0, 15.0
 KILL_LIMIT_S = 120.0
 WORK_REPEATED_S = 1.0
@@ -165,7 +167,7 @@ def _bounded(figure: Figure, least: float) -> Figure:
 def _fair_shares(endpoint: str, redis_url: str, seconds: float, folder: Path) -> Iterator[Figure]:
     """What tenants notice of each other at a distance, on Pub/Sub."""
     with far_site("pubsub", endpoint, redis_url, Link(FAIR_DELAY_MS), folder) as site:
-        for one in order.measure_shares((site.pubsub_endpoint, redis_url), seconds):
+        for one in order.measure_shares((site.pubsub_endpoint, redis_url), seconds, UNANSWERED):
             yield Figure(
                 f"{FAIR_DELAY_MS} ms, {one.name}", one.value, one.unit, one.bound, one.limit
             )

@@ -5,29 +5,329 @@ a thread, holds the interpreter for up to a third of a second (alpha_composite, 
 any amount of memory. This process can be killed at a deadline, has a lower priority than the event
 loop, gets limits on memory and CPU time from the kernel, and has none of the API's settings or
 secrets. It imports only Pillow and msgspec, so it starts within a tenth of a second.
+
+A command decodes, resizes or encodes an image with Pillow, in bounded memory: it reads the header
+first and reserves the memory that the rest may take.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import resource
 import signal
 import socket
+import struct
 import sys
 import time
+import traceback
+import zlib
+from collections.abc import Callable
+from typing import Any
 
-from api.inputs.codec_commands import run_command
+from PIL import ExifTags, Image, ImageChops, ImageStat
+from PIL.JpegImagePlugin import JpegImageFile
+
 from api.inputs.codec_protocol import (
     LENGTHS,
+    CodecCommand,
+    CodecError,
     CodecReply,
     CodecRequest,
+    CompareImages,
     HeaderRead,
+    ImageEncoded,
+    ImagesCompared,
+    PrepareSource,
     Proceed,
+    SourceLimits,
+    SourcePrepared,
     decode_request,
     frame_header,
 )
+
+SOURCE_LIMIT_PIXELS = 25_000_000
+SOURCE_FORMATS = ("PNG", "JPEG", "WEBP")
+REDUCING_GAP = 3
+"""Images are averaged in boxes down to three times the target, then resampled, as for
+thumbnails."""
+EQUAL_DB = 100.0
+"""The ratio of equal images, of which the formula has none."""
+STRIP_PIXELS = 1 << 18
+"""Number of pixels of the decoded image that are flattened and reduced at a time."""
+WORKING_BYTES = 24 * 1024 * 1024
+"""Maximum memory for decoder, strips and encoder."""
+
+# Pillow's own bound only warns at first. The bound here refuses right after the header was read.
+Image.MAX_IMAGE_PIXELS = None
+
+# The errors that Pillow's decoders raise on broken data.
+_UNDECODABLE = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
+_SMALL_MODES = {"1": 1, "L": 1, "P": 1, "I;16": 2}
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_PNG_CHUNKS = (b"tRNS", b"eXIf")
+"""Of what a PNG may have besides pixels and palette, what decides how it looks. Critical chunks
+begin with a capital letter: https://www.w3.org/TR/png-3/#5Chunk-naming-conventions
+"""
+_TO_8_BITS = [(value * 255 + 32767) // 65535 for value in range(65536)]
+_DEPTHS = {"L;2": 3, "L;4": 15}
+"""Highest samples of PNGs whose samples Pillow stretches to 8 bits, by its names."""
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_SIDEWAYS = (5, 6, 7, 8)
+
+
+class _TooLargeError(Exception):
+    """Too many pixels, or too much memory."""
+
+
+class _NotDrawnError(Exception):
+    """An image of a kind that can't be drawn right. Says which."""
+
+
+def run_command(
+    command: CodecCommand, data: bytes, reserve: Callable[[int], None]
+) -> tuple[CodecReply, bytes]:
+    """Runs a command on the image in `data`. Calls `reserve` after reading the image header."""
+    try:
+        if isinstance(command, PrepareSource):
+            source = _prepared(data, command, reserve)
+            return SourcePrepared(*source.size), _saved(source, "png", compress_level=1)
+        if isinstance(command, CompareImages):
+            return ImagesCompared(_psnr_db(data, command.first_bytes, reserve)), b""
+        with _opened(data, ("PNG",)) as image:
+            reserve(_cost_bytes(image, image.size))
+            return ImageEncoded(), _saved(
+                image.convert("RGB"), command.output_format, quality=command.quality
+            )
+    except (_TooLargeError, MemoryError) as error:
+        return CodecError(
+            "input_too_large", str(error) or "it takes more memory to decode than there is"
+        ), b""
+    except _NotDrawnError as error:
+        return CodecError("invalid_input", str(error)), b""
+    except ConnectionError:  # the API hung up during `reserve`
+        raise
+    except Exception as error:
+        if not isinstance(error, _UNDECODABLE):
+            traceback.print_exc()
+        return CodecError("invalid_input", "not a PNG, JPEG or WebP image, or a broken one"), b""
+
+
+def _psnr_db(data: bytes, first_bytes: int, reserve: Callable[[int], None]) -> float:
+    """Returns the PSNR of two PNGs in dB, 10 log10(255^2 / MSE) as in ITU-T J.340."""
+    with (
+        _opened(data[:first_bytes], ("PNG",)) as one,
+        _opened(data[first_bytes:], ("PNG",)) as other,
+    ):
+        reserve(_cost_bytes(one, one.size) + _cost_bytes(other, other.size))
+        if one.size != other.size:
+            return 0.0
+        difference = ImageStat.Stat(ImageChops.difference(one.convert("RGB"), other.convert("RGB")))
+    error = sum(difference.sum2) / sum(difference.count)
+    return EQUAL_DB if error == 0 else min(EQUAL_DB, 10 * math.log10(255**2 / error))
+
+
+def _prepared(data: bytes, command: PrepareSource, reserve: Callable[[int], None]) -> Image.Image:
+    """Returns the image in `data`, upright, in RGB, and resized to the output size."""
+    with _opened(_without_metadata(data), SOURCE_FORMATS) as image:
+        shape = image.size
+        _scale_transparent_color(image)
+        # The orientation of a PNG may follow its pixels. Until it is known, assume upright.
+        target = command.size or size_like(*shape, command.limits)
+        if isinstance(image, JpegImageFile):
+            target = _target(image, shape, command)
+            width, height = _unturned(target, image)
+            # The decoder skips what the target does not need.
+            image.draft(None, (2 * width, 2 * height))
+        reserve(_cost_bytes(image, shape, target))
+        image.load()
+        target = _target(image, shape, command)
+        drawn = _reduced(image, _unturned(target, image))
+        turn = _TURNS.get(_orientation(image))
+        return drawn if turn is None else drawn.transpose(turn)
+
+
+def size_like(width: int, height: int, limits: SourceLimits) -> tuple[int, int]:
+    """Returns a size with the source's aspect ratio and the model's default pixel count."""
+    scale = math.sqrt(limits.width * limits.height / (width * height))
+    step, most = limits.multiple, limits.largest_pixels
+
+    def fitted(length: int, longest: int) -> int:
+        return max(step, min(round(length * scale), longest) // step * step)
+
+    fitted_width = fitted(width, most // step)
+    return fitted_width, fitted(height, most // fitted_width)
+
+
+def _opened(data: bytes, formats: tuple[str, ...]) -> Image.Image:
+    image = Image.open(io.BytesIO(data), formats=formats)
+    if image.width * image.height > SOURCE_LIMIT_PIXELS:
+        limit = f"at most {SOURCE_LIMIT_PIXELS // 1_000_000} megapixels are allowed"
+        raise _TooLargeError(f"{image.width}x{image.height} pixels; {limit}")
+    return image
+
+
+def _without_metadata(data: bytes) -> bytes:
+    """Returns a PNG without the chunks that change nothing: what is wrong in one spoils no image.
+
+    Other files are returned as they are.
+    """
+    if not data.startswith(_PNG_SIGNATURE):
+        return data
+    kept: list[bytes | memoryview] = [_PNG_SIGNATURE]
+    at, is_shorter = len(_PNG_SIGNATURE), False
+    while at + 12 <= len(data):
+        size_bytes, kind = struct.unpack_from(">I4s", data, at)
+        end = at + 12 + size_bytes
+        if kind[:1].isupper() or kind in _PNG_CHUNKS:
+            kept.append(memoryview(data)[at:end])
+        else:
+            is_shorter = True
+        at = end
+    return b"".join(kept) if is_shorter else data
+
+
+def _scale_transparent_color(image: Image.Image) -> None:
+    """Gives the transparent color of a PNG (tRNS) the depth that its pixels will have.
+
+    Raises:
+        _NotDrawnError: it has 16 bits a channel, of which Pillow keeps eight, so that others
+            would be transparent too.
+    """
+    tile: Any = next(iter(getattr(image, "tile", ())), None)
+    if image.format != "PNG" or tile is None or "transparency" not in image.info:
+        return
+    if tile.args == "RGB;16B":
+        raise _NotDrawnError(
+            "a PNG with 16 bits a channel and a transparent color (tRNS); send it with an alpha "
+            "channel, or with 8 bits"
+        )
+    if highest := _DEPTHS.get(tile.args):
+        image.info["transparency"] = image.info["transparency"] * 255 // highest
+
+
+def _orientation(image: Image.Image) -> int:
+    """Returns the orientation that EXIF names, from 1 to 8. 1: upright, or nothing that says so."""
+    try:
+        tag = image.getexif().get(ExifTags.Base.Orientation, 1)
+        # A number of another type than the standard's comes as bytes or in a tuple.
+        (tag,) = tag if isinstance(tag, bytes | tuple) else (tag,)
+        orientation = int(tag)
+    except Exception:
+        # The boundary to Pillow's reader of metadata, which never decides whether an image is one.
+        return 1
+    return orientation if orientation in _TURNS else 1
+
+
+def _target(image: Image.Image, shape: tuple[int, int], command: PrepareSource) -> tuple[int, int]:
+    """Returns the output width and height, in the displayed orientation."""
+    width, height = _unturned(shape, image)
+    return command.size or size_like(width, height, command.limits)
+
+
+def _unturned(size: tuple[int, int], image: Image.Image) -> tuple[int, int]:
+    """Converts `size` between the orientations of display and file, in both directions."""
+    return (size[1], size[0]) if _orientation(image) in _SIDEWAYS else size
+
+
+def _cost_bytes(
+    image: Image.Image, shape: tuple[int, int], target: tuple[int, int] | None = None
+) -> int:
+    """Returns the maximum memory that the work takes, in bytes, as measured.
+
+    Pillow uses four bytes per pixel in most modes.
+    """
+    pixels = image.width * image.height
+    decoded = _SMALL_MODES.get(image.mode, 4) * pixels
+    loading = decoded
+    if image.format == "WEBP":
+        loading = 16 * pixels
+    elif image.info.get("progressive"):
+        # A progressive JPEG is held as two-byte coefficients at full size, whatever its decoded
+        # size.
+        loading += 8 * shape[0] * shape[1]
+    # The orientation may follow the pixels, so both are possible.
+    targets = [target, target[::-1]] if target else []
+    resized_bytes = max([_reduced_bytes(image.size, one) for one in targets], default=4 * pixels)
+    return WORKING_BYTES + max(loading, decoded + resized_bytes)
+
+
+def _reduced_bytes(have: tuple[int, int], want: tuple[int, int]) -> int:
+    """Returns the memory of `_reduced`: averaged, resampled in both directions, and rotated."""
+    across, down = _factors(have, want)
+    height = math.ceil(have[1] / down)
+    return 4 * (math.ceil(have[0] / across) * height + want[0] * height + 2 * want[0] * want[1])
+
+
+def _factors(have: tuple[int, int], want: tuple[int, int]) -> tuple[int, int]:
+    """Returns how many pixels are averaged into one, horizontally and vertically."""
+    return max(1, int(have[0] / want[0] / REDUCING_GAP)), max(
+        1, int(have[1] / want[1] / REDUCING_GAP)
+    )
+
+
+def _reduced(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Returns the image without alpha, in `size`.
+
+    Works in strips, so there is no second full copy in memory.
+    """
+    across, down = _factors(image.size, size)
+    width, height = image.size
+    small = Image.new("RGB", (math.ceil(width / across), math.ceil(height / down)))
+    rows = max(1, STRIP_PIXELS // width // down) * down
+    for top in range(0, height, rows):
+        strip = _flat(image.crop((0, top, width, min(height, top + rows))))
+        small.paste(strip.reduce((across, down)), (0, top // down))
+    return small.resize(size, Image.Resampling.LANCZOS, box=(0, 0, width / across, height / down))
+
+
+def _flat(image: Image.Image) -> Image.Image:
+    """Returns the image on a white background, without transparency."""
+    if image.mode.startswith("I;16"):
+        image = _with_8_bits(image)
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    layer = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+
+
+def _with_8_bits(image: Image.Image) -> Image.Image:
+    """Returns a gray image of 16 bits with 8, and with alpha if one of its grays is transparent.
+
+    Pillow itself would make all above 255 white.
+    """
+    wide = image.convert("I")  # the mode that takes tables of 65,536
+    gray = wide.point(_TO_8_BITS, "L")
+    clear = image.info.get("transparency")
+    if clear is None:
+        return gray
+    alpha = wide.point([0 if value == clear else 255 for value in range(65536)], "L")
+    return Image.merge("LA", (gray, alpha))
+
+
+def _saved(image: Image.Image, output_format: str, **options: int) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, output_format, **options)
+    return buffer.getvalue()
+
 
 NICENESS = 10
 """The API's event loop goes first. Under contention this process still gets a tenth of a core."""

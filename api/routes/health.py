@@ -1,4 +1,4 @@
-"""Health checks: /livez and /readyz. Metrics have a port of their own (api/metrics.py).
+"""GET /livez, /readyz and /healthz, and GET /v1/status, which says how busy the models are.
 
 On Cloud Run, Google's front end answers /healthz itself, with 404 (
 "Reserved URL paths", https://docs.cloud.google.com/run/docs/known-issues).
@@ -6,13 +6,16 @@ On Cloud Run, Google's front end answers /healthz itself, with 404 (
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.http.openapi import success
-from api.http.request import dependencies_of
+from api.fair_room import Demand
+from api.http.openapi import AUTHENTICATED, responses, success
+from api.http.request import ApiRequest, authenticate, dependencies_of
 from api.replicate.replies import HealthReply, ReadinessReply
 
 router = APIRouter()
@@ -65,3 +68,70 @@ async def is_ready(request: Request) -> Response:
     return Response(
         msgspec.json.encode(body), 200 if readiness.is_ready else 503, media_type="application/json"
     )
+
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class ModelStatus(msgspec.Struct, kw_only=True):
+    """The load of a model, as one instance of the API sees it."""
+
+    model: str
+    is_busy: bool
+    """True if items of any tenant wait for a worker."""
+    your_items_in_flight: Count
+    """Items of your tenant that wait for a worker."""
+    expected_wait_s: Seconds
+    """Estimate for one more item of yours, in steps of 1, 2 and 5."""
+    items_per_s: Seconds
+    """Throughput of the workers while there is a queue, as last measured."""
+    object: Literal["model.status"] = "model.status"
+
+
+class StatusReply(msgspec.Struct):
+    """The load of the models that the key may use."""
+
+    data: list[ModelStatus]
+    object: Literal["list"] = "list"
+
+
+STEPS_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
+"""Values to which a wait is rounded up. Longer waits are shown as the last one."""
+
+
+@router.get(
+    "/v1/status",
+    summary="Get how busy the models are",
+    openapi_extra=AUTHENTICATED,
+    responses=responses(StatusReply, 401),
+)
+async def get_status(request: Request) -> Response:
+    """The load of each model, and the wait of one more item of yours.
+
+    The numbers are those of the instance that answers. The load of other tenants is not shown.
+    """
+    call = authenticate(request)
+    reply = StatusReply([_status(call, model.name) for model in call.listed_models()])
+    return Response(
+        msgspec.json.encode(reply),
+        headers={"cache-control": "no-store"},
+        media_type="application/json",
+    )
+
+
+def _status(call: ApiRequest, model: str) -> ModelStatus:
+    demand = Demand(model, 1, call.tenant, call.caller.plan.weight)
+    estimate = call.dependencies.admission.estimate_wait(demand)
+    return ModelStatus(
+        model=model,
+        is_busy=estimate.is_busy,
+        your_items_in_flight=estimate.held,
+        expected_wait_s=_coarse(estimate.wait_s),
+        items_per_s=float(f"{estimate.items_per_s:.2g}"),
+    )
+
+
+def _coarse(wait_s: float) -> float:
+    """Returns the next of STEPS_S. The exact wait would reveal how many others wait."""
+    return next((step for step in STEPS_S if wait_s <= step), STEPS_S[-1])

@@ -55,9 +55,18 @@ def measure(where: tuple[str, str], seconds: float) -> list[Figure]:
     return [figure for part in parts for figure in part(where, seconds)]
 
 
-def measure_shares(where: tuple[str, str], seconds: float) -> list[Figure]:
-    """What a noisy tenant and weights do, about 7 times `seconds`. `where`: as of `measure`."""
-    return [*_noise(where, seconds), *_weights(where, seconds)]
+def measure_shares(
+    where: tuple[str, str], seconds: float, unanswered: int = UNANSWERED
+) -> list[Figure]:
+    """What a noisy tenant and weights do, about 7 times `seconds`.
+
+    Args:
+        where: as of `measure`.
+        seconds: of a part.
+        unanswered: jobs that each tenant with a weight has in flight, for each worker. At a
+            distance more of them are on their way, so it takes more until none runs out of jobs.
+    """
+    return [*_noise(where, seconds), *_weights(where, seconds, unanswered)]
 
 
 def _noise(where: tuple[str, str], seconds: float) -> Iterator[Figure]:
@@ -100,11 +109,13 @@ def _quiet_waits(seen: CallersView) -> dict[str, float]:
     return _percentiles([one for name in names for one in seen.waits_ms[name]])
 
 
-def _weights(where: tuple[str, str], seconds: float) -> Iterator[Figure]:
+def _weights(
+    where: tuple[str, str], seconds: float, unanswered: int = UNANSWERED
+) -> Iterator[Figure]:
     for workers, off_percent in OFF_PERCENT.items():
 
         def callers(
-            to: Callers, seen: CallersView, jobs: int = workers * UNANSWERED
+            to: Callers, seen: CallersView, jobs: int = workers * unanswered
         ) -> Sequence[Work]:
             return [
                 _again(to, seen, name, LENGTHS, weight)

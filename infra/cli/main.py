@@ -27,8 +27,7 @@ from infra.monitoring.objectives import (
     DEFAULT_TARGETS,
     DEFAULT_WORKER_HOUR_USD,
 )
-from infra.reports.commands import invoice, report
-from infra.reports.scheduled import run_daily
+from infra.reports.commands import invoice, report, run_daily
 from shared.errors import ConfigurationError, PenstockError
 
 CUSTOM_MODELS = "workers.models.custom"

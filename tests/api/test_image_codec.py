@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from api.inputs.codec_commands import SOURCE_LIMIT_PIXELS, run_command, size_like
 from api.inputs.codec_protocol import (
     CodecError,
     EncodeImage,
@@ -23,6 +22,7 @@ from api.inputs.codec_protocol import (
     SourceLimits,
     SourcePrepared,
 )
+from api.inputs.codec_server import SOURCE_LIMIT_PIXELS, run_command, size_like
 from api.inputs.image_codec import BASE64_CHUNK, data_of_uri
 from shared.errors import BadInput
 from shared.tasks.image import ImageInput
@@ -250,7 +250,7 @@ MEASURED = """
 import sys
 from pathlib import Path
 from api.inputs.codec_protocol import SourceLimits, PrepareSource, SourcePrepared
-from api.inputs.codec_commands import run_command
+from api.inputs.codec_server import run_command
 
 def peak_bytes():
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024

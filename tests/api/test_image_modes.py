@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageMode
 
-from api.inputs.codec_commands import run_command
 from api.inputs.codec_protocol import CodecError, PrepareSource, SourceLimits, SourcePrepared
+from api.inputs.codec_server import run_command
 
 LIMITS = SourceLimits(8, 8, 1, 1 << 20)
 WIDTH, HEIGHT = 19, 13

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from api.fair_room import Demand
-from api.routes.status import STEPS_S
+from api.routes.health import STEPS_S
 from tests.api.harness import (
     CATALOG,
     IMAGE_MODEL,

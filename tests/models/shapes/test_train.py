@@ -12,8 +12,15 @@ from diffusers import StableDiffusionPipeline
 
 from models.shapes import train as train_module
 from models.shapes.parts import Widths, make_text_encoder, make_vae
-from models.shapes.train import UnetPlan, UnetTraining, encode_scenes, make_tokenizer, train
-from models.shapes.train_text import TextPlan, train_text
+from models.shapes.train import (
+    TextPlan,
+    UnetPlan,
+    UnetTraining,
+    encode_scenes,
+    make_tokenizer,
+    train,
+    train_text,
+)
 from models.shapes.train_vae import VaePlan, as_input, even_out, make_images, train_vae
 
 pytestmark = pytest.mark.slow
