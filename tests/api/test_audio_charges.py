@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -47,7 +48,11 @@ class Predictor(BasePredictor):
         return len(input.input)
 """
 USD_PER_SECOND = 0.25
-FIELDS = {"api": "transcription", "price": {"per_work_usd": USD_PER_SECOND}, "work": {"max": 10}}
+FIELDS: dict[str, Any] = {
+    "api": "transcription",
+    "price": {"per_work_usd": USD_PER_SECOND},
+    "work": {"max": 10},
+}
 
 
 async def transcribe(world: LedgerWorld, said: str, **form: str) -> httpx.Response:
@@ -101,7 +106,7 @@ async def test_what_fails_is_named_and_costs_nothing(redis_url: str, tmp_path: P
 
 
 async def test_an_equal_recording_costs_its_share(redis_url: str, tmp_path: Path) -> None:
-    fields = FIELDS | {"deterministic": True}
+    fields: dict[str, Any] = FIELDS | {"deterministic": True}
     fields["price"] = {"per_work_usd": USD_PER_SECOND, "cached_share": 0.5}
     async with charged(redis_url, tmp_path, HEARS, **fields) as world:
         first = await transcribe(world, "a\nb")
@@ -117,7 +122,7 @@ async def test_a_stream_that_was_read_in_part_costs_its_seconds(
 ) -> None:
     async with charged(redis_url, tmp_path, HEARS, **FIELDS) as world:
         http = world.api.http
-        request = {
+        request: dict[str, Any] = {
             "data": {"model": "mine", "stream": "true"},
             "files": {"file": ("a.wav", b"a\nforever\nb")},
             "headers": bearer("one"),
