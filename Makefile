@@ -33,8 +33,8 @@ demo: $(STAMP) ## start the whole pipeline, send real input, show what came of i
 up: $(STAMP) ## start the whole pipeline and keep it up; BROKER=rabbitmq: over RabbitMQ; ARGS="--host 0.0.0.0": options of penstock up
 	@$(BIN)/penstock up $(if $(BROKER),--broker $(BROKER)) $(ARGS)
 
-example: $(STAMP) ## set up a model of examples/ with real weights, serve it and call it; NAME=upscale, labels or safety; IMAGE=cat.jpg; ONCE=1: then stop
-	@$(BIN)/python -m examples.show $(NAME) $(if $(IMAGE),--image "$(IMAGE)") $(if $(ONCE),--once)
+example: $(STAMP) ## set up a model of examples/ with real weights, serve it and call it; NAME=upscale, labels, safety, transcribe or speech; FILE=cat.jpg; ONCE=1: then stop
+	@$(BIN)/python -m examples.show $(NAME) $(if $(FILE),--file "$(FILE)") $(if $(ONCE),--once)
 
 doctor: $(STAMP) ## say what is missing on this machine, and how to fix it
 	@$(BIN)/penstock doctor

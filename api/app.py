@@ -49,6 +49,7 @@ from api.inputs.storage import Storage
 from api.inputs.url_fetcher import UrlFetcher
 from api.limits.limiter import Limiter, open_limiter
 from api.openai import (
+    audio,
     batches,
     conversations,
     embeddings,
@@ -59,6 +60,13 @@ from api.openai import (
     usage,
 )
 from api.openai import chat as generation_routes
+from api.openai.audio_schemas import (
+    SpeechBody,
+    TranscriptionForm,
+    TranscriptionReply,
+    TranslationForm,
+    VerboseTranscriptionReply,
+)
 from api.openai.batches import BatchBody, BatchesPage, BatchObject
 from api.openai.chat_replies import ChatReply, CompletionReply
 from api.openai.conversations import (
@@ -143,6 +151,7 @@ from shared.webhook_publisher import WebhookPublisher
 
 _BODIES: tuple[type[BaseModel], ...] = (
     *(EmbeddingsBody, GenerationBody, EditForm, EditBody),
+    *(TranscriptionForm, TranslationForm, SpeechBody),
     *(ChatBody, CompletionBody, ResponseBody),
     *(ConversationBody, ConversationChange, NewItems),
     *(ChatChange, MessagesBody, CountBody, InputTokensBody, TokenizeBody),
@@ -152,6 +161,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
 
 _REPLIES: tuple[type[msgspec.Struct], ...] = (
     *(EmbeddingsReply, ImagesReply, ModelsReply, ModelItem, ErrorReply),
+    *(TranscriptionReply, VerboseTranscriptionReply),
     *(ChatReply, CompletionReply),
     *(ResponseReply, ResponseDeleted, ItemsPage),
     *(ConversationReply, ConversationDeleted, ChatDeleted),
@@ -307,6 +317,7 @@ def _add_routes(app: FastRouteApp) -> None:
     for routes in (
         embeddings,
         images,
+        audio,
         generation_routes,
         responses,
         files,
@@ -319,6 +330,7 @@ def _add_routes(app: FastRouteApp) -> None:
         pages,
     ):
         app.add(routes.router)
+    app.add(audio.speech_router)
     app.include_router(generation_routes.stored_router)
     app.include_router(stored_chats.router)
     app.include_router(token_counts.router)
@@ -493,7 +505,7 @@ def _report_dataset(settings: ApiSettings) -> ReportDataset:
 
 
 _ABOUT = (
-    "Embeddings, images and text in the shapes of OpenAI's API, "
+    "Embeddings, images, audio and text in the shapes of OpenAI's API, "
     "and predictions in those of Replicate's.\n\n"
     "Every answer has `x-request-id`. Answers with results also say where these came from "
     "(`x-penstock-cache`: hit, miss,\npartial or joined) and how long each step took "

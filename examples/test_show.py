@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from examples.oracles import loaded, photograph
+from examples.oracles import fetched, photograph
 from examples.show import EXAMPLES, KEPT, curl_line, extract, main, names
 from shared.errors import ConfigurationError
 from tests.limits import START_LIMIT_S
@@ -23,7 +23,7 @@ slow = pytest.mark.slow(about_s=60)
 
 
 def shown(name: str, *words: str) -> subprocess.CompletedProcess[str]:
-    loaded(name)  # skips without a package index
+    fetched(name)
     return subprocess.run(
         [sys.executable, "-m", "examples.show", name, "--once", *words],
         cwd=ROOT,
@@ -61,7 +61,7 @@ def test_labels_and_safety_are_shown(name: str, image: str, expected: str, tmp_p
     words: list[str] = []
     if image:
         photograph(image).save(tmp_path / "given.png")
-        words = ["--image", str(tmp_path / "given.png")]
+        words = ["--file", str(tmp_path / "given.png")]
     done = shown(name, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     output = json.loads((KEPT / name / "output.json").read_text())
@@ -69,22 +69,35 @@ def test_labels_and_safety_are_shown(name: str, image: str, expected: str, tmp_p
     assert f"{KEPT / name / 'output.json'}, in " in done.stdout
 
 
+@slow
+def test_speech_is_shown_and_written_down() -> None:
+    done = shown("speech")
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = shown("transcribe", "--file", str(KEPT / "speech" / "output.mp3"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    segments = json.loads((KEPT / "transcribe" / "output.json").read_text())
+    assert "gate of the dam is open" in "".join(one["text"] for one in segments)
+
+
 def test_each_model_has_what_is_needed() -> None:
-    assert names() == ["labels", "safety", "upscale"]
+    assert names() == ["labels", "safety", "speech", "transcribe", "upscale"]
     for name in names():
         folder = EXAMPLES / name
-        lines = (folder / "weights.txt").read_text().splitlines()
-        packages = [line for line in lines if not line.startswith("#")]
-        assert all("==" in line and "--hash=sha256:" in line for line in packages)
+        brought = "requirements.txt" if name == "speech" else "weights.txt"
+        text = (folder / brought).read_text().replace("\\\n", "")
+        packages = [line for line in text.splitlines() if not line.startswith("#")]
+        pinned = packages[:1] if name == "speech" else packages  # of which the weights are
+        assert pinned
+        assert all("==" in line and "--hash=sha256:" in line for line in pinned)
         assert f"local:examples/{name}" in (folder / "models.yaml").read_text()
 
 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ([], "NAME=: expected one of labels, safety, upscale"),
+        ([], "NAME=: expected one of labels, safety, speech, transcribe, upscale"),
         (["fly"], "NAME=fly: expected one of"),
-        (["labels", "--image", "none.png"], "IMAGE=none.png: there is no such file"),
+        (["labels", "--file", "none.png"], "FILE=none.png: there is no such file"),
     ],
 )
 def test_wrong_words_are_refused(
@@ -122,5 +135,7 @@ def test_the_line_for_curl_is_what_a_shell_takes(tmp_path: Path) -> None:
         check=True,
     )
     body = json.loads(done.stdout)
+    said = curl_line("http://api", "speech", "it's open")
+    assert said.endswith("""-d '{"version": "speech", "input": {"input": "it'"'"'s open"}}'""")
     assert body["version"] == "labels"
     assert body["input"]["image"].startswith("data:image/jpeg;base64,Y2F0Y2F0")

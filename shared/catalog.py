@@ -10,7 +10,7 @@ from typing import Any, Self
 import yaml
 from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
 
-from shared.catalog_entry import CatalogEntry, Deadline
+from shared.catalog_entry import CatalogEntry, Deadline, ServedApi
 from shared.errors import ConfigurationError, UnknownModel
 from shared.kubernetes_names import slug
 from shared.model_interface import FILE_NAME, read_interface
@@ -95,6 +95,7 @@ class Model(CatalogEntry):
             "batch.max_work": self.batch.max_work,
             "work.max": self.work.max,
             "deterministic": self.deterministic or None,
+            "api": self.api,
             "price.per_work_usd": self.price.per_work_usd or None,
         }
         for name, value in fields.items():
@@ -221,6 +222,22 @@ class Catalog:
             if model.definition is TASKS[task]:
                 return model
         raise UnknownModel(f"no {task} model is served here", field="model")
+
+    def serving(self, api: ServedApi, name: str | None) -> Model:
+        """The model of one's own called `name` that serves an endpoint. None: the first of them.
+
+        Raises:
+            UnknownModel: there is none, or it does not serve this endpoint.
+        """
+        if name is not None:
+            model = self.find(name)
+            if model.api != api:
+                raise UnknownModel(f"model {name!r} does not serve {api}", field="model")
+            return model
+        for model in self.models:
+            if model.api == api:
+                return model
+        raise UnknownModel(f"no model for {api} is served here", field="model")
 
 
 def unknown_model(name: str) -> UnknownModel:

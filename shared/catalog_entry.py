@@ -66,6 +66,12 @@ class ItemWork(_Entry):
     max: int | None = Field(None, ge=1, le=MAX_WORK)
 
 
+ServedApi = Literal["transcription", "speech"]
+"""An endpoint of OpenAI's API that a model of one's own serves, beside predictions.
+
+`transcription`: /v1/audio/transcriptions and /v1/audio/translations. `speech`: /v1/audio/speech.
+shared/tasks/custom.py says which inputs it has then.
+"""
 MAX_DEADLINE_S = 86_400
 """No model, and no caller, asks for more."""
 
@@ -362,6 +368,8 @@ class CatalogEntry(_Entry):
     """Whether a model of one's own gives equal outputs for equal inputs. Then results are cached,
     and those of a canary are compared.
     """
+    api: ServedApi | None = None
+    """What a model of one's own serves beside predictions. None: nothing."""
     replies: Replies = "direct"
     """Image models have `slots` by default. These need results that the object store can hold."""
     text: GenerationLimits = GenerationLimits()

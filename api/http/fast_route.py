@@ -104,14 +104,6 @@ class _Streamed(msgspec.Struct):
     stream: bool | None = None
 
 
-def asks_for_stream(body: bytes) -> bool:
-    """Returns whether a body requests a streamed answer. An invalid body does not."""
-    try:
-        return bool(_streamed_decoder.decode(body).stream)
-    except msgspec.MsgspecError:
-        return False
-
-
 _streamed_decoder = msgspec.json.Decoder(_Streamed)
 
 
@@ -128,6 +120,13 @@ class FastRoute(APIRoute):
 
 class StreamedRoute(FastRoute):
     """A route that answers `"stream": true` with a stream, which has its own way with keys."""
+
+    async def asks_for_stream(self, request: Request) -> bool:
+        """Returns whether the body requests a streamed answer. An invalid body does not."""
+        try:
+            return bool(_streamed_decoder.decode(await request.body()).stream)
+        except msgspec.MsgspecError:
+            return False
 
 
 class FastProblemRoute(ProblemRoute, FastRoute):
@@ -188,7 +187,7 @@ class FastRouteApp(FastAPI):
         try:
             is_keyed = IDEMPOTENCY_HEADER in request.headers and not route.has_own_keys
             if is_keyed and isinstance(route, StreamedRoute):
-                is_keyed = not asks_for_stream(await request.body())
+                is_keyed = not await route.asks_for_stream(request)
             endpoint = route.endpoint
             response = await (run_idempotent(request, endpoint) if is_keyed else endpoint(request))
         except EXPECTED_ERRORS as error:

@@ -302,6 +302,13 @@ def json_body(json: type[BaseModel]) -> Described:
     return _request_body([], json)
 
 
+def form_body(form: type[BaseModel], headers: list[Described]) -> Described:
+    """Returns the request of a route that takes a form, with its headers."""
+    content = {"multipart/form-data": {"schema": ref_to(form)}}
+    body = {"requestBody": {"required": True, "content": content}, "parameters": headers}
+    return body | AUTHENTICATED
+
+
 def _request_body(
     headers: list[Described], json: type[BaseModel], form: type[BaseModel] | None = None
 ) -> Described:

@@ -13,7 +13,7 @@ kinds is closed, so that reports can group by it and callers can't write text in
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -84,6 +84,12 @@ _MS = re.compile(r"[0-9]{1,12}")
 _CANCEL_AFTER = re.compile(r"(?=[0-9])(?:([0-9]{1,3})h)?(?:([0-9]{1,5})m)?(?:([0-9]{1,6})s?)?")
 _WAIT = re.compile(r"wait(?:\s*=\s*\"?([0-9]+)\"?)?(?:\s*;.*)?", re.IGNORECASE)
 _KEY = re.compile(rf"[\x21-\x7e]{{1,{MAX_KEY_CHARS}}}")
+
+
+def wants_event_ids(headers: Mapping[str, str]) -> bool:
+    """Returns whether events have ids. OpenAI's have none, and some readers know only `data:`."""
+    asked = headers.get(EVENT_IDS_HEADER, "").strip().lower()
+    return asked == "true" or (not asked and IDEMPOTENCY_HEADER in headers)
 
 
 def read_options(headers: Iterable[tuple[bytes, bytes]], facts: RequestFacts) -> RequestOptions:

@@ -23,7 +23,7 @@ from api.http import openapi
 from api.http.fast_route import IS_HEAD, StreamedRoute
 from api.http.openapi import LAST_EVENT_ID, generation_body, inference_responses, streamed
 from api.http.request import ApiRequest, authenticate, open_request, while_connected
-from api.http.request_options import EVENT_IDS_HEADER, IDEMPOTENCY_HEADER
+from api.http.request_options import wants_event_ids
 from api.openai.chat_replies import (
     ChatChunk,
     ChatChunkChoice,
@@ -377,7 +377,7 @@ async def _stream(
         streams = call.dependencies.generation_streams
         if is_new:
             beginning = streams.begin(
-                snapshot, shape, seen, call.check_key, has_ids=_wants_ids(call)
+                snapshot, shape, seen, call.check_key, has_ids=wants_event_ids(call.http.headers)
             )
             sse = await while_connected(call.http.receive, beginning)
         else:
@@ -386,13 +386,6 @@ async def _stream(
         if endpoint is not CHAT:
             del headers["location"]
         return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
-
-
-def _wants_ids(call: ApiRequest) -> bool:
-    """Returns whether events have ids. OpenAI's have none, and some readers know only `data:`."""
-    headers = call.http.headers
-    asked = headers.get(EVENT_IDS_HEADER, "").strip().lower()
-    return asked == "true" or (not asked and IDEMPOTENCY_HEADER in headers)
 
 
 def _items_of(body: ChatBody | CompletionBody) -> int:

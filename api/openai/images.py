@@ -314,7 +314,7 @@ class GenerationsEndpoint(Endpoint):
         results = results_of(outcomes, request.model)
         items = []
         for result in results:
-            png = await read_image(tools.objects, result.image)
+            png = await read_blob(tools.objects, result.image, "image")
             data = await tools.image_codec.encode(
                 png, body.output_format, body.output_compression, tools.deadline_s, is_new=False
             )
@@ -366,20 +366,22 @@ def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[ImageResul
     return images
 
 
-async def read_image(objects: ObjectStore, image: Blob) -> bytes:
-    """Returns the bytes of an image, fetched from the object store if they are there.
+async def read_blob(objects: ObjectStore, blob: Blob, noun: str) -> bytes:
+    """Returns the bytes of a result, fetched from the object store if they are there.
+
+    `noun`: what it is, for errors.
 
     Raises:
-        Unavailable: the object store is out of reach, or the image was removed in the meantime.
+        Unavailable: the object store is out of reach, or the result was removed in the meantime.
     """
-    if image.data is not None:
-        return image.data
-    if image.object_key is None:
-        raise PenstockError("an image has neither bytes nor a key; this is a bug")
+    if blob.data is not None:
+        return blob.data
+    if blob.object_key is None:
+        raise PenstockError(f"{noun}: it has neither bytes nor a key; this is a bug")
     try:
-        return await objects.get(image.object_key, RESULT_LIMIT_BYTES)
+        return await objects.get(blob.object_key, RESULT_LIMIT_BYTES)
     except BadInput as error:
-        raise Unavailable("the image no longer exists; send the request again") from error
+        raise Unavailable(f"the {noun} no longer exists; send the request again") from error
 
 
 router = APIRouter(route_class=FastRoute)
@@ -483,7 +485,7 @@ async def _encode(
     stored_key = result.image.object_key
     if body.response_format == "url" and body.output_format == "png" and stored_key is not None:
         return ImageItem(result.seed, url=call.link_to(stored_key, result.image.media_type))
-    png = await read_image(objects, result.image)
+    png = await read_blob(objects, result.image, "image")
     encoding = call.dependencies.image_codec.encode(
         png,
         body.output_format,

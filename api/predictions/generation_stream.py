@@ -399,6 +399,7 @@ class GenerationStreams:
         check: Callable[[], object],
         *,
         has_ids: bool,
+        has_elements: bool = False,
     ) -> AsyncGenerator[bytes]:
         """As `follow`, for a request whose answer has not begun: waits for the first event.
 
@@ -408,7 +409,10 @@ class GenerationStreams:
         Raises:
             PenstockError: the prediction failed before its first event.
         """
-        stream = _Stream(shape, [_Generation(one) for one in seen], has_ids=has_ids, is_new=True)
+        generations = [_Generation(one) for one in seen]
+        stream = _Stream(
+            shape, generations, has_ids=has_ids, is_new=True, has_elements=has_elements
+        )
         events = self._follow(snapshot, stream, check, stays=False)
         until_s = time.monotonic() + FIRST_EVENT_S
         first = await anext(events)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import msgspec
 
 from shared.blob import INLINE_LIMIT_BYTES, RESULTS, Blob
-from shared.catalog_entry import CatalogEntry, Tolerance
+from shared.catalog_entry import CatalogEntry, ServedApi, Tolerance
 from shared.model_interface import FILE_FORMAT, SECRET_FORMAT, ModelInterface
 from shared.tasks.base import ExampleRequest, FirstGuesses, LinkTo, Task, TaskInput, TaskResult
 
@@ -245,6 +245,8 @@ class CustomTask(Task):
             raise ValueError(f"{self.noun} has no backend; leave it out")
         interface = interface_of(entry)
         _check_work(entry, interface)
+        if entry.api is not None:
+            _check_api(entry.api, interface)
         if interface.batches:
             _check_key(entry.batch.key, interface)
             return
@@ -332,6 +334,61 @@ def _check_work(entry: CatalogEntry, interface: ModelInterface) -> None:
         raise ValueError("work.max: the class has work(); say the most that an input may weigh")
     if not interface.weighs and (most is not None or entry.batch.max_work is not None):
         raise ValueError("work.max, batch.max_work: the class has no work(); leave them out")
+
+
+API_INPUTS: Mapping[ServedApi, Mapping[str, str]] = {
+    "transcription": {
+        "file": "file",
+        "language": "string",
+        "prompt": "string",
+        "temperature": "number",
+        "task": "string",
+        "word_timestamps": "boolean",
+    },
+    "speech": {
+        "input": "string",
+        "voice": "string",
+        "instructions": "string",
+        "response_format": "string",
+        "speed": "number",
+    },
+}
+"""The inputs that an endpoint fills, with their types. A class has the first one at least.
+
+api/openai/audio.py fills them.
+"""
+
+
+def _check_api(api: ServedApi, interface: ModelInterface) -> None:
+    """Checks that an endpoint can call a class and read what it gives.
+
+    Raises:
+        ValueError: it can't.
+    """
+    known = API_INPUTS[api]
+    first, required = next(iter(known)), interface.inputs.get("required", ())
+    if first not in interface.properties:
+        raise ValueError(f"api: {api}: the class has no input {first!r}")
+    if more := [name for name in required if name != first]:
+        raise ValueError(
+            f"api: {api}: the input {more[0]!r} needs a default: nothing else gives it"
+        )
+    for name, kind in known.items():
+        shape = interface.properties.get(name)
+        if shape is not None and (is_kind := _kind(shape)) != kind:
+            raise ValueError(f"api: {api}: the input {name!r} must be a {kind}, not a {is_kind}")
+    element = interface.output.get("items", {})
+    if api == "transcription" and (interface.streams, _kind(element)) != ("items", "object"):
+        raise ValueError(f"api: {api}: the class must give Iterator[dict[str, Any]], its segments")
+    if api == "speech" and (interface.streams or _kind(interface.output) != "file"):
+        raise ValueError(f"api: {api}: the class must give a Path, the file with what is said")
+
+
+def _kind(shape: Mapping[str, Any]) -> str:
+    """The type that a JSON Schema, as cog writes it, describes in one word."""
+    if "anyOf" in shape:
+        return _kind(shape["anyOf"][0])
+    return "file" if shape.get("format") == FILE_FORMAT else str(shape.get("type", "any value"))
 
 
 def _check_key(key: str | None, interface: ModelInterface) -> None:

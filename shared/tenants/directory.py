@@ -38,6 +38,7 @@ Scope: TypeAlias = Literal[
     "read",
     "embeddings",
     "images",
+    "audio",
     "text",
     "predictions",
     "files",

@@ -4,13 +4,15 @@ deterministically.
 
 import asyncio
 import io
+import json
+import math
 import random
 import re
 import time
 import zlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -37,7 +39,7 @@ from shared.stores.objects import ObjectStore, object_key
 from shared.stores.records import Records
 from shared.stores.token_streams import Written
 from shared.tasks import Input, Result
-from shared.tasks.custom import CustomInput, CustomResult, FilePlace
+from shared.tasks.custom import CustomInput, CustomResult, FilePlace, StreamedElement
 from shared.tasks.embedding import EmbeddingResult, TextInput, TokensInput
 from shared.tasks.image import ImageInput, ImageResult
 from shared.tasks.similarity import SimilarityInput, SimilarityResult
@@ -207,12 +209,18 @@ class FakeWorker:
 
     async def _write(self, job: Job, item: Item) -> None:
         """Writes the tokens of a text that somebody reads along, one by one."""
-        if not isinstance(item.input, GenerationInput) or not item.input.is_streamed:
+        if not getattr(item.input, "is_streamed", False):
             return
         assert self.records is not None
-        for number, word in enumerate(words_of(item.input)):
+        if isinstance(item.input, CustomInput):
+            lines = [StreamedElement(one).line for one in segments_of(item.input)]
+            pieces = [(line, list[TokenLogprob]()) for line in lines]
+        else:
+            assert isinstance(item.input, GenerationInput)
+            pieces = [(word, _logprobs(item.input, [word])) for word in words_of(item.input)]
+        for number, (text, logprobs) in enumerate(pieces):
             await self.written.acquire()
-            chunk = TokenChunk(number, [number], word, _logprobs(item.input, [word]))
+            chunk = TokenChunk(number, [number], text, logprobs)
             written = Written(job.envelope.request_id, item.index, self.attempt, chunk)
             await self.records.tokens.append([written])
 
@@ -277,6 +285,52 @@ def _stop_of(given: GenerationInput, said: list[str]) -> str:
     return stop if "".join(said) == text else ""
 
 
+def segments_of(recording: CustomInput) -> list[dict[str, Any]]:
+    """What is said in a "recording": a text whose lines take a second and a half each."""
+    (file,) = recording.files
+    assert file.data is not None, "a small one"
+    said = file.data.decode().splitlines()
+    about = {"language": recording.values.get("language") or "en", "duration": 1.5 * len(said)}
+    if said == ["no times"]:
+        return [about]
+    if not said:
+        return [about | {"start": 0.0, "end": 0.0, "text": ""}]
+    return [
+        about
+        | {"id": number, "start": 1.5 * number, "end": 1.5 * number + 1.25, "text": f" {line}"}
+        | {"tokens": [number], "avg_logprob": -0.5, "words": _words_in(recording, number, line)}
+        for number, line in enumerate(said)
+    ]
+
+
+def _words_in(recording: CustomInput, number: int, line: str) -> list[dict[str, Any]]:
+    if not recording.values.get("word_timestamps"):
+        return []
+    return [
+        {"word": f" {word}", "start": 1.5 * number + 0.1 * at, "end": 1.5 * number + 0.1 * at + 0.1}
+        for at, word in enumerate(line.split())
+    ]
+
+
+def _custom_result(given: CustomInput) -> CustomResult:
+    """A transcript, what is said, or what was given."""
+    values = given.values
+    if [place.name for place in given.places][:1] in (["recording.wav"], ["recording"]):
+        segments = segments_of(given)
+        if values.get("task") == "translate":
+            segments = [one | {"text": one["text"].upper()} for one in segments]
+        work = max(1, math.ceil(segments[0]["duration"]))
+        return CustomResult(segments, streams="items", work=work)
+    if "input" in values:
+        sound = Blob("audio/x-wav", data=json.dumps(values, sort_keys=True).encode())
+        return CustomResult(None, [sound], [FilePlace([])], work=len(values["input"]))
+    output = {"values": values, "names": [place.name for place in given.places]}
+    if not (size := values.get("size", 0)):
+        return CustomResult(output)
+    file = Blob("text/plain", data=b"x" * size)
+    return CustomResult(output | {"made": None}, [file], [FilePlace(["made"])])
+
+
 def _logprobs(given: GenerationInput, words: list[str]) -> list[TokenLogprob]:
     if given.logprobs < 0:
         return []
@@ -320,12 +374,7 @@ def _result(given: Input) -> Result:
         first, second = (vector_of(TextInput(one)) for one in (given.text, given.query))
         return SimilarityResult(float(np.clip(first @ second, -1, 1)), 4)
     if isinstance(given, CustomInput):
-        size = given.values.get("size", 0)
-        output = {"values": given.values, "names": [place.name for place in given.places]}
-        if not size:
-            return CustomResult(output)
-        file = Blob("text/plain", data=b"x" * size)
-        return CustomResult(output | {"made": None}, [file], [FilePlace(["made"])])
+        return _custom_result(given)
     assert isinstance(given, TextInput | TokensInput), "no other task is answered here"
     words = given.text.split() if isinstance(given, TextInput) else given.tokens
     return EmbeddingResult(vector_of(given).tobytes(), len(words) + 2)

@@ -100,7 +100,8 @@ async def test_examples_are_taken_as_they_stand(api: ApiUnderTest, page: dict[st
 
 
 async def test_forms_are_described(page: dict[str, Any]) -> None:
-    for path in ("/v1/images/edits", "/v1/files"):
+    audio = ("/v1/audio/transcriptions", "/v1/audio/translations")
+    for path in ("/v1/images/edits", "/v1/files", *audio):
         assert "multipart/form-data" in page["paths"][path]["post"]["requestBody"]["content"]
     for path in ("/v1/predictions", "/v1/models/{owner}/{name}/predictions"):
         assert {"200", "201"} <= page["paths"][path]["post"]["responses"].keys()

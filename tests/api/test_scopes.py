@@ -287,6 +287,9 @@ NAMED: dict[str, dict[str, Any]] = {
     "/embeddings": TEXT,
     "/images/generations": DRAWING,
     "/images/edits": DRAWING,
+    "/audio/transcriptions": {"model": "writer"},
+    "/audio/translations": {"model": "writer"},
+    "/audio/speech": {"model": "writer", "input": "a"},
     "/chat/completions": {"model": "writer", "messages": [{"role": "user", "content": "a"}]},
     "/completions": {"model": "writer", "prompt": "a"},
     "/responses": {"model": "writer", "input": "a"},
@@ -305,19 +308,30 @@ NAMED: dict[str, dict[str, Any]] = {
 }
 
 
+FORMS = {"/images/edits": "image", "/audio/transcriptions": "file", "/audio/translations": "file"}
+"""The routes that take a form, with the name of its file."""
+
+
 async def test_no_route_runs_a_model_of_another_key(api: ApiUnderTest) -> None:
     named = {route for route, rule in RULES.items() if rule.model == "named"}
     assert {path for _, path in named} == NAMED.keys()
     for method, path in named:
         headers = bearer("writes" if path == "/embeddings" else "texts")
         body, where = NAMED[path], re.sub(r"\{[^}]*\}", "writer", f"/v1{path}")
-        if path == "/images/edits":
-            image = {"image": ("a.png", b"a", "image/png")}
-            answer = await api.http.post(where, data=body, files=image, headers=headers)
+        if path in FORMS:
+            file = {FORMS[path]: ("a.png", b"a", "image/png")}
+            answer = await api.http.post(where, data=body, files=file, headers=headers)
         else:
             answer = await api.http.request(method, where, json=body, headers=headers)
         assert answer.status_code == 403, (path, answer.text)
     assert not api.worker.jobs
+
+
+def test_the_console_offers_every_scope() -> None:
+    script = Path(__file__).parents[2] / "api" / "console_page" / "js" / "keys.js"
+    listed = re.search(r"const SCOPES = \[(.*?)\];", script.read_text(), re.DOTALL)
+    assert listed is not None
+    assert re.findall(r'"(\w+)"', listed[1]) == list(SCOPES)
 
 
 def test_administration_is_never_part_of_all() -> None:

@@ -10,6 +10,8 @@ const SCOPES = [
   "read",
   "embeddings",
   "images",
+  "audio",
+  "text",
   "predictions",
   "files",
   "batches",

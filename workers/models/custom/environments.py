@@ -34,7 +34,7 @@ from uv import find_uv_bin
 
 from shared.errors import ConfigurationError
 from shared.settings import ClassSettings, read_settings
-from workers.models.custom.sources import AskedPackages, asked_packages
+from workers.models.custom.sources import OVERRIDES, AskedPackages, asked_packages
 
 INSTALL_LIMIT_S = 1800.0
 """torch with CUDA's libraries has 3 GB."""
@@ -129,6 +129,8 @@ def _interpreter(wanted: str) -> Interpreter:
 
 def _digest(folder: Path, asked: AskedPackages, base: Interpreter) -> str:
     files = _included(folder, asked.file) if asked.file else {}
+    if (overrides := folder / OVERRIDES).is_file():
+        files |= _included(folder, overrides)
     whole = {
         "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
         "lines": asked.lines,
@@ -244,6 +246,8 @@ def _install(
         new = [uv, "venv", "--quiet", "--no-project", "--relocatable", "--no-python-downloads"]
         python = str(partial / "bin" / "python")
         packages = [*asked.lines, *(["--requirement", str(asked.file)] if asked.file else [])]
+        if (overrides := folder / OVERRIDES).is_file():  # what packages ask for that it has not
+            packages += ["--overrides", str(overrides)]
         add = [uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", python]
         for command in (
             [*new, "--allow-existing", "--python", base.path, str(partial)],

@@ -12,8 +12,8 @@ import yaml
 from shared.errors import ConfigurationError
 
 SUFFIXES = (".py", ".pyi")
-COG_YAML, REQUIREMENTS = "cog.yaml", "requirements.txt"
-NAMED = (COG_YAML, REQUIREMENTS)
+COG_YAML, REQUIREMENTS, OVERRIDES = "cog.yaml", "requirements.txt", "overrides.txt"
+NAMED = (COG_YAML, REQUIREMENTS, OVERRIDES)
 MAX_FILES = 2000
 _LEFT_OUT = ("__pycache__", "node_modules", "venv", "site-packages")
 

@@ -82,6 +82,20 @@ def test_two_classes_have_two_versions_and_nothing_of_ours(
     assert len(whole(environments_dir)) == 2
 
 
+def test_overrides_leave_out_what_a_package_asks_for(
+    tmp_path: Path, environments_dir: Path
+) -> None:
+    make_wheel(tmp_path / "wheels", "extra", "1.0")
+    make_wheel(tmp_path / "wheels", "told", "1.0", needs="extra")
+    folder = class_with(tmp_path / "one", f"--find-links {tmp_path}/wheels\ntold==1.0\n")
+    assert {"extra", "told"} <= set(run_once(folder, name="told")["all"])
+    (folder / "overrides.txt").write_text('extra; sys_platform == "never"\n')
+    found = run_once(folder, name="told")
+    assert "extra" not in found["all"]
+    assert found["version"] == "1.0"
+    assert len(whole(environments_dir)) == 2
+
+
 def test_a_class_without_requirements_runs_with_ours(
     tmp_path: Path, environments_dir: Path
 ) -> None:

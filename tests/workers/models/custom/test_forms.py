@@ -344,6 +344,23 @@ def test_an_input_that_only_the_class_refuses_names_its_field(tmp_path: Path, st
     assert output_of(compute(model, {"a": "good"})) == "good"
 
 
+def test_an_exception_with_a_field_calls_that_input_wrong(tmp_path: Path, started: Any) -> None:
+    body = """
+    class Predictor(BasePredictor):
+        def predict(self, a: str, b: str) -> str:
+            error = ValueError("too dark")
+            error.field = b
+            raise error
+    """
+    model = started(write_class(tmp_path, body))
+    wrong = compute(model, {"a": "x", "b": "a"}).results[0]
+    assert isinstance(wrong, BadInput)
+    assert (wrong.field, wrong.message) == ("a", "a: too dark")
+    other = compute(model, {"a": "x", "b": "no input"}).results[0]
+    assert isinstance(other, ModelFailed)
+    assert other.message == "too dark"
+
+
 def test_a_loop_is_killed_and_others_are_served(tmp_path: Path, started: Any) -> None:
     body = """
     class Predictor(BasePredictor):

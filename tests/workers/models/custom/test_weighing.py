@@ -129,6 +129,22 @@ def test_an_input_that_the_class_does_not_take_is_refused_by_name(
     assert wrong.field == "text"
 
 
+def test_work_may_call_an_input_wrong(tmp_path: Path, preparing: Any) -> None:
+    body = """
+    class Predictor(BasePredictor):
+        def predict(self, text: str) -> str:
+            return text
+
+        def work(self, input) -> int:
+            error = ValueError("no recording")
+            error.field = "text"
+            raise error
+    """
+    (wrong,) = preparing(write_class(tmp_path, body), CustomInput({"text": "a"}))
+    assert isinstance(wrong, BadInput)
+    assert (wrong.field, wrong.message) == ("text", "text: no recording")
+
+
 def test_a_file_is_weighed_by_its_size(tmp_path: Path, preparing: Any) -> None:
     body = """
     class Predictor(BasePredictor):

@@ -222,15 +222,24 @@ class _Prediction:
 
     def failure(self, error: BaseException) -> bytes:
         """The frame of an error. What the code raised is printed, for the logs."""
+        error = self._named(error)
         print(_traceback_of(error), end="", file=sys.stderr)
         return encode_frame({"id": self.id, "error": words_of(error), "kind": _kind_of(error)})
 
     def failure_alone(self, error: BaseException) -> bytes:
         """The frame of an error in a batch. The logs of others do not have what it says."""
+        error = self._named(error)
         log = _traceback_of(error)[-MAX_LOG_CHARS:]
         return encode_frame(
             {"id": self.id, "error": words_of(error), "kind": _kind_of(error), "log": log}
         )
+
+    def _named(self, error: BaseException) -> BaseException:
+        """The error. One whose attribute `field` names an input calls this wrong."""
+        field = getattr(error, "field", None)
+        if isinstance(field, str) and field in self._info.inputs:
+            return WrongInput(f"{field}: {words_of(error)}")
+        return error
 
     def close(self) -> None:
         """Removes its files."""

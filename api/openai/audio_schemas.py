@@ -1,0 +1,201 @@
+"""Requests and replies of /v1/audio, as OpenAI's API has them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from api.bodies import Body, Option, null_is
+from api.errors import WrongField
+
+MAX_FILE_BYTES = 25 * 1024 * 1024
+"""OpenAI's bound."""
+MAX_PROMPT_CHARS = 4096
+MAX_INPUT_CHARS = 4096
+"""OpenAI's bound for a text that is said."""
+FILE = "file"
+LISTS = ("timestamp_granularities", "include")
+"""The fields of which a form may have several. OpenAI's clients send their names with `[]`."""
+Task = Literal["transcribe", "translate"]
+
+
+class DurationUsage(msgspec.Struct):
+    """What a recording counts as: its seconds, begun ones too."""
+
+    seconds: int
+    type: Literal["duration"] = "duration"
+
+
+class TranscriptionReply(msgspec.Struct):
+    """What is said in a recording."""
+
+    text: str
+    usage: DurationUsage
+
+
+class TranscribedWord(msgspec.Struct):
+    """A word, with its beginning and its end in seconds."""
+
+    word: str
+    start: float
+    end: float
+
+
+class TranscribedSegment(msgspec.Struct):
+    """A part of what is said, with its beginning and its end in seconds."""
+
+    start: float
+    end: float
+    text: str
+    id: int = 0
+    seek: int = 0
+    tokens: list[int] = []
+    temperature: float = 0.0
+    avg_logprob: float = 0.0
+    compression_ratio: float = 0.0
+    no_speech_prob: float = 0.0
+
+
+class VerboseTranscriptionReply(msgspec.Struct, omit_defaults=True):
+    """What is said, and when."""
+
+    task: Task
+    language: str
+    duration: float
+    text: str
+    usage: DurationUsage
+    segments: list[TranscribedSegment] | None = None
+    words: list[TranscribedWord] | None = None
+
+
+class TranscriptDelta(msgspec.Struct):
+    """What was written since the last event of a stream."""
+
+    delta: str
+    type: Literal["transcript.text.delta"] = "transcript.text.delta"
+
+
+class TranscriptDone(msgspec.Struct):
+    """The last event of a stream."""
+
+    text: str
+    usage: DurationUsage
+    type: Literal["transcript.text.done"] = "transcript.text.done"
+
+
+class TranscribedElement(TranscribedSegment):
+    """A segment as a class gives it. `language` and `duration` are of the whole recording."""
+
+    words: list[TranscribedWord] = []
+    language: str = ""
+    duration: float = 0.0
+
+
+def _as_form(schema: dict[str, Any]) -> None:
+    """Puts the file into the schema of a form, and leaves out null: forms have none."""
+    known = schema["properties"]
+    schema["properties"] = {
+        FILE: {
+            "type": "string",
+            "format": "binary",
+            "description": f"The recording, at most {MAX_FILE_BYTES} bytes.",
+        }
+    }
+    for name, field in known.items():
+        if field.get("type") == "null":
+            continue
+        kinds = [kind for kind in field.pop("anyOf", ()) if kind["type"] != "null"]
+        field |= kinds[0] if kinds else {}
+        if field.get("default", "") is None:
+            del field["default"]
+        schema["properties"][f"{name}[]" if name in LISTS else name] = field
+    schema["required"] = [FILE]
+
+
+class TranslationForm(Body):
+    """A recording whose English translation is written down, as a form."""
+
+    model_config = ConfigDict(json_schema_extra=_as_form)
+
+    model: str | None = Field(
+        None, description="Default: the first model of the catalog with `api: transcription`."
+    )
+    prompt: str | None = Field(
+        None,
+        max_length=MAX_PROMPT_CHARS,
+        description="What comes before, or words as they are spelled.",
+    )
+    response_format: Literal["json", "text", "srt", "vtt", "verbose_json"] = "json"
+    temperature: float | None = Field(None, ge=0, le=1)
+
+
+class TranscriptionForm(TranslationForm):
+    """A recording that is written down, as a form."""
+
+    language: str | None = Field(
+        None, pattern="^[a-z]{2,3}$", description="Of the recording, in ISO 639-1: `en`, `fr`."
+    )
+    timestamp_granularities: list[Literal["word", "segment"]] | None = Field(
+        None,
+        max_length=2,
+        description="What has times in `verbose_json`. Default: segments.",
+    )
+    stream: bool = Field(
+        False, description="Whether events are sent, one for each segment. For `json` only."
+    )
+    chunking_strategy: Option | None = Field(None, description="Accepted, without effect.")
+    include: None = None
+    known_speaker_names: None = None
+    known_speaker_references: None = None
+    keywords: None = None
+    languages: None = None
+
+    @model_validator(mode="after")
+    def _fits_the_format(self) -> TranscriptionForm:
+        if self.timestamp_granularities and self.response_format != "verbose_json":
+            raise WrongField(
+                "timestamp_granularities", "is for response_format verbose_json; leave it out"
+            )
+        if self.stream and self.response_format != "json":
+            raise WrongField("stream", "is for response_format json; leave it out")
+        return self
+
+    @property
+    def wants_words(self) -> bool:
+        """Whether the times of words are in the answer."""
+        return "word" in (self.timestamp_granularities or ())
+
+
+class SpeechBody(Body):
+    """A text that is said."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"input": "The gate of the dam is open.", "voice": "heart"}}
+    )
+
+    input: str = Field(min_length=1, max_length=MAX_INPUT_CHARS)
+    model: str | None = Field(
+        None, description="Default: the first model of the catalog with `api: speech`."
+    )
+    voice: str | None = Field(
+        None, max_length=128, description="One of the model's. Default: its usual one."
+    )
+    instructions: str | None = Field(
+        None, max_length=MAX_INPUT_CHARS, description="How it is said, if the model takes that."
+    )
+    response_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm"] | None = Field(
+        None, description="One of the model's. Default: its usual one."
+    )
+    speed: float | None = Field(None, ge=0.25, le=4.0)
+    stream_format: Annotated[Literal["audio", "sse"], null_is("audio")] = Field(
+        "audio", description="Only `audio`.", json_schema_extra={"enum": ["audio", None]}
+    )
+
+    @field_validator("stream_format")
+    @classmethod
+    def _is_audio(cls, value: str) -> str:
+        if value != "audio":
+            raise ValueError("speech is not sent as events by this API; use audio")
+        return value

@@ -1,0 +1,258 @@
+"""Recordings that are written down and texts that are said, by OpenAI's client through a whole
+pipeline: as faster-whisper writes them when it is called directly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+import wave
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import yaml
+
+from examples.oracles import INSTALL_LIMIT_S, RUN_LIMIT_S, fetched
+from examples.show import EXAMPLES, KEPT
+from infra.local.interfaces import refresh_interfaces
+from infra.local.ports import Ports
+from infra.local.stack import Stack
+from shared.errors import ConfigurationError
+from tests.keys import key_for, keys_url
+from workers.models.custom.environments import python_for
+
+pytestmark = pytest.mark.slow(about_s=120)
+
+KEY = key_for("default")
+PACKAGE = "pocketsphinx-testdata"
+PACKAGE_SHA256 = "eaeb7a01d54f20b799d1a81ef110ec544b2cb47ea006614078220737a33019f0"
+"""Of version 0.8+5prealpha+1-15. It has five sentences of LibriVox, with what is said (BSD-2)."""
+LINE = re.compile(r"<s> (?P<said>.*) </s> \((?P<name>\S+)\)")
+DIRECT = """
+import json, sys, types
+sys.modules["av"] = types.ModuleType("av")
+import ctranslate2, faster_whisper, soundfile
+model = faster_whisper.WhisperModel(sys.argv[1], device="cpu", compute_type="int8", cpu_threads=1)
+for path in sys.argv[2:]:
+    ctranslate2.set_random_seed(0)
+    segments, _ = model.transcribe(soundfile.read(path, dtype="float32")[0], vad_filter=True)
+    print(json.dumps("".join(one.text for one in segments).strip()))
+"""
+REWRITTEN = """
+import sys
+import numpy, soundfile, soxr
+samples, rate = soundfile.read(sys.argv[1], dtype="float32")
+stereo = numpy.stack([samples, samples], axis=1)
+folder = sys.argv[2]
+soundfile.write(f"{folder}/same.flac", stereo, rate, "PCM_16")
+fine = soxr.resample(stereo, rate, 44100)
+soundfile.write(f"{folder}/fine.mp3", fine, 44100)
+soundfile.write(f"{folder}/fine.ogg", fine, 44100)
+"""
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    """The Python that has the packages of the transcriber."""
+    fetched("transcribe")
+    try:
+        python_for(EXAMPLES / "speech")
+        return python_for(EXAMPLES / "transcribe")
+    except ConfigurationError as error:
+        pytest.skip(f"packages: {error.message[-200:]}")
+
+
+@pytest.fixture(scope="module")
+def sentences() -> dict[Path, str]:
+    """Recordings, and what is said in them. Skips without a mirror of Debian."""
+    folder = (KEPT / "transcribe" / "recordings").absolute()
+    data = folder / "usr/share/pocketsphinx/test/data/librivox"
+    if not data.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            command = ["apt-get", "download", PACKAGE]
+            limits: dict[str, Any] = {"timeout": INSTALL_LIMIT_S, "check": True}
+            subprocess.run(command, cwd=folder, capture_output=True, **limits)
+        except (OSError, subprocess.SubprocessError):
+            pytest.skip(f"Debian's package {PACKAGE} can't be had here")
+        (package,) = folder.glob("*.deb")
+        if hashlib.sha256(package.read_bytes()).hexdigest() != PACKAGE_SHA256:
+            pytest.skip(f"another version: {package.name}")
+        subprocess.run(["dpkg-deb", "-x", str(package), str(folder)], **limits)
+    lines = (data / "transcription").read_text().splitlines()
+    matches = [match for line in lines if (match := LINE.fullmatch(line.strip()))]
+    assert len(matches) == 5
+    return {data / f"{one['name']}.wav": one["said"] for one in matches}
+
+
+@pytest.fixture(scope="module")
+def url(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a stack that transcribes and speaks."""
+    folder = tmp_path_factory.mktemp("stack")
+    entries = []
+    for name in ("transcribe", "speech"):
+        (one,) = yaml.safe_load((EXAMPLES / name / "models.yaml").read_text())["models"]
+        entries.append(one | {"source": f"local:{EXAMPLES / name}"})
+    models = folder / "models.yaml"
+    models.write_text(yaml.safe_dump({"models": entries}))
+    refresh_interfaces(models, lambda line: None)
+    settings = {
+        "PENSTOCK_KEYS_URL": keys_url(folder, default="default"),
+        "PENSTOCK_MODELS_FILE": str(models),
+    }
+    with Stack(folder, ports=Ports.free(len(entries)), settings=settings) as stack:
+        yield stack.api_url
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as opened:
+        yield opened
+
+
+def run(python: str, code: str, *arguments: str | Path) -> str:
+    done = subprocess.run(
+        [python, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=RUN_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"[a-z]+", text.lower().replace("mr.", "mister").replace("mr ", "mister "))
+
+
+def word_errors(said: list[str], wanted: list[str]) -> int:
+    """The least number of words to insert, remove or replace (Levenshtein)."""
+    row = list(range(len(wanted) + 1))
+    for number, word in enumerate(said, 1):
+        before, row[0] = row[0], number
+        for at, other in enumerate(wanted, 1):
+            before, row[at] = row[at], min(row[at] + 1, row[at - 1] + 1, before + (word != other))
+    return row[-1]
+
+
+def seconds_of(path: Path) -> float:
+    with wave.open(str(path)) as file:
+        return int(file.getnframes()) / int(file.getframerate())
+
+
+def test_words_are_those_of_faster_whisper(
+    client: Any, python: str, sentences: dict[Path, str]
+) -> None:
+    printed = run(python, DIRECT, KEPT / "transcribe" / "weights", *sentences)
+    direct = [json.loads(line) for line in printed.splitlines()]
+    errors, count = 0, 0
+    for (path, said), expected in zip(sentences.items(), direct, strict=True):
+        with path.open("rb") as file:
+            reply = client.audio.transcriptions.create(model="transcribe", file=file)
+        assert reply.text == expected
+        assert reply.usage.seconds == math.ceil(seconds_of(path))
+        errors += word_errors(words(reply.text), words(said))
+        count += len(words(said))
+    print(f"{errors} of {count} words are wrong, as with faster-whisper", file=sys.stderr)
+    assert errors / count < 0.12
+
+
+def test_times_streams_and_subtitles(client: Any, sentences: dict[Path, str]) -> None:
+    path = next(iter(sentences))
+    create = client.audio.transcriptions.create
+    verbose = create(
+        model="transcribe",
+        file=path,
+        response_format="verbose_json",
+        timestamp_granularities=["word", "segment"],
+    )
+    assert (verbose.language, verbose.duration) == ("en", pytest.approx(seconds_of(path)))
+    assert "".join(one.text for one in verbose.segments).strip() == verbose.text
+    times = [at for word in verbose.words for at in (word.start, word.end)]
+    assert times == sorted(times)
+    assert 0 <= times[0] < times[-1] <= verbose.duration
+    assert words("".join(one.word for one in verbose.words)) == words(verbose.text)
+    subtitles = create(model="transcribe", file=path, response_format="srt")
+    assert words(" ".join(subtitles.split("\n")[2::4])) == words(verbose.text)
+    *deltas, done = create(model="transcribe", file=path, stream=True)
+    assert "".join(one.delta for one in deltas) == done.text
+    assert words(done.text) == words(verbose.text)
+
+
+def test_other_files_are_read_alike(
+    client: Any, python: str, sentences: dict[Path, str], tmp_path: Path
+) -> None:
+    path = next(iter(sentences))
+    run(python, REWRITTEN, path, tmp_path)
+    create = client.audio.transcriptions.create
+    plain = create(model="transcribe", file=path).text
+    assert create(model="transcribe", file=tmp_path / "same.flac").text == plain
+    for name in ("fine.mp3", "fine.ogg"):
+        said = words(create(model="transcribe", file=tmp_path / name).text)
+        assert word_errors(said, words(plain)) <= 2, name
+
+
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # so it calls translations
+def test_wrong_requests_are_named(client: Any, sentences: dict[Path, str]) -> None:
+    path = next(iter(sentences))
+
+    def refused(call: Any, **fields: Any) -> tuple[str, str]:
+        with pytest.raises(openai.BadRequestError) as caught:
+            call(model="transcribe", **fields)
+        error: Any = caught.value
+        return error.param, error.body["message"]
+
+    audio = client.audio
+    noise = ("a.mp3", b"no sound at all" * 100)
+    reason = "file: not a recording in wav, flac, mp3 or ogg"
+    assert refused(audio.transcriptions.create, file=noise) == ("file", reason)
+    assert refused(audio.transcriptions.create, file=noise, stream=True) == ("file", reason)
+    reason = "language: not one of en"
+    assert refused(audio.transcriptions.create, file=path, language="fr") == ("language", reason)
+    reason = "model: this model knows English only"
+    assert refused(audio.translations.create, file=path) == ("model", reason)
+
+
+def test_silence_has_no_words(client: Any) -> None:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as silence:
+        silence.setnchannels(1)
+        silence.setsampwidth(2)
+        silence.setframerate(16_000)
+        silence.writeframes(bytes(2 * 16_000 * 3))
+    reply = client.audio.transcriptions.create(
+        model="transcribe", file=("a.wav", file.getvalue()), response_format="verbose_json"
+    )
+    assert (reply.text, reply.segments, reply.duration) == ("", [], 3.0)
+
+
+def test_what_is_said_can_be_written_down_again(client: Any) -> None:
+    text = "The gate of the dam is open. Please keep behind the yellow line."
+    heads = {"wav": b"RIFF", "flac": b"fLaC", "opus": b"OggS", "mp3": b""}
+    for kind, head in heads.items():
+        said = client.audio.speech.create(
+            model="speech", input=text, voice="heart", response_format=kind
+        ).content
+        assert said.startswith(head)
+        reply = client.audio.transcriptions.create(model="transcribe", file=(f"a.{kind}", said))
+        assert word_errors(words(reply.text), words(text)) <= 1, kind
+    create = client.audio.speech.create
+    pcm = create(model="speech", input=text, voice="heart", response_format="pcm").content
+    slow = create(
+        model="speech", input=text, voice="heart", response_format="pcm", speed=0.5
+    ).content
+    assert 1.5 < len(slow) / len(pcm) < 2.5
+    assert create(model="speech", input=text, voice="heart", response_format="pcm").content == pcm
+    with pytest.raises(openai.BadRequestError, match="voice: not one of heart"):
+        create(model="speech", input=text, voice="alloy")
+    with pytest.raises(openai.BadRequestError, match="'mp3', 'opus', 'flac', 'wav' or 'pcm'"):
+        create(model="speech", input=text, voice="heart", response_format="aac")
