@@ -8,12 +8,32 @@ from collections.abc import Iterable
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-SHARING = ("tests/end_to_end/", "tests/workers/models/")
-"""Folders that share a stack or loaded models between their files."""
+SHARING = (
+    "tests/api/usage/",
+    "tests/end_to_end/",
+    "tests/infra/reports/",
+    "tests/workers/functions/",
+    "tests/workers/models/",
+    "tests/workers/models/generation/",
+)
+"""Folders whose files share a stack, processes, rows in BigQuery or loaded models. Their subfolders
+do not."""
+BROKERS = "brokers"
+OF_BROKERS = frozenset(
+    {
+        "tests/shared/test_brokers.py",
+        "tests/shared/test_held_messages.py",
+        "tests/shared/test_rabbitmq.py",
+        "tests/shared/test_rabbitmq_waits.py",
+        "tests/workers/functions/test_consumer.py",
+        "tests/workers/functions/test_queue_depths.py",
+    }
+)
+"""Files that share a RabbitMQ, and Google's emulator. Each takes many seconds to start."""
 
 
 class GroupScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no types
-    """Hands a worker a whole file at a time, or a whole folder of SHARING.
+    """Hands a worker a whole file at a time, or all files that share.
 
     The marks of `--dist loadgroup` would say the same, but have no effect from pytest 9.2 on
     (https://github.com/pytest-dev/pytest-xdist/issues/1386).
@@ -49,6 +69,9 @@ def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 
 def group_of(nodeid: str) -> str:
-    """The file of a test, or its folder where that one's files share."""
-    shared = (folder for folder in SHARING if nodeid.startswith(folder))
-    return next(shared, nodeid.partition("::")[0])
+    """The file of a test, or what stands for all files that share with it."""
+    file = nodeid.partition("::")[0]
+    if file in OF_BROKERS:
+        return BROKERS
+    folder = file[: file.rfind("/") + 1]
+    return folder if folder in SHARING else file

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.groups import QUICK_S, SLOW_S, about_s, group_of, longest_first
+from tests.groups import (
+    BROKERS,
+    OF_BROKERS,
+    QUICK_S,
+    SHARING,
+    SLOW_S,
+    about_s,
+    group_of,
+    longest_first,
+)
 from tests.limits import START_LIMIT_S
 
 pytest_plugins = "pytester"
@@ -37,12 +46,29 @@ def test_a_file_stays_on_one_worker() -> None:
     ("nodeid", "group"),
     [
         ("tests/end_to_end/test_load.py::test_a[b::c]", "tests/end_to_end/"),
-        ("tests/workers/models/generation/test_prompts.py::test_a", "tests/workers/models/"),
+        (
+            "tests/workers/models/generation/test_llama.py::test_a",
+            "tests/workers/models/generation/",
+        ),
+        (
+            "tests/workers/models/custom/test_forms.py::test_a",
+            "tests/workers/models/custom/test_forms.py",
+        ),
+        (
+            "tests/end_to_end/own_stack/test_canary.py::test_a",
+            "tests/end_to_end/own_stack/test_canary.py",
+        ),
+        ("tests/shared/test_brokers.py::test_a[rabbitmq]", BROKERS),
         ("tests/shared/test_days.py::test_a[x/y]", "tests/shared/test_days.py"),
     ],
 )
-def test_a_folder_that_shares_is_one_group(nodeid: str, group: str) -> None:
+def test_files_that_share_are_one_group(nodeid: str, group: str) -> None:
     assert group_of(nodeid) == group
+
+
+def test_what_shares_is_there() -> None:
+    assert not [folder for folder in SHARING if not list((ROOT / folder).glob("test_*.py"))]
+    assert not [file for file in OF_BROKERS if not (ROOT / file).is_file()]
 
 
 def test_what_takes_longest_begins_first(pytester: pytest.Pytester) -> None:

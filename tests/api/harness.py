@@ -4,9 +4,10 @@ fake worker.
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from socket import socket
 from typing import Any, TypeVar
 
 import httpx
@@ -51,6 +52,8 @@ CATALOG = Catalog(
 )
 """What is shipped and models for similarity and for text, each under another name too."""
 TEXT_MODEL, IMAGE_MODEL = CATALOG.default("embedding"), CATALOG.default("image")
+TICK_S = 0.1
+"""Between two looks of uvicorn's server."""
 T = TypeVar("T")
 
 
@@ -155,9 +158,47 @@ def api_with_redis(**settings: object) -> Any:
     return api
 
 
+class PromptServer(uvicorn.Server):
+    """Ends as soon as it is told to, in the steps of uvicorn.
+
+    That one looks ten times a second whether it shall end, and then pauses for a tenth of a second.
+    It would do so in each test that starts an API.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._told = asyncio.Event()
+
+    def stop(self) -> None:
+        self.should_exit = True
+        self._told.set()
+
+    async def main_loop(self) -> None:
+        counter = 0
+        while not await self.on_tick(counter):
+            counter += 1
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._told.wait(), TICK_S)
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        state = self.server_state
+        for server in self.servers:
+            server.close()
+        for connection in list(state.connections):
+            connection.shutdown()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TICK_S):
+                while state.connections or state.tasks:  # noqa: ASYNC110  (they have no event)
+                    await asyncio.sleep(0.001)
+        if state.connections or state.tasks:
+            await super().shutdown(sockets)
+        else:
+            await self.lifespan.shutdown()
+
+
 @asynccontextmanager
 async def serving(app: FastAPI, settings: ApiSettings) -> AsyncIterator[str]:
-    server = uvicorn.Server(server_config(app, settings))
+    server = PromptServer(server_config(app, settings))
     serving = asyncio.create_task(server.serve())
     async with asyncio.timeout(WAIT_LIMIT_S):
         while not server.started:
@@ -167,7 +208,7 @@ async def serving(app: FastAPI, settings: ApiSettings) -> AsyncIterator[str]:
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
-        server.should_exit = True
+        server.stop()
         await serving
 
 

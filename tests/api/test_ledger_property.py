@@ -565,7 +565,7 @@ def _own(number: int) -> str:
     return "own" + "".join("abcdefghij"[int(digit)] for digit in f"{number:05d}")
 
 
-@pytest.mark.many(about_s=60)
+@pytest.mark.many(about_s=190)
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")
 @settings(
     max_examples=examples(16),

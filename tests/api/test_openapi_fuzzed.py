@@ -19,7 +19,7 @@ from tests.api.harness import running_api, settings_for
 from tests.keys import key_for, keys_url, stored
 from tests.limits import PATIENCE
 
-pytestmark = [pytest.mark.slow(about_s=50), pytest.mark.anyio]
+pytestmark = [pytest.mark.slow(about_s=95), pytest.mark.anyio]
 ROOT = Path(__file__).parents[2]
 CONFIG = "tests/api/openapi/schemathesis.toml"
 CASES_OF_A_ROUTE = 10

@@ -1,4 +1,7 @@
-"""What a process started, directly or not, ends with it, however it ends."""
+"""What a process started, directly or not, ends with it, however it ends.
+
+That of a whole stack: tests/infra/test_up_survives.py.
+"""
 
 import os
 import signal
@@ -13,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.infra.running_up import running_up
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = [
@@ -91,14 +93,14 @@ def _hears_hangups() -> Iterator[None]:
 def labeled(command: Sequence[str], folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A program, and the label that all it starts has. Whatever it leaves is killed at the end."""
     label = uuid.uuid4().hex
-    environment = os.environ | {"LABEL": label, "PYTHONPATH": str(ROOT)}
+    given = {"LABEL": label, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     try:
         with (
             (folder / "log").open("wb") as log,
             subprocess.Popen(
                 command,
                 cwd=folder,
-                env=environment,
+                env=os.environ | given,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -157,14 +159,3 @@ def test_what_tests_started_ends_with_the_run(
         process.send_signal(number)
         process.wait(WAIT_LIMIT_S)
         wait_gone(label)
-
-
-def test_each_part_of_a_stack_ends_with_it(tmp_path: Path, kept_choices: dict[str, str]) -> None:
-    with running_up(tmp_path, kept_choices) as up:
-        parts = psutil.Process(up.process.pid).children(recursive=True)
-        assert {"redis-server", "penstock-model"} <= {one.name() for one in parts}, up.said
-        up.process.kill()
-        _, alive = psutil.wait_procs(parts, WAIT_LIMIT_S)
-    for left in alive:
-        left.kill()
-    assert not alive, [one.cmdline() for one in alive]

@@ -86,13 +86,15 @@ def predict(url: str, **given: Any) -> tuple[int, Any]:
         return error.code, json.load(error)
 
 
-@pytest.fixture
-def up(tmp_path: Path) -> Iterator[Up]:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "predict.py").write_text(source("one"))
-    (tmp_path / "classes.yaml").write_text(CATALOG)
-    settings = {"PENSTOCK_MODELS_FILE": str(tmp_path / "classes.yaml")}
-    with running_up(tmp_path, settings) as running:
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """One for all tests. What a test serves first it writes itself."""
+    folder = tmp_path_factory.mktemp("reload")
+    (folder / "mine").mkdir()
+    change(folder, source("one"))
+    (folder / "classes.yaml").write_text(CATALOG)
+    settings = {"PENSTOCK_MODELS_FILE": str(folder / "classes.yaml")}
+    with running_up(folder, settings) as running:
         yield running
 
 
@@ -109,23 +111,23 @@ def change(folder: Path, text: str) -> None:
     (folder / "mine" / "predict.py").write_text(text)
 
 
-def test_a_changed_class_is_reloaded_and_its_callers_wait(up: Up, tmp_path: Path) -> None:
+def test_a_changed_class_is_reloaded_and_its_callers_wait(up: Up) -> None:
     url = f"http://127.0.0.1:{up.ports.api}"
     before = parts(up)
     with Callers(url) as callers:
         wait_until(lambda: callers.last_is("one a"), WAIT_LIMIT_S)
-        change(tmp_path, source("two"))
+        change(up.log_path.parent, source("two"))
         wait_until(lambda: callers.last_is("two a"), START_LIMIT_S)
 
         # Another interface: API and worker have it together.
         assert predict(url, text="a", loud=True)[0] == 422
-        change(tmp_path, source("three", more=", loud: bool = False"))
+        change(up.log_path.parent, source("three", more=", loud: bool = False"))
         wait_until(lambda: callers.last_is("three a"), START_LIMIT_S)
         status, found = predict(url, text="a", loud=True)
         assert (status, found["output"]) == (201, "three a")
 
         # Sources that can't be served change nothing.
-        change(tmp_path, "def predict(:\n")
+        change(up.log_path.parent, "def predict(:\n")
         wait_until(lambda: "mine as it was; " in up.said, START_LIMIT_S)
         assert "SyntaxError" in up.said or "invalid syntax" in up.said
         served = len(callers.outputs)
@@ -136,16 +138,16 @@ def test_a_changed_class_is_reloaded_and_its_callers_wait(up: Up, tmp_path: Path
     assert {name for name in before if before[name] != after[name]} == {"workers"}
 
 
-def test_a_class_that_can_t_be_set_up_waits_for_the_next_change(up: Up, tmp_path: Path) -> None:
+def test_a_class_that_can_t_be_set_up_waits_for_the_next_change(up: Up) -> None:
     url = f"http://127.0.0.1:{up.ports.api}"
-    change(tmp_path, source("two", setup="raise ValueError('no weights')"))
+    change(up.log_path.parent, source("two", setup="raise ValueError('no weights')"))
     wait_until(lambda: "starts again when its sources change" in up.said, START_LIMIT_S)
     assert "no weights" in up.said
     asked: list[tuple[int, Any]] = []
     asking = threading.Thread(target=lambda: asked.append(predict(url, text="a")))
     asking.start()
-    change(tmp_path, source("three"))
+    change(up.log_path.parent, source("four"))
     asking.join(START_LIMIT_S)
     (found,) = asked
-    assert (found[0], found[1]["output"]) == (201, "three a")
+    assert (found[0], found[1]["output"]) == (201, "four a")
     assert up.process.poll() is None

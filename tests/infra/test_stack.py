@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from infra.local.ports import Ports
 from infra.local.process import listens
 from infra.local.stack import Stack
 from shared.cores import usable_cores
 from shared.errors import ConfigurationError, Unavailable
-from tests.infra.running_up import MINI, Up, catalog, running_up
+from tests.infra.running_up import Up, catalog, running_up
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from tests.tls import make_certificate
 from tests.workers.optimize.tiny_bert import ENTRY, make_tiny_bert
@@ -80,9 +81,10 @@ def test_part_that_fails_is_told_and_nothing_stays(tmp_path: Path, servers: dict
     assert not [port for port in all_ports(ports) if listens(port)]
 
 
-def test_graphs_that_a_model_lacks_are_made_at_the_first_start(
+def test_first_start_makes_graphs_that_lack_and_gives_every_worker_all_cores(
     tmp_path: Path, servers: dict[str, str]
 ) -> None:
+    """One stack for both, as each start measures what it serves."""
     folder, artifacts_dir, models_file = (
         tmp_path / "model",
         tmp_path / "artifacts",
@@ -90,40 +92,33 @@ def test_graphs_that_a_model_lacks_are_made_at_the_first_start(
     )
     folder.mkdir()
     make_tiny_bert(folder)
-    models_file.write_text(ENTRY.format(folder=folder, tolerance=0.9999))
-    own = {"PENSTOCK_MODELS_FILE": str(models_file), "PENSTOCK_ARTIFACTS_DIR": str(artifacts_dir)}
-    said: list[str] = []
-    with Stack(
-        tmp_path / "state", ports=Ports.free(workers=1), settings=servers | own, say=said.append
-    ):
-        assert list(artifacts_dir.glob("tiny/*/fp32.onnx"))
-    assert [line for line in said if "tiny: looked for, and made at the first start" in line]
-
-
-def test_every_worker_may_have_all_cores(tmp_path: Path, servers: dict[str, str]) -> None:
-    models_file = catalog(tmp_path, MINI)
-    _, _, entry = (
-        models_file.read_text()
-        .replace("    dimensions", "    precision: fp32\n    dimensions")
-        .partition("models:\n")
-    )
-    models_file.write_text(f"models:\n{entry}{entry.replace('name: mini', 'name: other')}")
+    entry = ENTRY.format(folder=folder, tolerance=0.9999)
+    graphs, torch_alone = "    backend: onnx\n", "    backend: torch\n    precision: fp32\n"
+    other = entry.partition("models:\n")[2].replace("name: tiny", "name: other")
+    models_file.write_text(f"{entry}{graphs}{other}{torch_alone}")
     # One thread each: what is left open is how many processes there are.
     own = {
         "PENSTOCK_MODELS_FILE": str(models_file),
-        "PENSTOCK_ARTIFACTS_DIR": str(tmp_path),
+        "PENSTOCK_ARTIFACTS_DIR": str(artifacts_dir),
         "PENSTOCK_THREADS": "1",
     }
+    said: list[str] = []
     ports = Ports.free(workers=2)
-    with Stack(tmp_path / "state", ports=ports, settings=servers | own, say=lambda line: None):
-        for port in ports.health:
-            with urllib.request.urlopen(
-                f"http://127.0.0.1:{port}/metrics", timeout=WAIT_LIMIT_S
-            ) as answer:
-                (reported,) = [
-                    line for line in answer.read().decode().splitlines() if "backend_info{" in line
-                ]
-            assert f'processes="{min(4, usable_cores())}"' in reported
+    with Stack(tmp_path / "state", ports=ports, settings=servers | own, say=said.append):
+        assert list(artifacts_dir.glob("tiny/*/fp32.onnx"))
+        backends = [reported_backend(port) for port in ports.health]
+    assert [line for line in said if "tiny: looked for, and made at the first start" in line]
+    assert [backend["backend"] for backend in backends] == ["onnx", "torch"]
+    assert {backend["processes"] for backend in backends} == {str(min(4, usable_cores()))}
+
+
+def reported_backend(port: int) -> dict[str, str]:
+    """The labels of what a worker says it computes with."""
+    url = f"http://127.0.0.1:{port}/metrics"
+    with urllib.request.urlopen(url, timeout=WAIT_LIMIT_S) as answer:
+        found = text_string_to_metric_families(answer.read().decode())
+    ((backend,),) = (one.samples for one in found if one.name == "penstock_worker_backend_info")
+    return dict(backend.labels)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.infra.running_up import Up, running_up, wait_until
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
 pytestmark = [
-    pytest.mark.slow(about_s=45),
+    pytest.mark.slow(about_s=70),
     pytest.mark.skipif(sys.platform != "linux", reason="finds the parts in /proc"),
 ]
 PARTS = {
@@ -132,7 +132,7 @@ def is_vector(body: bytes) -> bool:
     return len(found["embedding"]) == 384
 
 
-def test_every_part_comes_back_while_requests_go_on(
+def test_every_part_comes_back_while_requests_go_on_and_ends_with_the_stack(
     tmp_path: Path, kept_choices: dict[str, str]
 ) -> None:
     own = {"PENSTOCK_ROWS_URL": f"file://{tmp_path}/rows", "PENSTOCK_ARCHIVE_EVERY_S": "1"}
@@ -152,6 +152,14 @@ def test_every_part_comes_back_while_requests_go_on(
         for part in PARTS:
             assert f"died    {part} was ended by SIGKILL; " in up.said
         assert up.process.poll() is None
+        # Killed itself, it takes all of them with it.
+        parts = psutil.Process(up.process.pid).children(recursive=True)
+        assert {"redis-server", "penstock-model"} <= {one.name() for one in parts}, up.said
+        up.process.kill()
+        _, alive = psutil.wait_procs(parts, WAIT_LIMIT_S)
+    for left in alive:
+        left.kill()
+    assert not alive, [one.cmdline() for one in alive]
 
 
 def test_part_that_dies_too_often_ends_everything(tmp_path: Path, servers: dict[str, str]) -> None:

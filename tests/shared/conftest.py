@@ -5,9 +5,20 @@ from pathlib import Path
 
 import pytest
 
+from bench.google_emulator import find_emulator, running_emulator
 from infra.local.redis_server import RedisServer
 from shared.pubsub.client import PubSubTransport
 from tests.shared.scripted_pubsub import Opened, scripted_pubsub
+
+
+@pytest.fixture(scope="session")
+def google_emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """HOST:PORT of Google's emulator of Pub/Sub, where it is on this machine."""
+    command = find_emulator()
+    if command is None:
+        pytest.skip("Google's emulator or a Java is not on this machine")
+    with running_emulator(command, tmp_path_factory.mktemp("google")) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture

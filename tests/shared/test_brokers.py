@@ -10,7 +10,6 @@ from uuid import uuid4
 
 import pytest
 
-from bench.google_emulator import find_emulator, running_emulator
 from shared.errors import BadInput, ConfigurationError, InputTooLarge, Unavailable
 from shared.in_memory_broker import InMemoryBroker
 from shared.pubsub.admin import PubSubAdmin
@@ -42,15 +41,6 @@ class Broker:
         wanted = SubscriptionSettings(topic_id, **settings)  # type: ignore[arg-type]
         await self.admin.ensure_subscription(subscription_id, wanted)
         return subscription_id
-
-
-@pytest.fixture(scope="session")
-def google_emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    command = find_emulator()
-    if command is None:
-        pytest.skip("Google's emulator or a Java is not on this machine")
-    with running_emulator(command, tmp_path_factory.mktemp("google")) as endpoint:
-        yield endpoint
 
 
 @pytest.fixture(

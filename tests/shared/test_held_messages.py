@@ -7,9 +7,9 @@ import pytest
 from shared.transport import ReceivedMessage, Subscription
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.receiving import take
-from tests.shared.test_brokers import Broker, broker, google_emulator
+from tests.shared.test_brokers import Broker, broker
 
-__all__ = ["broker", "google_emulator"]
+__all__ = ["broker"]
 
 pytestmark = pytest.mark.anyio
 

@@ -7,11 +7,8 @@ process that waited for the lock finds the choice that the other one saved.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -23,7 +20,7 @@ from workers.autotune.choice import Choice, Refusal, TuningSettings, read_choice
 from workers.autotune.client import choice_path
 from workers.autotune.hardware import this_machine
 from workers.autotune.search import CALIBRATION_TEXTS, SearchSpec, choose
-from workers.models.artifact import find_artifact
+from workers.models.artifact import find_artifact, locked
 from workers.models.base import PreparedText
 from workers.models.embedding.tokenization import TextPreparer
 from workers.optimize.calibration import calibration_texts, prepare_texts
@@ -71,7 +68,8 @@ def _choose(
     entry: Model, folder: Path, digest: str, tuning: TuningSettings, *, again: bool
 ) -> Choice:
     artifacts_dir = Path(tuning.artifacts_dir)
-    with _alone(artifacts_dir / "choosing.lock"):
+    # The parent process limits the wait.
+    with locked(artifacts_dir / "choosing.lock"):
         artifact = find_artifact(artifacts_dir, entry.name, digest)
         path = choice_path(entry, tuning, digest, artifact)
         kept = read_choice(path)
@@ -92,15 +90,6 @@ def _choose(
         if choice.backend.call_tokens and not (kept is not None and choice.is_provisional):
             write_choice(path, choice)
         return choice
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Waits until no other process measures. The parent process limits the wait."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _own_texts(entry: Model, folder: Path) -> list[PreparedText]:

@@ -7,6 +7,7 @@ an artifact of other weights is never used.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import shutil
@@ -205,6 +206,15 @@ def write_calibration(folder: Path, calibration: Calibration) -> None:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes manifest.json, indented for readers."""
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Waits until no other process of this machine has the lock file `path`, and has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from workers.models.artifact import (
     Manifest,
     Variant,
     find_artifact,
+    locked,
     new_artifact,
     source_digest,
     take_over,
@@ -184,14 +185,25 @@ def _optimize(
         entry.source, entry.revision, settings.models_dir, weights_dir=settings.weights_dir
     )
     digest = source_digest(folder, entry.revision)
-    there = None if force else find_artifact(settings.artifacts_dir, entry.name, digest)
-    if there is not None:
-        wanted = missing_variants(there.manifest, wanted, tolerance_of(entry, options))
-    if there is not None and not wanted:
+    target = settings.artifacts_dir / entry.name / digest
+
+    def look() -> tuple[Artifact | None, tuple[str, ...]]:
+        there = None if force else find_artifact(settings.artifacts_dir, entry.name, digest)
+        if there is None:
+            return None, wanted
+        return there, missing_variants(there.manifest, wanted, tolerance_of(entry, options))
+
+    there, missing = look()
+    if there is not None and not missing:
         output.show_found(there)
         return
-    options = replace(options, variants=wanted)
-    _make(entry, folder, settings.artifacts_dir / entry.name / digest, options, there, output)
+    # Several stacks may start at once on a new machine. One makes it, the others find it.
+    with locked(settings.artifacts_dir / f"making-{digest}.lock"):
+        there, missing = look()
+        if there is not None and not missing:
+            output.show_found(there)
+        else:
+            _make(entry, folder, target, replace(options, variants=missing), there, output)
 
 
 def _described(artifact: Artifact) -> str:

@@ -1,5 +1,5 @@
 // Replicate's own client for Node against classes of one's own: what a class gives, called directly,
-// is in the file PENSTOCK_CLIENTS_EXPECTED (tests/end_to_end/test_classes_by_clients.py).
+// is in the file PENSTOCK_CLIENTS_EXPECTED (tests/end_to_end/own_stack/test_classes_by_clients.py).
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import Replicate, { validateWebhook } from "replicate";

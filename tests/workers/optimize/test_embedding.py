@@ -7,14 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 
-from tests.limits import START_LIMIT_S
 from tests.workers.optimize.tiny_bert import ENTRY, Optimize
 from workers.autotune.hardware import this_machine
 from workers.models.artifact import Artifact, Variant, read_calibration
@@ -187,22 +187,43 @@ def test_wrong_wish_is_refused(
     assert reason in capsys.readouterr().err
 
 
-def test_interrupted_making_leaves_nothing(tiny_bert: Path, tmp_path: Path) -> None:
+@contextmanager
+def making(tiny_bert: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """The command as a process that has just begun to make a graph."""
     catalog = tmp_path / "models.yaml"
     catalog.write_text(ENTRY.format(folder=tiny_bert, tolerance=0.9))
     words = ["tiny", "--models-file", str(catalog), "--artifacts-dir", str(tmp_path / "artifacts")]
     with subprocess.Popen(
-        [sys.executable, "-m", "workers.optimize", *words],
+        [sys.executable, "-m", "workers.optimize", *words, "--variants", "fp32"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ,
     ) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            if "making and judging" in line:
-                process.send_signal(signal.SIGTERM)
-                break
+        assert any("making and judging" in line for line in process.stdout)
+        yield process
         process.stdout.read()
-        assert process.wait(START_LIMIT_S) == 130
+
+
+def test_who_comes_while_it_is_made_finds_it(
+    optimize: Optimize,
+    made: Made,
+    tiny_bert: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with making(tiny_bert, tmp_path) as process:
+        assert optimize("--variants", "fp32", tolerance=0.9) == 0
+    assert process.returncode == 0
+    told = capsys.readouterr().out
+    assert "is there: onnx-fp32" in told
+    assert "making and judging" not in told
+    assert [variant.name for variant in made().manifest.variants] == ["onnx-fp32"]
+
+
+def test_interrupted_making_leaves_nothing(tiny_bert: Path, tmp_path: Path) -> None:
+    with making(tiny_bert, tmp_path) as process:
+        process.send_signal(signal.SIGTERM)
+    assert process.returncode == 130
     assert list((tmp_path / "artifacts" / "tiny").iterdir()) == []

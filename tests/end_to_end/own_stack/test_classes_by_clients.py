@@ -144,6 +144,7 @@ def url(classes: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> I
     settings = {
         "PENSTOCK_KEYS_URL": keys_url(folder, default="default"),
         "PENSTOCK_MODELS_FILE": str(models),
+        "PENSTOCK_PROCESSES": "1",
     }
     with Stack(folder, ports=Ports.free(len(classes)), settings=settings) as stack:
         yield stack.api_url

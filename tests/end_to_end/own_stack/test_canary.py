@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from infra.local.ports import Ports
 from infra.local.stack import Stack
 from tests.end_to_end.rows import Rows, eventually
+from tests.infra.running_up import SMALLEST
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.optimize.tiny_bert import make_tiny_bert
 from workers.optimize.calibration import calibration_texts
@@ -53,7 +54,7 @@ def pair(tmp_path: Path) -> Iterator[Stack]:
             weights[name] = found + 0.2 * torch.randn(found.shape, generator=noise)
     save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "models.yaml").write_text(ENTRY.format(folder=tmp_path))
-    settings = {"PENSTOCK_MODELS_FILE": str(tmp_path / "models.yaml")}
+    settings = SMALLEST | {"PENSTOCK_MODELS_FILE": str(tmp_path / "models.yaml")}
     with Stack(tmp_path / "state", ports=Ports.free(2), settings=settings) as running:
         yield running
 
