@@ -10,7 +10,7 @@ from typing import Any, Self
 import yaml
 from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
 
-from shared.catalog_entry import CatalogEntry, Deadline, ServedApi
+from shared.catalog_entry import CatalogEntry, ClassResources, Deadline, ServedApi
 from shared.errors import ConfigurationError, UnknownModel
 from shared.kubernetes_names import slug
 from shared.model_interface import FILE_NAME, read_interface
@@ -69,8 +69,8 @@ class Model(CatalogEntry):
                 f"replies: slots carry small results only, and those of {self.definition.noun} "
                 "can't be put into the object store; use direct"
             )
-        if self.resources.memory_bytes and not self.definition.has_interface:
-            raise ValueError("resources.memory_bytes: only models of one's own have it")
+        if not self.definition.has_interface:
+            self._has_no_resources()
         if self.name.endswith(".dead"):
             raise ValueError(
                 "a name can't end in .dead: its topic would be another model's dead-letter topic"
@@ -88,6 +88,12 @@ class Model(CatalogEntry):
         if self.deadline.default_s > self.deadline.longest_s:
             raise ValueError("deadline.default_s is above deadline.longest_s")
         return self
+
+    def _has_no_resources(self) -> None:
+        usual = ClassResources()
+        for name, value in self.resources:
+            if value != getattr(usual, name):
+                raise ValueError(f"resources.{name}: only models of one's own have it")
 
     def _has_no_fields_of_ones_own(self) -> None:
         fields = {

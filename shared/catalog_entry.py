@@ -222,12 +222,18 @@ class Price(PriceTerms):
         return terms
 
 
+DEFAULT_DISK_BYTES = 4 * 1024**3
+
+
 class ClassResources(_Entry):
     """What a class of one's own may take in each model process."""
 
     memory_bytes: Positive | None = None
     """Memory of its process and of all that it starts. Above it, they are killed. None: 80 % of the
     machine's, or of its control group's."""
+    disk_bytes: Positive = DEFAULT_DISK_BYTES
+    """What they have on disk at a time, above the files of the class's folder, and the largest file
+    that they may write. At most half of what is free when it starts. Above it, they are killed."""
 
 
 class ImageDefaults(_Entry):

@@ -5,7 +5,8 @@ body goes to the object store while it arrives, so a large one takes the memory 
 time, redirects and fetches at a time are bounded.
 
 A file that its server tags (ETag) is not loaded again while its request lives: a request that is
-sent again asks whether it has changed.
+sent again asks whether it has changed. Requests of a tenant that name one URL at the same time
+share one download of this instance.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ _HEADERS = {"accept": "*/*", "accept-encoding": "identity", "user-agent": "Penst
 
 FETCHES = Counter(
     "penstock_api_fetched_inputs_total",
-    "Inputs fetched by URL: fetched, unchanged (by ETag), refused, failed.",
+    "Inputs fetched by URL: fetched, shared (with another request), unchanged (by ETag), refused, "
+    "failed.",
     ["end"],
 )
 
@@ -79,6 +81,18 @@ class FetchedInput(NamedTuple):
 
 class FetchFailed(NotNow):
     """The server of an input's URL did not give it. It may do so later."""
+
+
+class _OutOfTime(FetchFailed):
+    """The time of the request was over first."""
+
+
+class _Download(NamedTuple):
+    """What may share a download: a tenant, a URL, and the media types that are accepted."""
+
+    tenant: str
+    url: str
+    media_types: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +150,9 @@ class UrlFetcher:
         self._fetched_urls = fetched_urls
         self._resolve = resolve
         self._permits = FairPermits(MAX_AT_A_TIME)
+        self._downloads: dict[_Download, asyncio.Future[FetchedInput | PenstockError | None]] = {}
+        """Those that run. Each ends with the file, with what its server did wrong, or with None if
+        its own request ended it."""
 
     @property
     def is_off(self) -> bool:
@@ -177,13 +194,15 @@ class UrlFetcher:
             Overloaded: too many files are being fetched.
             Unavailable: the object store is out of reach.
         """
-        fetch = _Fetch(self._hosts, self._reach, self._tls, self._resolve, media_types)
+        download = _Download(tenant, url, media_types)
         end = "failed"
         try:
-            async with self._permitted(tenant, until_s):
-                known = await self._fetched_urls.find(tenant, url)
-                fetched = await self._fetched(fetch, url, known, until_s)
-            end = "fetched" if isinstance(fetched, _Loaded) else "unchanged"
+            shared = await self._shared(download, until_s)
+            if shared is not None:
+                end = "shared"
+                return shared
+            fetched, end = await self._downloaded(download, until_s, keep_until_s)
+            return fetched
         except (FetchFailed, Overloaded, Unavailable) as error:
             raise _of_field(error, field) from error
         except BadInput as error:
@@ -191,12 +210,64 @@ class UrlFetcher:
             raise _of_field(error, field) from error
         finally:
             FETCHES.labels(end).inc()
-        if isinstance(fetched, FetchedUrl):
-            blob = Blob(fetched.media_type, object_key=fetched.object_key)
-            return FetchedInput(blob, fetched.name)
-        if fetched.tagged is not None:
-            await self._fetched_urls.put(tenant, url, fetched.tagged, keep_until_s - time.time())
-        return FetchedInput(fetched.blob, fetched.name)
+
+    async def _shared(self, download: _Download, until_s: float) -> FetchedInput | None:
+        """Waits for the same download by another request. Returns None if none runs.
+
+        Who waits holds no permit, and goes on by itself if the other request ends first. Raises as
+        `fetch` does.
+        """
+        while (running := self._downloads.get(download)) is not None:
+            try:
+                async with asyncio.timeout(max(0.0, until_s - time.time())):
+                    outcome = await asyncio.shield(running)
+            except TimeoutError as error:
+                raise self._out_of_time() from error
+            if isinstance(outcome, PenstockError):
+                raise outcome
+            if outcome is not None:
+                return outcome
+        return None
+
+    async def _downloaded(
+        self, download: _Download, until_s: float, keep_until_s: float
+    ) -> tuple[FetchedInput, str]:
+        """Returns the file, and whether it was `fetched` or is `unchanged`. Others may share it."""
+        running = self._downloads[download] = asyncio.get_running_loop().create_future()
+        outcome: FetchedInput | PenstockError | None = None
+        try:
+            outcome, end = await self._fetched(download, until_s, keep_until_s)
+        except (_OutOfTime, Overloaded):
+            raise  # others may have more time
+        except PenstockError as error:
+            outcome = error
+            raise
+        finally:
+            del self._downloads[download]
+            running.set_result(outcome)
+        return outcome, end
+
+    async def _fetched(
+        self, download: _Download, until_s: float, keep_until_s: float
+    ) -> tuple[FetchedInput, str]:
+        tenant, url, media_types = download
+        fetch = _Fetch(self._hosts, self._reach, self._tls, self._resolve, media_types)
+        async with self._permitted(tenant, until_s):
+            known = await self._fetched_urls.find(tenant, url)
+            try:
+                async with asyncio.timeout(max(0.0, until_s - time.time())):
+                    loaded = await fetch.run(url, known, self._objects)
+            except TimeoutError as error:
+                raise self._out_of_time() from error
+        if isinstance(loaded, FetchedUrl):
+            blob = Blob(loaded.media_type, object_key=loaded.object_key)
+            return FetchedInput(blob, loaded.name), "unchanged"
+        if loaded.tagged is not None:
+            await self._fetched_urls.put(tenant, url, loaded.tagged, keep_until_s - time.time())
+        return FetchedInput(loaded.blob, loaded.name), "fetched"
+
+    def _out_of_time(self) -> FetchFailed:
+        return _OutOfTime(f"it was not loaded within {self._limit_s:g} s")
 
     @asynccontextmanager
     async def _permitted(self, tenant: str, until_s: float) -> AsyncIterator[None]:
@@ -209,15 +280,6 @@ class UrlFetcher:
             yield
         finally:
             self._permits.give(tenant)
-
-    async def _fetched(
-        self, fetch: _Fetch, url: str, known: FetchedUrl | None, until_s: float
-    ) -> _Loaded | FetchedUrl:
-        try:
-            async with asyncio.timeout(max(0.0, until_s - time.time())):
-                return await fetch.run(url, known, self._objects)
-        except TimeoutError as error:
-            raise FetchFailed(f"it was not loaded within {self._limit_s:g} s") from error
 
 
 class _Loaded(NamedTuple):

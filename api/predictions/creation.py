@@ -50,12 +50,12 @@ def find_version(catalog: Catalog, version: str) -> Model:
     """
     named, _, given_id = version.partition(":")
     name = given_id or named.rpartition("/")[2]
-    for model in catalog.models:
-        if name == version_of(model):
-            return model
     try:
         return catalog.find(name)
     except UnknownModel as error:
+        for model in catalog.models:
+            if name == version_of(model):
+                return model
         raise BadInput(f"version: {error.message}", field="version") from error
 
 

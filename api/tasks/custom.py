@@ -86,12 +86,12 @@ def checked_input(raw_input: dict[str, Any], model: Model) -> tuple[CustomInput,
     # Null is the same as left out, as Replicate's clients send it.
     present = {name: value for name, value in raw_input.items() if value is not None}
     validator_of(interface).model_validate(present, strict=True)
-    values: dict[str, Any] = json.loads(json.dumps(_without_files(present, interface)))
+    files = list(_files(present, interface))
+    values = _without_files(present, files)
     if len(json.dumps(values)) > MAX_VALUES_BYTES:
         raise InputTooLarge(
             f"input: longer than {MAX_VALUES_BYTES} bytes without its files", field="input"
         )
-    files = list(_files(present, interface))
     if len(files) > MAX_FILES:
         field = str(files[MAX_FILES][0][0])
         raise BadInput(
@@ -176,10 +176,10 @@ def _files(values: dict[str, Any], interface: ModelInterface) -> Iterator[FileIn
                 yield [name, number], one
 
 
-def _without_files(values: dict[str, Any], interface: ModelInterface) -> dict[str, Any]:
+def _without_files(values: dict[str, Any], files: Sequence[FileInput]) -> dict[str, Any]:
     """The input with null in place of each file."""
     kept = dict(values)
-    for at, _ in _files(values, interface):
+    for at, _ in files:
         name = str(at[0])
         kept[name] = None if len(at) == 1 else [None] * len(values[name])
     return kept

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ CACHE_VOLUME = "gke-gcsfuse-cache"
 """The sidecar takes a volume of this name for its file cache."""
 SIDECAR_CPU_M, SIDECAR_MIB = 100, 256
 """Resource requests of the sidecar. The worker alongside requests that much less."""
+TMP_MIB = 2048
+"""Of `/tmp`, as in infra/kubernetes/worker. A pod above it is evicted."""
 CACHE_SHARE = 0.75
 """Share of the worker's disk for the file cache. The rest is for what the worker writes."""
 
@@ -434,6 +437,16 @@ def worker_settings(model: Model, deployment: Deployment) -> dict[str, str]:
     return settings | (identity_settings(deployment.project) if deployment.audience else {})
 
 
+def _sized_volumes(model: Model, placement: Placement) -> Iterator[dict[str, Any]]:
+    """Yields the volumes of a worker that have another size than in infra/kubernetes/worker."""
+    if placement.cache_gib is not None:
+        yield {"name": "cache", "emptyDir": {"sizeLimit": f"{placement.cache_gib}Gi"}}
+    if model.definition.has_interface:  # each process of a class writes to /tmp within a bound
+        process_mib = -(-model.resources.disk_bytes // 2**20)
+        tmp_mib = TMP_MIB + process_mib * int(placement.settings["PENSTOCK_PROCESSES"])
+        yield {"name": "tmp", "emptyDir": {"sizeLimit": f"{tmp_mib}Mi"}}
+
+
 def _worker_patch(
     model: Model, placement: Placement, weights: Weights, deployment: Deployment
 ) -> dict[str, Any]:
@@ -443,9 +456,7 @@ def _worker_patch(
     container: dict[str, Any] = {"name": "worker", "resources": resources}
     if weights.mounts:
         container["volumeMounts"] = list(weights.mounts)
-    volumes = list(weights.volumes)
-    if placement.cache_gib is not None:
-        volumes.append({"name": "cache", "emptyDir": {"sizeLimit": f"{placement.cache_gib}Gi"}})
+    volumes = [*weights.volumes, *_sized_volumes(model, placement)]
     pod: dict[str, Any] = {
         "terminationGracePeriodSeconds": placement.grace_s,
         "containers": [container],

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.api.serving_classes import predict, serve_class
-from tests.workers.models.custom.hostile import ENDINGS, ENDLESS, MEMORY_BYTES, hostile_class
+from tests.workers.models.custom.hostile import ENDINGS, ENDLESS, RESOURCES, hostile_class
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow(about_s=60)]
 SOON = {"x-penstock-deadline-ms": "3000"}
@@ -24,9 +24,7 @@ async def test_each_ends_alone_in_a_clear_error(tmp_path: Path, redis_url: str) 
     body = hostile_class([str(tmp_path / "outside")])
     found, others = {}, []
     async with AsyncExitStack() as opened:
-        api = await serve_class(
-            opened, tmp_path, redis_url, body, resources={"memory_bytes": MEMORY_BYTES}
-        )
+        api = await serve_class(opened, tmp_path, redis_url, body, resources=RESOURCES)
         for mode in ENDINGS:
             found[mode] = await predict(api, mode=mode)
             others.append((await predict(api, mode="behave"))["output"])

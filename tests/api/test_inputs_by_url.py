@@ -372,7 +372,8 @@ async def test_a_tenant_leaves_room_for_others(
     small = files.add("/small", b"a", "text/plain")
     async with AsyncExitStack() as opened:
         group = await opened.enter_async_context(asyncio.TaskGroup())
-        slow = [group.create_task(fetch(one, f"{files.url}/slow")) for _ in range(MAX_AT_A_TIME)]
+        urls = [f"{files.url}/slow?{number}" for number in range(MAX_AT_A_TIME)]
+        slow = [group.create_task(fetch(one, url)) for url in urls]
         async with asyncio.timeout(WAIT_LIMIT_S):
             while files.asked["/slow"] < MAX_AT_A_TIME // 2:
                 files.is_asked.clear()
@@ -383,6 +384,69 @@ async def test_a_tenant_leaves_room_for_others(
         assert files.asked["/slow"] == MAX_AT_A_TIME // 2
         files.go.set()
     assert [task.result() for task in slow] == [b"a"] * MAX_AT_A_TIME
+
+
+async def asked_for_slow(files: FileServer) -> None:
+    """Waits until a body that does not end yet has begun."""
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while not files.asked["/slow"]:
+            files.is_asked.clear()
+            await files.is_asked.wait()
+
+
+async def test_requests_at_the_same_time_share_a_download(
+    tmp_path: Path, files: FileServer, records: Records
+) -> None:
+    """Of one tenant, and however many they are: those who wait hold no permit."""
+    one = fetcher(tmp_path, files.settings, records.fetched_urls, here)
+    slow, small = f"{files.url}/slow", files.add("/small", b"a")
+    async with asyncio.TaskGroup() as group:
+        ours = [group.create_task(fetch(one, slow)) for _ in range(3 * MAX_AT_A_TIME)]
+        theirs = group.create_task(fetch(one, slow, "other"))
+        await asked_for_slow(files)
+        assert await fetch(one, small) == b"a"
+        files.go.set()
+    assert [task.result() for task in [*ours, theirs]] == [b"a"] * (len(ours) + 1)
+    assert files.asked["/slow"] == 2, "one for each tenant"
+    assert await fetch(one, slow) == b"a"
+    assert files.asked["/slow"] == 3, "what is over is not shared"
+
+
+async def test_what_a_server_does_wrong_is_told_to_all_who_share(
+    tmp_path: Path, files: FileServer, records: Records
+) -> None:
+    one = fetcher(tmp_path, files.settings, records.fetched_urls, here)
+    url = files.redirect("/there", "https://127.0.0.2/")
+    tasks = (fetch(one, url) for _ in range(5))
+    failed = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(error, BadInput) for error in failed)
+    assert all("127.0.0.2" in str(error) for error in failed)
+    assert files.asked["/there"] == 1
+
+
+@pytest.mark.parametrize("is_canceled", [True, False])
+async def test_who_shares_goes_on_if_the_other_ends_first(
+    tmp_path: Path, files: FileServer, records: Records, is_canceled: bool
+) -> None:
+    one = fetcher(tmp_path, files.settings, records.fetched_urls, here)
+    slow = f"{files.url}/slow"
+    first = asyncio.create_task(fetch(one, slow, limit_s=WAIT_LIMIT_S if is_canceled else 0.5))
+    await asked_for_slow(files)
+    second = asyncio.create_task(fetch(one, slow))
+    impatient = asyncio.create_task(fetch(one, slow, limit_s=0.1))
+    with pytest.raises(FetchFailed, match="f: it was not loaded within"):
+        await impatient
+    if is_canceled:
+        first.cancel()
+    with pytest.raises(asyncio.CancelledError if is_canceled else FetchFailed):
+        await first
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while files.asked["/slow"] < 2:
+            files.is_asked.clear()
+            await files.is_asked.wait()
+    files.go.set()
+    assert await second == b"a"
+    assert files.asked["/slow"] == 2
 
 
 async def test_without_redis_it_is_fetched_all_the_same(tmp_path: Path, files: FileServer) -> None:

@@ -332,7 +332,8 @@ def test_an_entry_that_changed_otherwise_is_not_taken(tmp_path: Path) -> None:
 
 def test_memory_is_bounded_for_models_of_ones_own_only(tmp_path: Path) -> None:
     text = CLASSES.replace("aliases: [own]", "resources: {memory_bytes: 1000000}")
-    assert read_classes(tmp_path, text).find("mine").resources.memory_bytes == 1_000_000
+    found = read_classes(tmp_path, text).find("mine")
+    assert (found.resources.memory_bytes, found.resources.disk_bytes) == (1_000_000, 4 * 2**30)
     (tmp_path / "models.yaml").write_text(
         GOOD.replace("dimensions: 4", "dimensions: 4\n    resources: {memory_bytes: 1}")
     )

@@ -15,9 +15,12 @@ from infra.kubernetes.deployment import read_gpu_types
 from shared.kubernetes_names import slug
 from tests.infra.deploy.manifests import Objects, of_kind, pod, render, settings_of, workers
 from tests.infra.deploy.terraform import plan_platform
+from tests.workers.models.custom.classes import write_class
+from workers.models.custom.checking import inspect_folder, write_interface
 from workers.models.source import folder_of, list_of
 
 BUCKET, SECRET = "example-project-penstock-weights", "penstock-hub-token"
+FUNCTION = "predict: predict.py:predict"
 ENTRY = {"task": "embedding", "dimensions": 4, "batch": {"max_tokens": 8}}
 
 
@@ -96,6 +99,25 @@ def test_weights_that_fit_into_the_gpu_fit_on_the_disk(
     assert read_gpu_types()[type_].gpu_memory_gib / 2 <= size_gib
     # Above its limit the pod is evicted.
     assert size_gib <= int(limits["ephemeral-storage"].removesuffix("Gi"))
+
+
+def test_a_class_has_the_disk_that_its_processes_may_write(tmp_path: Path) -> None:
+    (tmp_path / "class").mkdir()
+    write_class(tmp_path / "class", "def predict(a: int) -> int: return a", FUNCTION)
+    write_interface(tmp_path / "class", inspect_folder(tmp_path / "class").interface)
+    entry = {"name": "own", "task": "custom", "source": f"local:{tmp_path}/class"}
+    file = tmp_path / "models.yaml"
+    models = [
+        entry | {"resources": {"disk_bytes": 3 * 2**30}},
+        ENTRY | {"name": "of-the-image", "source": "package:some/model"},
+    ]
+    file.write_text(yaml.safe_dump({"models": models}))
+    objects = render(tmp_path / "out", file)
+    deployment = worker(objects, "own")
+    processes = int(settings_of(objects, deployment)["PENSTOCK_PROCESSES"])
+    room_gib = int(volumes(deployment)["tmp"]["emptyDir"]["sizeLimit"].removesuffix("Mi")) / 1024
+    others_gib = volumes(worker(objects, "of-the-image"))["tmp"]["emptyDir"]["sizeLimit"]
+    assert (processes, room_gib, others_gib) == (2, 8.0, "2Gi")
 
 
 def test_only_models_of_the_hub_have_weights_mounted(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class AsideClass:
     def __init__(self, entry: Model, folder: Path) -> None:
         self._interface = interface_of(entry)
         self._max_work = entry.work.max or 1
-        self._memory_bytes = entry.resources.memory_bytes or 0
+        self._resources = entry.resources
         self._folder = folder
         self._runner: RunnerProcess | None = None
         self._turn = threading.Lock()
@@ -107,7 +107,7 @@ class AsideClass:
             self._folder,
             python=python_for(self._folder),
             environment=sources.environment,
-            memory_bytes=self._memory_bytes,
+            resources=self._resources,
             denied_ports=service_ports(read_settings(Settings)),
             is_aside=True,
         )
@@ -135,7 +135,9 @@ class AsideClass:
             runner.kill("it took too long")
             runner.close()
             return f"no answer in {limit_s:g} s"
-        return f"the process of the class {end_of(runner.close())}"
+        status = runner.close()
+        reason = f"was ended: {runner.killed_for}" if runner.killed_for else end_of(status)
+        return f"the process of the class {reason}"
 
     def close(self) -> None:
         """Ends the runner."""

@@ -25,15 +25,13 @@ from workers.models.custom.model import (
     RUNNER_KILLED,
     SETUP_LIMIT_S,
     STEP_S,
+    USED_UP,
     HostedClass,
     message_of,
     outcome_of,
 )
 from workers.models.custom.process import RunnerProcess, end_of
-from workers.models.custom.runner.frames import Frame
-
-_BATCH = -1
-"""The number by which a batch is canceled."""
+from workers.models.custom.runner.frames import BATCH, Frame
 
 
 class CustomBatchModel(HostedClass):
@@ -96,7 +94,7 @@ class CustomBatchModel(HostedClass):
             for frame in self._received(runner, on_step):
                 if "batch_error" in frame.message:
                     raise self._failed(frame, runner, is_alone=len(numbers) == 1)
-                number: int = frame.message.get("id", _BATCH)
+                number: int = frame.message.get("id", BATCH)
                 if number not in numbers or number in answers:
                     # So what it sends later is never taken for the answer of another batch.
                     runner.kill("it sent an answer to something else")
@@ -115,6 +113,8 @@ class CustomBatchModel(HostedClass):
     def _running(self, on_step: OnStep) -> RunnerProcess:
         """The runner, with the class set up. It is started again if it has ended."""
         began_s = time.monotonic()
+        if self._runner is not None and self._runner.is_used_up:
+            self._runner.kill(USED_UP)
         if self._runner is not None and self._runner.has_ended:
             self._runner.close()
             self._runner = None
@@ -153,10 +153,10 @@ class CustomBatchModel(HostedClass):
 
     def _stop(self, runner: RunnerProcess) -> None:
         """Ends the batch that runs, and the runner if it does not end by itself."""
-        runner.cancel(_BATCH)
+        runner.cancel(BATCH)
         while (frames := runner.receive(STEP_S)) is not None:
             if frames:
-                runner.ended(_BATCH)
+                runner.ended(BATCH)
                 while runner.receive(STEP_S):  # the rest of its answers
                     pass
                 return

@@ -1,9 +1,13 @@
-"""Bounds on a runner and all that it has started: memory and processes. And how to end them all.
+"""Bounds on a runner and all that it has started: memory, disk, processes. How to end them all.
 
 A limit of the system on addresses (RLIMIT_AS) is no use: CUDA reserves more than the machine has.
 A control group is not ours to make in a container. So a thread looks ten times a second. What a
 process holds alone or shares in memory counts, files that are mapped do not: the system takes their
 pages back.
+
+Disk is counted as well: quotas take rights that a container does not have, and a file system in
+memory would take what is scarcer. The system itself keeps a single file below the bound
+(RLIMIT_FSIZE, set in the runner), so what comes between two counts is several files.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +27,14 @@ WHOLE_EVERY = 20
 MAX_PROCESSES = 512
 DEFAULT_SHARE = 0.8
 """Of the machine's memory, or of its control group's, if the entry does not say."""
+MAX_ENTRIES = 500_000
+"""Files and folders below the scratch folder."""
+MAX_OUTSIDE = 10_000
+"""Files outside of it that are remembered."""
+MIN_DISK_BYTES = 16 * 1024 * 1024
+"""The least bound that a full disk gives: a class may write nothing and be served all the same."""
+COUNT_SHARE, USUAL_COUNT_SHARE = 0.1, 0.01
+"""Of the time, at most, in which files are counted: if the disk fills, and otherwise."""
 END_LIMIT_S = 2.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PROC = Path("/proc")
@@ -86,7 +99,8 @@ class Family:
         """Kills all, and those that they start meanwhile."""
         until_s = time.monotonic() + END_LIMIT_S
         while (members := self.members()) and time.monotonic() < until_s:
-            for one in members:
+            # Itself first: otherwise it might still answer that what it started has ended.
+            for one in sorted(members, key=lambda pid: pid != self._pid):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(one, signal.SIGKILL)
             time.sleep(0.005)
@@ -125,7 +139,7 @@ def _namespace(pid: int) -> str:
 
 def memory_of(pid: int) -> int:
     """The bytes that a process holds alone or shares in memory. 0: it has ended."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, KeyError, ValueError):  # one that has ended has no such lines
         lines = (_PROC / str(pid) / "status").read_text(errors="replace").splitlines()
         fields = dict(line.split(":", 1) for line in lines if ":" in line)
         return sum(int(fields[one].split()[0]) * 1024 for one in ("RssAnon", "RssShmem"))
@@ -148,6 +162,146 @@ def _resident_bytes(pid: int) -> int:
     return 0
 
 
+class DiskUse:
+    """What a runner and its family have on disk, above what was in the scratch folder before.
+
+    Counted are the files of its scratch folder, with its `/tmp`, those that it has open and has
+    removed, and those that it was seen to write elsewhere: to the `/tmp` of all, if it has none of
+    its own. Blocks count, not sizes: holes take no disk.
+
+    Args:
+        scratch: its folder.
+        most_bytes: that it may have.
+    """
+
+    def __init__(self, scratch: Path, most_bytes: int) -> None:
+        self._scratch = scratch
+        self._device = scratch.stat().st_dev
+        self._free_bytes = _free_bytes(scratch)
+        self.limit_bytes = min(most_bytes, max(self._free_bytes // 2, MIN_DISK_BYTES))
+        self._outside: dict[str, tuple[int, int]] = {}
+        """By path: device and number of each file that it was seen to write elsewhere."""
+        self._before_bytes, _ = self._below_scratch(set())
+        self._bytes = 0
+        self._first_bytes: int | None = None
+        self._counted_s = self._took_s = 0.0
+        self._turn = threading.Lock()
+
+    def may_be_above(self) -> bool:
+        """True if the disk has lost so much since the last count that it should be repeated."""
+        lost_bytes = self._free_bytes - _free_bytes(self._scratch)
+        is_much = lost_bytes > (self.limit_bytes - self._bytes) / 2
+        return is_much and self._rested_s() >= self._took_s / COUNT_SHARE
+
+    def is_due(self) -> bool:
+        """True if it is time to count again."""
+        return self.may_be_above() or self._rested_s() >= self._took_s / USUAL_COUNT_SHARE
+
+    def _rested_s(self) -> float:
+        return time.monotonic() - self._counted_s
+
+    def count(self, family: set[int]) -> str:
+        """Counts. Returns what is above a bound, in words. Empty: nothing is.
+
+        Args:
+            family: processes whose open files count.
+        """
+        with self._turn:
+            began_s = time.monotonic()
+            self._free_bytes = _free_bytes(self._scratch)
+            counted: set[tuple[int, int]] = set()
+            size_bytes, reason = self._below_scratch(counted)
+            size_bytes += sum(self._open_bytes(pid, counted) for pid in family)
+            size_bytes += self._outside_bytes(counted)
+            self._bytes = size_bytes - self._before_bytes
+            self._counted_s = time.monotonic()
+            self._took_s = self._counted_s - began_s
+        if self._bytes > self.limit_bytes:
+            return (
+                f"it wrote more than {self.limit_bytes} bytes to disk; no more are allowed "
+                "(resources.disk_bytes)"
+            )
+        return reason
+
+    def is_half_full(self) -> bool:
+        """Returns whether half of the room is taken that there was at the first call."""
+        if self._first_bytes is None:
+            self.count(set())
+            self._first_bytes = max(0, self._bytes)
+        room_bytes = self.limit_bytes - self._first_bytes
+        return self._bytes - self._first_bytes > room_bytes / 2
+
+    def _below_scratch(self, counted: set[tuple[int, int]]) -> tuple[int, str]:
+        waiting, entries, size_bytes = [str(self._scratch)], 0, 0
+        while waiting:
+            try:
+                with os.scandir(waiting.pop()) as folder:
+                    for entry in folder:
+                        entries += 1
+                        if entries > MAX_ENTRIES:
+                            return size_bytes, f"it has more than {MAX_ENTRIES} files"
+                        with contextlib.suppress(FileNotFoundError):
+                            status = entry.stat(follow_symlinks=False)
+                            size_bytes += _counted_bytes(status, counted)
+                            if stat.S_ISDIR(status.st_mode):
+                                waiting.append(entry.path)
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # it was removed meanwhile
+            except OSError as error:
+                return size_bytes, f"it has a folder that can't be read: {error.strerror}"
+        return size_bytes, ""
+
+    def _open_bytes(self, pid: int, counted: set[tuple[int, int]]) -> int:
+        """What is in files that a process has open for writing and that were not counted."""
+        size_bytes, folder = 0, _PROC / str(pid)
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder / "fd"):
+                with contextlib.suppress(OSError, ValueError, IndexError):
+                    status = os.stat(folder / "fd" / name)
+                    is_ours = stat.S_ISREG(status.st_mode) and status.st_dev == self._device
+                    identity = (status.st_dev, status.st_ino)
+                    if not is_ours or identity in counted or not _is_written(folder, name):
+                        continue
+                    if status.st_nlink and len(self._outside) < MAX_OUTSIDE:
+                        self._outside[os.readlink(folder / "fd" / name)] = identity
+                    else:
+                        size_bytes += _counted_bytes(status, counted)
+        return size_bytes
+
+    def _outside_bytes(self, counted: set[tuple[int, int]]) -> int:
+        size_bytes = 0
+        for path, identity in list(self._outside.items()):
+            status = None
+            with contextlib.suppress(OSError):
+                status = os.stat(path, follow_symlinks=False)
+            if status is None or (status.st_dev, status.st_ino) != identity:
+                del self._outside[path]
+            elif identity not in counted:
+                size_bytes += _counted_bytes(status, counted)
+        return size_bytes
+
+
+def _free_bytes(folder: Path) -> int:
+    system = os.statvfs(folder)
+    return system.f_bavail * system.f_frsize
+
+
+def _counted_bytes(status: os.stat_result, counted: set[tuple[int, int]]) -> int:
+    """The bytes that a file takes on disk. 0, if another name of it was counted."""
+    identity = (status.st_dev, status.st_ino)
+    if identity in counted:
+        return 0
+    counted.add(identity)
+    return status.st_blocks * 512  # always of this size (stat(2))
+
+
+def _is_written(process: Path, descriptor: str) -> bool:
+    """True if a descriptor of a process was opened for writing."""
+    lines = (process / "fdinfo" / descriptor).read_text(encoding="ascii").splitlines()
+    flags = next(line for line in lines if line.startswith("flags:"))
+    return bool(int(flags.split()[1], 8) & os.O_ACCMODE)
+
+
 class LimitWatch:
     """Looks at a runner until it has ended or is above a limit.
 
@@ -155,15 +309,22 @@ class LimitWatch:
         pid: of the runner, which must not be waited for before `close`.
         family: of the runner.
         memory_bytes: of all its processes together. 0: no bound.
+        disk: of all its processes together.
         exceeded: called once, with what is above its limit, in words.
     """
 
     def __init__(
-        self, pid: int, family: Family, memory_bytes: int, exceeded: Callable[[str], None]
+        self,
+        pid: int,
+        family: Family,
+        memory_bytes: int,
+        disk: DiskUse,
+        exceeded: Callable[[str], None],
     ) -> None:
         self._pid = pid
         self._family = family
         self._memory_bytes = memory_bytes
+        self.disk = disk
         self._exceeded = exceeded
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="limits")
@@ -173,7 +334,7 @@ class LimitWatch:
         looks = 0
         while not self._is_over.wait(LOOK_EVERY_S):
             looks += 1
-            is_due = looks % WHOLE_EVERY == 0
+            is_due = looks % WHOLE_EVERY == 0 or self.disk.may_be_above()
             if self._memory_bytes and _resident_bytes(self._pid) > self._memory_bytes:
                 is_due = True
             if is_due and (reason := self._broken()):
@@ -197,7 +358,7 @@ class LimitWatch:
                     f"it takes {taken >> 20} MiB of memory; at most {self._memory_bytes >> 20} MiB "
                     "are allowed (resources.memory_bytes)"
                 )
-        return ""
+        return self.disk.count(family) if self.disk.is_due() else ""
 
     def close(self) -> None:
         """Ends the looks."""

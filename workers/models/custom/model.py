@@ -46,6 +46,7 @@ RUNNER_KILLED = 70
 """The exit status of a model process whose runner was killed from outside. So its item is tried
 again as after any death of a model process (decision 25)."""
 NO_ANSWER = "it sent something else than an answer"
+USED_UP = "nobody is to fail for what earlier predictions left in memory or on disk"
 MALFORMED = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
 """What comes of reading an answer that is none: a class may write to its socket."""
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,100}/[\w.+-]{1,100}")
@@ -178,7 +179,7 @@ class HostedClass:
 
     def __init__(self, entry: Model, folder: Path, device: str, threads: int) -> None:
         self._interface = interface_of(entry)
-        self._memory_bytes = entry.resources.memory_bytes or 0
+        self._resources = entry.resources
         self._name = entry.name
         self._folder = folder
         self._threads = threads
@@ -226,7 +227,7 @@ class HostedClass:
             python=python_for(self._folder),
             threads=self._threads,
             environment=sources.environment,
-            memory_bytes=self._memory_bytes,
+            resources=self._resources,
             denied_ports=service_ports(read_settings(Settings)),
         )
         return self._runner
@@ -297,8 +298,8 @@ class CustomModel(HostedClass):
         runner = self._runner or self._start()
         if self._is_ready:
             is_idle = not any(one.is_sent for one in self._items.values())
-            if is_idle and not runner.has_ended and runner.is_above_memory:
-                runner.kill("nobody is to fail for what earlier predictions left in memory")
+            if is_idle and not runner.has_ended and runner.is_used_up:
+                runner.kill(USED_UP)
             if is_idle and runner.has_ended:
                 self._on_end(end)
                 return end

@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shared.catalog_entry import ClassResources
 from shared.messages import PrintedLogs
-from workers.models.custom.limits import Family, LimitWatch, usual_memory_bytes
+from workers.models.custom.limits import DiskUse, Family, LimitWatch, usual_memory_bytes
 from workers.models.custom.runner.frames import Frame, FrameReader, encode_frame
 from workers.models.custom.scratch import Scratch
 
@@ -61,6 +62,7 @@ main(
     {folder!r},
     {scratch!r},
     {denied_ports},
+    {disk_bytes},
     inspects_only={inspects_only},
     is_aside={is_aside},
 )
@@ -163,7 +165,7 @@ class RunnerProcess:
         python: the interpreter that has its packages.
         threads: for libraries that compute on a CPU.
         environment: what cog.yaml sets.
-        memory_bytes: that it may take, with all that it starts. 0: the usual part of the machine's.
+        resources: that it may take, with all that it starts. None: as an entry that says nothing.
         denied_ports: TCP ports to which it may not connect.
         inspects_only: whether it ends when the class is inspected.
         is_aside: whether it calls `work` and `is_close` only, and does not set up the class.
@@ -177,13 +179,15 @@ class RunnerProcess:
         python: str = sys.executable,
         threads: int = 1,
         environment: Mapping[str, str] | None = None,
-        memory_bytes: int = 0,
+        resources: ClassResources | None = None,
         denied_ports: Sequence[int] = (),
         inspects_only: bool = False,
         is_aside: bool = False,
         passes_on: bool = False,
     ) -> None:
+        resources = resources or ClassResources()
         self._scratch = Scratch(folder)
+        disk = DiskUse(self._scratch.path, resources.disk_bytes)
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         output, their_output = os.pipe()
@@ -193,6 +197,7 @@ class RunnerProcess:
             folder=str(folder),
             scratch=str(self._scratch.path),
             denied_ports=list(denied_ports),
+            disk_bytes=disk.limit_bytes,
             inspects_only=inspects_only,
             is_aside=is_aside,
         )
@@ -225,7 +230,8 @@ class RunnerProcess:
         self._limits = LimitWatch(
             self._process.pid,
             self._family,
-            memory_bytes or usual_memory_bytes(),
+            resources.memory_bytes or usual_memory_bytes(),
+            disk,
             self.kill_at_fault,
         )
 
@@ -352,9 +358,12 @@ class RunnerProcess:
         self.kill(reason)
 
     @property
-    def is_above_memory(self) -> bool:
-        """True if it takes more memory than it may. It is killed soon, if it is not now."""
-        return self._limits.is_above_memory()
+    def is_used_up(self) -> bool:
+        """True if what was computed left too little memory or disk. Ask while it computes nothing.
+
+        True is a reason to start it again.
+        """
+        return self._limits.is_above_memory() or self._limits.disk.is_half_full()
 
     @property
     def has_ended(self) -> bool:

@@ -131,6 +131,42 @@ class Predictor(BasePredictor):
         print("the end")
         return "printed"
 
+    def fill_disk(self, folder="."):
+        for number in range(200):  # far above the bound, but no end of the machine
+            with open(f"{folder}/{number}.bin", "wb") as file:
+                file.write(bytes(8 * 2**20))
+        time.sleep(60)
+
+    def fill_tmp(self):
+        self.fill_disk("/tmp")
+
+    def fill_by_a_child(self):
+        command = "for i in $(seq 200); do head -c 8388608 /dev/zero > child-$i; done; sleep 60"
+        subprocess.run(["sh", "-c", command])
+
+    def fill_what_is_removed(self):
+        for number in range(200):
+            KEPT.append(open(f"{number}.bin", "wb"))
+            Path(f"{number}.bin").unlink()
+            KEPT[-1].write(bytes(8 * 2**20))
+        time.sleep(60)
+
+    def fill_tmp_by_open_files(self):
+        for number in range(200):
+            KEPT.append(open(f"/tmp/{number}.bin", "wb"))
+            KEPT[-1].write(bytes(8 * 2**20))
+        time.sleep(60)
+
+    def fill_one_file(self):
+        with open("one.bin", "wb") as file:
+            for _ in range(200):
+                file.write(bytes(8 * 2**20))
+
+    def leave_files(self):
+        with open(f"/tmp/{time.monotonic_ns()}.bin", "wb") as file:
+            file.write(bytes(20 * 2**20))
+        return "left"
+
     def large_file(self):
         path = Path("large.bin")
         with path.open("wb") as file:
@@ -207,6 +243,8 @@ class Predictor(BasePredictor):
 '''
 
 ENDED = "the process of the model was ended while it computed this: "
+DISK_BYTES = 310 * 1024 * 1024
+FILLED = f"{ENDED}it wrote more than {DISK_BYTES} bytes to disk"
 ENDINGS: dict[str, tuple[str, object]] = {
     "leak": ("failed", f"{ENDED}it takes "),
     "leak_in_a_child": ("failed", f"{ENDED}it takes "),
@@ -214,6 +252,12 @@ ENDINGS: dict[str, tuple[str, object]] = {
     "crash": ("failed", "the process of the model was killed by signal 11 (SIGSEGV) while"),
     "fork": ("succeeded", 4),
     "print_much": ("succeeded", "printed"),
+    "fill_disk": ("failed", FILLED),
+    "fill_tmp": ("failed", FILLED),
+    "fill_tmp_by_open_files": ("failed", FILLED),
+    "fill_by_a_child": ("failed", FILLED),
+    "fill_what_is_removed": ("failed", FILLED),
+    "fill_one_file": ("failed", f"it wrote more than the {DISK_BYTES} bytes allowed to a file"),
     "large_file": ("failed", "output: the file large.bin is too large; at most 67108864 bytes"),
     "large_files": ("failed", "output: its files together have more than"),
     "wrong_type": ("failed", "output: a value of type object can't be sent as JSON"),
@@ -232,6 +276,7 @@ ENDINGS: dict[str, tuple[str, object]] = {
 ENDLESS = ("loop", "stop_itself", "print_on")
 """What ends at the deadline only."""
 MEMORY_BYTES = 800 * 1024 * 1024
+RESOURCES = {"memory_bytes": MEMORY_BYTES, "disk_bytes": DISK_BYTES}
 
 
 def hostile_class(places: list[str]) -> str:

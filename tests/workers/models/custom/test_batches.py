@@ -46,6 +46,7 @@ class Predictor(BasePredictor):
             for one in inputs
         ]
 """
+ASYNC = PYDANTIC.replace("def ", "async def ").replace("time.sleep", "await asyncio.sleep")
 COG = """
 class Given(BaseModel):
     text: str = Input(min_length=1, max_length=9, description="What is said.")
@@ -58,14 +59,17 @@ class Predictor(BasePredictor):
 """
 
 
-def simple(method: str) -> str:
+KINDS = ["def", "async def"]
+
+
+def simple(method: str, kind: str = "def") -> str:
     """A class with one input, whose batches a line computes."""
     return f"""
 class Given(BaseModel):
     a: int
 
 class Predictor(BasePredictor):
-    def predict_batch(self, inputs: list[Given]) -> list[int]:
+    {kind} predict_batch(self, inputs: list[Given]) -> list[int]:
         {method}
 """
 
@@ -106,7 +110,7 @@ def outcomes(execution: BatchExecution) -> list[Any]:
     return [one.output if isinstance(one, CustomResult) else one for one in found]
 
 
-@pytest.mark.parametrize("body", [PYDANTIC, COG])
+@pytest.mark.parametrize("body", [PYDANTIC, COG, ASYNC])
 def test_the_fields_of_the_element_are_the_inputs(tmp_path: Path, body: str) -> None:
     interface = inspect_folder(write_class(tmp_path, body)).interface
     assert (interface.batches, interface.concurrency, interface.streams) == (True, 1, "")
@@ -128,7 +132,7 @@ def test_the_fields_of_the_element_are_the_inputs(tmp_path: Path, body: str) -> 
     assert interface.output["type"] == "string"
 
 
-@pytest.mark.parametrize("body", [PYDANTIC, COG])
+@pytest.mark.parametrize("body", [PYDANTIC, COG, ASYNC])
 def test_a_batch_has_an_output_for_each_input_in_order(started: Any, body: str) -> None:
     model = started(body)
     assert compute(model, {"text": "a"}, {"text": "b", "times": 3}, {"text": "c"}) == [
@@ -138,14 +142,18 @@ def test_a_batch_has_an_output_for_each_input_in_order(started: Any, body: str) 
     ]
 
 
-def test_it_is_one_call_of_the_class(started: Any) -> None:
-    model = started(simple("return [len(inputs)] * len(inputs)"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_one_call_of_the_class(started: Any, kind: str) -> None:
+    model = started(simple("return [len(inputs)] * len(inputs)", kind))
     assert compute(model, *({"a": one} for one in range(5))) == [5] * 5
 
 
-def test_an_exception_in_the_list_fails_its_item_alone_with_its_own_log(started: Any) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_in_the_list_fails_its_item_alone_with_its_own_log(
+    started: Any, kind: str
+) -> None:
     body = (
-        simple("return [self.tried(one.a) for one in inputs]")
+        simple("return [self.tried(one.a) for one in inputs]", kind)
         + """
     def tried(self, a):
         print("seen by all", a)
@@ -165,11 +173,12 @@ def test_an_exception_in_the_list_fails_its_item_alone_with_its_own_log(started:
     assert "seen by all" not in execution.logs[1].text, "others may be in the batch"
 
 
+@pytest.mark.parametrize("body", [PYDANTIC, ASYNC], ids=KINDS)
 @pytest.mark.parametrize(
     ("mode", "reason"), [("raise", "not with these"), ("exit", "ended with exit status 4")]
 )
-def test_what_breaks_a_batch_fails_alone(started: Any, mode: str, reason: str) -> None:
-    model = started(PYDANTIC)
+def test_what_breaks_a_batch_fails_alone(started: Any, mode: str, reason: str, body: str) -> None:
+    model = started(body)
     given = [{"text": str(one), "mode": mode if one == 5 else "say"} for one in range(8)]
     execution = run(model, *given)
     found = outcomes(execution)
@@ -190,16 +199,18 @@ def test_what_breaks_a_batch_fails_alone(started: Any, mode: str, reason: str) -
         ("return 'ab'", "returned a value of type str for 2 inputs"),
     ],
 )
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_wrong_number_of_outputs_fails_with_its_reason(
-    started: Any, method: str, reason: str
+    started: Any, method: str, reason: str, kind: str
 ) -> None:
-    model = started(simple(method))
+    model = started(simple(method, kind))
     with pytest.raises(Exception, match=reason):
         model.predict([prepared({"a": 1}), prepared({"a": 2})], lambda step, steps: None)
 
 
-def test_a_wrong_output_fails_its_item_alone(started: Any) -> None:
-    model = started(simple("return [one.a if one.a else object() for one in inputs]"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_output_fails_its_item_alone(started: Any, kind: str) -> None:
+    model = started(simple("return [one.a if one.a else object() for one in inputs]", kind))
     first, wrong, last = compute(model, {"a": 1}, {"a": 0}, {"a": 2})
     assert (first, last) == (1, 2)
     assert "a value of type object is not integer" in wrong.message
@@ -243,18 +254,25 @@ def test_files_go_in_and_out(tmp_path: Path, started: Any) -> None:
     assert [one.files[0].data for one in found] == [b"aa", b"bb"]
 
 
-def test_a_canceled_batch_is_stopped_and_the_next_one_computed(started: Any) -> None:
-    model = started(PYDANTIC)
+@pytest.mark.parametrize("body", [PYDANTIC, ASYNC], ids=KINDS)
+def test_a_canceled_batch_is_stopped_and_the_next_one_computed(started: Any, body: str) -> None:
+    """Its process is the same: it need not be set up again."""
+    model = started(body)
     for _ in range(2):
         found = compute(model, {"text": "a", "mode": "loop"}, {"text": "b"}, cancels=True)
         assert [one.code for one in found] == ["canceled", "canceled"]
         assert compute(model, {"text": "c"}, {"text": "d"}) == ["c", "d"]
+    assert model.take_restart_s() == 0.0
 
 
-def test_a_batch_that_does_not_stop_is_killed(started: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sleep"), [("def", "time.sleep"), ("async def", "await asyncio.sleep")], ids=KINDS
+)
+def test_a_batch_that_does_not_stop_is_killed(started: Any, kind: str, sleep: str) -> None:
     body = simple(
-        "while inputs[0].a:\n            try: time.sleep(0.01)\n"
-        "            except BaseException: pass\n        return [os.getpid()] * len(inputs)"
+        f"while inputs[0].a:\n            try: {sleep}(0.01)\n"
+        "            except BaseException: pass\n        return [os.getpid()] * len(inputs)",
+        kind,
     )
     model = started(body)
     (before,) = compute(model, {"a": 0})
@@ -265,24 +283,25 @@ def test_a_batch_that_does_not_stop_is_killed(started: Any) -> None:
     assert before != after
 
 
-def test_large_batches_go_through(started: Any) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_batches_go_through(started: Any, kind: str) -> None:
     """64 inputs and outputs near their bound of 1 MiB are more than one message may have."""
-    body = """
+    body = f"""
     class Given(BaseModel):
         a: str
 
     class Predictor(BasePredictor):
-        def predict_batch(self, inputs: list[Given]) -> list[str]:
+        {kind} predict_batch(self, inputs: list[Given]) -> list[str]:
             return [one.a for one in inputs]
     """
     text = "x" * 1_000_000
     assert compute(started(body), *({"a": text} for _ in range(64))) == [text] * 64
 
 
-def test_what_one_alone_printed_and_recorded_is_its_own(started: Any) -> None:
-    model = started(
-        simple("print(len(inputs)); self.record_metric('n', len(inputs)); return [1] * len(inputs)")
-    )
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_one_alone_printed_and_recorded_is_its_own(started: Any, kind: str) -> None:
+    records = "print(len(inputs)); self.record_metric('n', len(inputs)); return [1] * len(inputs)"
+    model = started(simple(records, kind))
     alone = run(model, {"a": 1})
     assert alone.logs == {0: PrintedLogs("1\n")}
     assert alone.results[0].metrics == {"n": 1}  # type: ignore[union-attr]
@@ -292,7 +311,8 @@ def test_what_one_alone_printed_and_recorded_is_its_own(started: Any) -> None:
 
 
 WRONG_FORMS = [
-    ("async def predict_batch(self, inputs: list[Given]) -> list[int]: ...", "is asynchronous"),
+    ("def predict_batch(self, inputs: list[Given]) -> list[int]: yield", "yields; a list with"),
+    ("async def predict_batch(self, inputs: list[Given]) -> list[int]: yield", "yields; a list"),
     (
         "def predict_batch(self, inputs) -> list[int]: ...",
         "the argument inputs needs the type list",
@@ -357,6 +377,13 @@ def entry_with(folder: Path, **batch: Any) -> Model:
 def test_a_key_that_does_not_exist_is_refused(tmp_path: Path, key: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         entry_with(tmp_path, key=key)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_concurrency_does_not_go_with_batches(tmp_path: Path, kind: str) -> None:
+    folder = write_class(tmp_path, simple("return []", kind), "concurrency: {max: 2}")
+    with pytest.raises(ConfigurationError, match=r"concurrency\.max"):
+        inspect_folder(folder)
 
 
 def test_a_key_needs_a_class_with_batches_and_a_task_with_inputs(tmp_path: Path) -> None:

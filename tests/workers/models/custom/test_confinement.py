@@ -42,6 +42,94 @@ def test_a_process_of_the_same_user_cant_read_the_environment(code: str, found: 
     assert found in asked.stdout + asked.stderr
 
 
+CUDA = """
+import fcntl, glob, mmap, os, stat, sys
+sys.path.insert(0, sys.argv[1])
+from workers.models.custom.runner.confinement import confine
+scratch = os.environ["HOME"] = sys.argv[2]
+confine(scratch, [sys.prefix], max_file_bytes=2**30)
+
+def tried(name, body):
+    try:
+        body()
+        print("may", name)
+    except OSError as error:
+        print("refused", name, error)
+
+def asks(path, request):
+    fd = os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+    fcntl.ioctl(fd, request, bytes(8))
+
+def maps(fd):
+    mmap.mmap(fd, 1 << 20, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)[0] = 1
+
+def memory():
+    fd = os.memfd_create("shared")
+    os.ftruncate(fd, 1 << 20)
+    maps(fd)
+
+def shared():
+    fd = os.open("/dev/shm/cuda-of-a-test", os.O_RDWR | os.O_CREAT, 0o600)
+    os.unlink("/dev/shm/cuda-of-a-test")
+    os.ftruncate(fd, 1 << 20)
+    maps(fd)
+
+TIOCGPTN = 0x80045430
+tried("ask a device", lambda: asks("/dev/ptmx", TIOCGPTN))
+tried("map a device", lambda: maps(os.open("/dev/zero", os.O_RDWR)))
+tried("read the driver", lambda: os.listdir("/proc/driver"))
+tried("read the bus", lambda: os.listdir("/sys/bus"))
+tried("share memory", shared)
+tried("share memory without a name", memory)
+tried("cache kernels", lambda: os.makedirs(os.path.expanduser("~/.nv/ComputeCache/1")))
+for device in glob.glob("/dev/nvidia*"):
+    if stat.S_ISCHR(os.stat(device).st_mode):
+        tried("open a GPU", lambda: os.close(os.open(device, os.O_RDWR)))
+tried("add a device", lambda: os.mknod("/dev/nvidia-of-a-test", 0o600))
+"""
+
+
+@pytest.mark.skipif(not abi_version(), reason="this system has no Landlock")
+def test_what_cuda_needs_is_allowed(tmp_path: Path) -> None:
+    """By rule, on devices that each machine has: their ioctls and maps, shared memory, caches."""
+    command = [sys.executable, "-c", CUDA, str(ROOT), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.startswith("refused")] == lines[-1:], lines
+    assert lines[-1].startswith("refused add a device")
+    assert len(lines) >= 8
+
+
+RULES = """
+import ctypes, sys
+sys.path.insert(0, sys.argv[1])
+from workers.models.custom.runner.landlock import restrict_writes
+ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)  # no new privileges
+restrict_writes([], devices=[sys.argv[2]])
+for name in ("nvidia0", "nvidia-caps/nvidia-cap1", "nvidia-uvm"):
+    try:
+        open(f"{sys.argv[2]}/{name}", "r+b" if name != "nvidia-uvm" else "wb").close()
+        print("opened", name)
+    except OSError:
+        print("refused", name)
+"""
+
+
+@pytest.mark.skipif(not abi_version(), reason="this system has no Landlock")
+def test_devices_in_folders_of_devices_may_be_opened_and_none_is_made(tmp_path: Path) -> None:
+    (tmp_path / "nvidia-caps").mkdir()
+    for name in ("nvidia0", "nvidia-caps/nvidia-cap1"):
+        (tmp_path / name).touch()
+    command = [sys.executable, "-c", RULES, str(ROOT), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [
+        "opened nvidia0",
+        "opened nvidia-caps/nvidia-cap1",
+        "refused nvidia-uvm",
+    ], done.stderr
+
+
 CONFINED = """
 import ctypes, encodings.ascii, os, sys
 sys.path.insert(0, sys.argv[1])

@@ -17,79 +17,29 @@ from shared.tasks.custom import (
     StreamedElement,
     StreamedFile,
     file_digest,
+    interface_of,
     read_elements,
 )
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import compute, entry_of, output_of, prepared, write_class
+from tests.workers.models.custom.forms import FORMS, Form, write_form
 from workers.models.base import PreparedFile
+from workers.models.custom.batches import CustomBatchModel
 from workers.models.custom.checking import inspect_folder, is_current, write_interface
 from workers.models.custom.model import CustomModel
+from workers.models.custom.process import KILL_AFTER_S
 from workers.models.custom.runner.scope import RecordedMetrics
-
-FORMS: dict[str, tuple[str, dict[str, Any], Any]] = {
-    "text": ("def run(self, a: str) -> str: return a * 2", {"a": "x"}, "xx"),
-    "whole number": ("def run(self, a: int = Input(ge=1, le=9)) -> int: return a + 1", {"a": 2}, 3),
-    "number": ("def run(self, a: float) -> float: return a / 2", {"a": 3}, 1.5),
-    "switch": ("def run(self, a: bool = False) -> bool: return not a", {}, True),
-    "any object": (
-        "def run(self, a: dict) -> dict: return {'b': a}",
-        {"a": {"c": 1}},
-        {"b": {"c": 1}},
-    ),
-    "list": (
-        "def run(self, a: list[str]) -> list[str]: return a[::-1]",
-        {"a": ["x", "y"]},
-        ["y", "x"],
-    ),
-    "list of numbers": (
-        "def run(self, a: List[int]) -> List[int]: return sorted(a)",
-        {"a": [2, 1]},
-        [1, 2],
-    ),
-    "nothing": ("def run(self, a: int) -> int: return None", {"a": 1}, None),
-    "optional": ("def run(self, a: Optional[str] = None) -> str: return a or 'none'", {}, "none"),
-    "union": ("def run(self, a: int | str) -> str: return type(a).__name__", {"a": "3"}, "str"),
-    "choices": (
-        "def run(self, a: str = Input(choices=['p', 'q'], default='q')) -> str: return a",
-        {},
-        "q",
-    ),
-    "secret": (
-        "def run(self, a: Secret) -> int: return len(a.get_secret_value())",
-        {"a": "abc"},
-        3,
-    ),
-    "items": (
-        "def run(self, n: int) -> Iterator[int]:\n        yield from range(n)",
-        {"n": 3},
-        [0, 1, 2],
-    ),
-    "pieces": (
-        "def run(self, n: int) -> ConcatenateIterator[str]:\n        yield from 'ab' * n",
-        {"n": 1},
-        ["a", "b"],
-    ),
-    "asynchronous": (
-        "async def run(self, a: str) -> str:\n        await asyncio.sleep(0)\n        return a",
-        {"a": "x"},
-        "x",
-    ),
-    "asynchronous pieces": (
-        "async def run(self, a: str) -> AsyncConcatenateIterator[str]:\n"
-        "        for one in a: yield one",
-        {"a": "xy"},
-        ["x", "y"],
-    ),
-}
 
 
 @pytest.fixture
 def started() -> Any:
     """Makes models that are set up, and ends them."""
-    models: list[CustomModel] = []
+    models: list[CustomModel | CustomBatchModel] = []
 
-    def start(folder: Path, **more: Any) -> CustomModel:
-        model = CustomModel(entry_of(folder, **more), folder, "cpu", 1)
+    def start(folder: Path, **more: Any) -> CustomModel | CustomBatchModel:
+        entry = entry_of(folder, **more)
+        kind = CustomBatchModel if interface_of(entry).batches else CustomModel
+        model = kind(entry, folder, "cpu", 1)
         models.append(model)
         model.setup()
         return model
@@ -99,52 +49,42 @@ def started() -> Any:
         model.close()
 
 
-@pytest.mark.parametrize(("method", "given", "expected"), FORMS.values(), ids=FORMS)
-def test_output_is_that_of_the_class(
-    tmp_path: Path, started: Any, method: str, given: dict[str, Any], expected: Any
-) -> None:
-    model = started(write_class(tmp_path, f"class Runner(BaseRunner):\n    {method}\n"))
-    end = compute(model, given)
-    assert isinstance(end.results[0], CustomResult), end
-    assert end.results[0].output == expected
+@pytest.mark.parametrize("name", dict.fromkeys(one.name for one in FORMS))
+def test_output_is_that_of_the_class(tmp_path: Path, started: Any, name: str) -> None:
+    """Called here, for each of its inputs. The clients get the same (tests/end_to_end)."""
+    folder = write_form(tmp_path / "served", name)
+    model = started(folder)
+    for form in FORMS:
+        if form.name == name:
+            assert served(model, form) == form.output(tmp_path)
 
 
-def test_a_function_and_an_object_as_output(tmp_path: Path, started: Any) -> None:
-    folder = write_class(
-        tmp_path,
-        """
-        class Answer(BaseModel):
-            score: float
-            words: list[str]
-            note: str | None = None
-
-        def answer(text: str) -> Answer:
-            return Answer(score=0.5, words=text.split())
-        """,
-        "predict: predict.py:answer",
-    )
-    found = compute(started(folder), {"text": "a b"}).results[0]
-    assert isinstance(found, CustomResult)
-    assert found.output == {"score": 0.5, "words": ["a", "b"], "note": None}
-
-
-def test_pydantic_output(tmp_path: Path, started: Any) -> None:
-    folder = write_class(
-        tmp_path,
-        """
-        import pydantic
-
-        class Answer(pydantic.BaseModel):
-            word: str
-
-        class Predictor(BasePredictor):
-            def predict(self, word: str) -> Answer:
-                return Answer(word=word)
-        """,
-    )
-    found = compute(started(folder), {"word": "a"}).results[0]
-    assert isinstance(found, CustomResult)
-    assert found.output == {"word": "a"}
+def served(model: CustomModel | CustomBatchModel, form: Form) -> Any:
+    """The output of a model, with files as the form has them."""
+    values, files = dict(form.values), []
+    for field, texts in form.files.items():
+        is_one = isinstance(texts, str)
+        all_texts = [texts] if isinstance(texts, str) else texts
+        values[field] = None if is_one else [None] * len(all_texts)
+        for at, text in enumerate(all_texts):
+            where: list[str | int] = [field] if is_one else [field, at]
+            files.append(PreparedFile(where, f"{field}-{at}.txt", text.encode()))
+    result: Any
+    if isinstance(model, CustomBatchModel):
+        (result,) = model.predict([prepared(values, files)], lambda step, steps: None)
+    else:
+        result = compute(model, values, files).results[0]
+    assert isinstance(result, CustomResult), result
+    output = [result.output]
+    for place, file in zip(result.places, result.files, strict=True):
+        folders: list[str | int] = [0, *place.at[:-1]]
+        last = place.at[-1] if place.at else folders.pop()
+        there: Any = output
+        for part in folders:
+            there = there[part]
+        assert there[last] is None
+        there[last] = {"file": (file.data or b"").decode()}
+    return output[0]
 
 
 def test_files_go_in_and_out_in_lists_and_objects(tmp_path: Path, started: Any) -> None:
@@ -223,18 +163,6 @@ def test_files_of_an_output_have_a_bound_together(tmp_path: Path, started: Any) 
     failed = compute(model, {"a": 4}).results[0]
     assert isinstance(failed, ModelFailed)
     assert failed.message.startswith("output: its files together have more than")
-
-
-def test_a_file_is_an_open_file_if_the_class_asks_for_one(tmp_path: Path, started: Any) -> None:
-    body = """
-    class Predictor(BasePredictor):
-        def predict(self, a: File) -> str:
-            return a.read().decode()
-    """
-    model = started(write_class(tmp_path, body))
-    found = compute(model, {"a": None}, [PreparedFile(["a"], "a", b"inside")]).results[0]
-    assert isinstance(found, CustomResult)
-    assert found.output == "inside"
 
 
 def test_metrics_and_what_was_printed(tmp_path: Path, started: Any) -> None:
@@ -431,6 +359,35 @@ def test_asynchronous_classes_run_several_at_a_time(tmp_path: Path, started: Any
     while len(found) < 2:
         found |= model.step().results
     assert {slot: one.output for slot, one in found.items()} == {0: 1, 1: 2}
+
+
+def test_a_cancellation_that_comes_with_its_prediction_is_heard(
+    tmp_path: Path, started: Any
+) -> None:
+    """Otherwise it has no answer, and after 2 s the process is killed with all others in it."""
+    body = """
+    class Runner(BaseRunner):
+        @concurrent(max=3)
+        async def run(self, a: float, blocks: bool = False) -> int:
+            if blocks:  # so that what comes meanwhile is read at once
+                time.sleep(a)
+            await asyncio.sleep(a)
+            return os.getpid()
+    """
+    model = started(write_class(tmp_path, body), batch={"max_items": 3})
+    before = output_of(compute(model, {"a": 0.0}))
+    model.admit(1, prepared({"a": 0.5, "blocks": True}))
+    model.step()
+    model.admit(2, prepared({"a": 600.0}))
+    model.step()
+    model.drop(2)
+    while 1 not in (ended := model.step().results):
+        assert not ended
+    assert output_of(compute(model, {"a": 0.0})) == before
+    model.admit(1, prepared({"a": KILL_AFTER_S}))  # until the cancellation is over for sure
+    while 1 not in (ended := model.step().results):
+        assert not ended
+    assert ended[1].output == before
 
 
 def test_the_class_sees_no_key_and_no_process_of_ours(

@@ -16,12 +16,22 @@ from tests.workers.models.custom.classes import (
     prepared,
     write_class,
 )
-from tests.workers.models.custom.hostile import MEMORY_BYTES, hostile_class
+from tests.workers.models.custom.hostile import (
+    DISK_BYTES,
+    FILLED,
+    MEMORY_BYTES,
+    hostile_class,
+)
 from workers.models.base import PreparedFile
-from workers.models.custom import limits
+from workers.models.custom import limits, process
 from workers.models.custom.model import CustomModel
 
 pytestmark = pytest.mark.slow(about_s=20)
+LOADED = "from workers.models.custom.runner.main import main\n"
+WITHOUT_NAMESPACE = """
+from workers.models.custom.runner import mounts
+mounts.take_private_tmp = lambda *paths: False
+"""
 READS_NOTHING = """
 class Runner(BaseRunner):
     @concurrent(max=4)
@@ -86,6 +96,41 @@ def test_what_leaks_is_restarted_between_two_predictions(tmp_path: Path) -> None
             assert output_of(compute(model, {"mode": "behave"})) == "well"
     finally:
         model.close()
+
+
+def test_files_that_predictions_left_are_removed_between_two(tmp_path: Path) -> None:
+    """600 MiB together, which is twice the bound, and none of them fails."""
+    folder = write_class(tmp_path, hostile_class([]))
+    entry = entry_of(folder, resources={"disk_bytes": DISK_BYTES})
+    model = CustomModel(entry, folder, "cpu", 1)
+    model.setup()
+    try:
+        outputs = [output_of(compute(model, {"mode": "leave_files"})) for _ in range(30)]
+    finally:
+        model.close()
+    assert outputs == ["left"] * 30
+    assert model.take_restart_s() > 0
+
+
+@pytest.mark.parametrize("mode", ["fill_disk", "fill_tmp_by_open_files", "fill_what_is_removed"])
+def test_disk_is_bounded_without_a_namespace_of_mounts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Then it shares /tmp, and the files count that it was seen to write there."""
+    program = process._PROGRAM.replace(LOADED, LOADED + WITHOUT_NAMESPACE)
+    monkeypatch.setattr(process, "_PROGRAM", program)
+    folder = write_class(tmp_path, hostile_class([]).replace("/tmp", str(tmp_path)))
+    model = CustomModel(entry_of(folder, resources={"disk_bytes": DISK_BYTES}), folder, "cpu", 1)
+    model.setup()
+    try:
+        failed = compute(model, {"mode": mode}).results[0]
+        assert isinstance(failed, ModelFailed)
+        assert failed.message.startswith(FILLED)
+        assert output_of(compute(model, {"mode": "behave"})) == "well"
+    finally:
+        model.close()
+        for path in tmp_path.glob("*.bin"):
+            path.unlink()
 
 
 def test_processes_are_bounded(hostile: CustomModel, monkeypatch: pytest.MonkeyPatch) -> None:

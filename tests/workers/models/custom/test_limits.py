@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from workers.models.custom.limits import usual_memory_bytes
+from workers.models.custom.limits import DiskUse, memory_of, usual_memory_bytes
 
 GIB = 1024**3
 
@@ -29,3 +30,101 @@ def test_it_is_a_part_of_what_there_is(
     if machine_kib is not None:
         (tmp_path / "meminfo").write_text(f"MemTotal:  {machine_kib} kB\nMemFree: 1 kB\n")
     assert usual_memory_bytes(tmp_path / "memory.max", tmp_path) == expected_bytes
+
+
+def test_a_process_that_has_ended_takes_no_memory() -> None:
+    """Its parent has not waited for it yet. The watch of the limits must go on."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    try:
+        assert memory_of(child) == 0
+    finally:
+        os.waitpid(child, 0)
+    assert memory_of(os.getpid()) > 2**20
+
+
+MIB = 2**20
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    """A scratch folder with a file in it that counts as nobody's."""
+    folder = tmp_path / "scratch"
+    (folder / "src").mkdir(parents=True)
+    (folder / "src" / "copy.bin").write_bytes(bytes(8 * MIB))
+    return folder
+
+
+def written(disk: DiskUse, *family: int) -> bool:
+    """Whether more than the bound is on disk."""
+    return "it wrote more than 4194304 bytes to disk" in disk.count(set(family))
+
+
+def test_files_on_disk_are_counted_once_and_without_holes(scratch: Path) -> None:
+    disk = DiskUse(scratch, 4 * MIB)
+    (scratch / "a").write_bytes(bytes(3 * MIB))
+    with open(scratch / "hole", "wb") as file:
+        file.truncate(100 * MIB)
+    for number in range(9):
+        os.link(scratch / "a", scratch / f"again-{number}")
+    (scratch / "elsewhere").symlink_to("/usr")
+    assert not written(disk)
+    (scratch / "src" / "deep" / "deeper").mkdir(parents=True)
+    (scratch / "src" / "deep" / "deeper" / "b").write_bytes(bytes(2 * MIB))
+    assert written(disk)
+    (scratch / "src" / "deep" / "deeper" / "b").unlink()
+    assert not written(disk)
+
+
+def test_a_file_counts_that_was_removed_and_is_open(scratch: Path) -> None:
+    disk = DiskUse(scratch, 4 * MIB)
+    with open(scratch / "a", "wb") as file:
+        (scratch / "a").unlink()
+        file.write(bytes(5 * MIB))
+        file.flush()
+        assert not written(disk)
+        assert written(disk, os.getpid())
+    assert not written(disk, os.getpid())
+
+
+def test_a_file_elsewhere_counts_that_was_seen_to_be_written(scratch: Path) -> None:
+    """As in a /tmp that is shared, until it is removed. Files that are read do not count."""
+    disk = DiskUse(scratch, 4 * MIB)
+    other, read = scratch.parent / "other", scratch.parent / "read"
+    read.write_bytes(bytes(5 * MIB))
+    with open(other, "wb") as file, open(read, "rb"):
+        file.write(bytes(5 * MIB))
+        file.flush()
+        assert written(disk, os.getpid())
+    assert written(disk)
+    other.unlink()
+    assert not written(disk)
+
+
+def test_half_of_the_room_is_of_what_was_free_at_first(scratch: Path) -> None:
+    disk = DiskUse(scratch, 4 * MIB)
+    (scratch / "weights").write_bytes(bytes(2 * MIB))
+    assert not disk.is_half_full()
+    (scratch / "left").write_bytes(bytes(MIB // 2))
+    disk.count(set())
+    assert not disk.is_half_full()
+    (scratch / "more").write_bytes(bytes(MIB))
+    disk.count(set())
+    assert disk.is_half_full()
+
+
+def test_a_folder_that_cant_be_read_is_named(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = DiskUse(scratch, 4 * MIB)
+    deep = "d" * 250
+    place = os.open(scratch, os.O_RDONLY)
+    for _ in range(20):  # a path that is too long for the system
+        os.mkdir(deep, dir_fd=place)
+        below = os.open(deep, os.O_RDONLY, dir_fd=place)
+        os.close(place)
+        place = below
+    os.close(place)
+    assert disk.count(set()) == "it has a folder that can't be read: File name too long"

@@ -1,5 +1,7 @@
 """`predict_batch(self, inputs: list[Input]) -> list[Output]`: the addition to Cog's interface.
 
+It may be asynchronous (`async def`), and computes one batch at a time all the same.
+
 `Input` is a pydantic model, a `cog.BaseModel` or a dataclass. Its fields are the inputs of one
 prediction. They are put into the form that Cog's inspector reads, an argument for each, so types
 and constraints are those of `predict`. What only pydantic knows is checked when `Input` is made.
@@ -51,8 +53,8 @@ def batch_form_of(target: Any) -> BatchForm:
         ValueError: it has another form. The message names what is wrong.
     """
     method = getattr(target, METHOD)
-    if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
-        raise ValueError(f"{METHOD} is asynchronous; only a plain method can compute batches")
+    if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+        raise ValueError(f"{METHOD} yields; a list with an output for each input is needed")
     spec = inspect.getfullargspec(method)
     if len(spec.args) != 2 or spec.varargs or spec.varkw or spec.kwonlyargs:
         raise ValueError(f"{METHOD} takes self and one list of inputs, and nothing else")

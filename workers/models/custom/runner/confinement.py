@@ -29,6 +29,9 @@ NAME = b"penstock-class"
 SHARED_MEMORY = "/dev/shm"
 """Libraries of several processes share memory there."""
 DEVICES = "/dev"
+"""Their files may be written, as CUDA does with /dev/nvidia*. No rule is about ioctl, so all are
+allowed (LANDLOCK_ACCESS_FS_IOCTL_DEV is not handled), and none about reading: CUDA reads
+/proc/driver/nvidia and /sys."""
 
 
 class _Header(ctypes.Structure):
@@ -44,7 +47,10 @@ class _Sets(ctypes.Structure):
 
 
 def confine(
-    scratch: str, read_only: Sequence[str] = (), denied_ports: Sequence[int] = ()
+    scratch: str,
+    read_only: Sequence[str] = (),
+    denied_ports: Sequence[int] = (),
+    max_file_bytes: int = 0,
 ) -> list[str]:
     """Gives up what the code of a class does not need.
 
@@ -52,6 +58,7 @@ def confine(
         scratch: the folder below which it writes.
         read_only: folders that it reads, which stay where they are if they are below `/tmp`.
         denied_ports: TCP ports to which it does not connect.
+        max_file_bytes: the largest file that it writes. 0: no bound.
 
     Returns:
         What this system has no means for, in words.
@@ -59,6 +66,10 @@ def confine(
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is to fill no disk
+    if max_file_bytes:
+        _, allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
+        most = max_file_bytes if allowed < 0 else min(max_file_bytes, allowed)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     _set(_PR_SET_NAME, ctypes.create_string_buffer(NAME))
     _set(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     paths = [Path(one) for one in (scratch, *read_only)]

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 HEADER = struct.Struct("<I")
 MAX_JSON_BYTES = 16 * 1024 * 1024
 MAX_BLOBS_BYTES = 256 * 1024 * 1024
+BATCH = -1
+"""The number by which a batch is canceled."""
 
 
 class Frame(NamedTuple):

@@ -135,7 +135,12 @@ def _loaded_batches(module: ModuleType, wanted: str, settings: dict[str, Any]) -
     except (ValueError, TypeError, NameError) as error:
         raise NotLoadable(str(error)) from error
     predictor = target()
-    return _loaded(predictor, getattr(predictor, METHOD), info, settings, element)
+    loaded = _loaded(predictor, getattr(predictor, METHOD), info, settings, element)
+    if loaded.concurrency > 1:
+        raise NotLoadable(
+            f"cog.yaml: concurrency.max: {METHOD} computes one batch at a time; leave it out"
+        )
+    return loaded
 
 
 def set_up(loaded: Loaded) -> Any:

@@ -18,16 +18,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import inspect
 import operator
 import os
+import resource
 import shutil
 import signal
 import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -39,12 +41,19 @@ from cog import _inspector as inspector
 
 from workers.models.custom.runner import confinement, loading, scope
 from workers.models.custom.runner.batch_form import METHOD
-from workers.models.custom.runner.frames import Frame, FrameReader, encode_frame, read_frame
+from workers.models.custom.runner.frames import (
+    BATCH,
+    Frame,
+    FrameReader,
+    encode_frame,
+    read_frame,
+)
 from workers.models.custom.runner.outputs import MAX_OUTPUT_BYTES, OutputEncoder, WrongOutput
 
 MAX_ERROR_CHARS = 2000
 MAX_LOG_CHARS = 8000
 MAX_SHOWN_CHARS = 80
+DISK_SETTING = "resources.disk_bytes"
 MAX_WORK = 2**53
 """What is far beyond any bound is as wrong as this."""
 
@@ -58,6 +67,7 @@ def main(
     folder: str,
     scratch: str,
     denied_ports: Sequence[int] = (),
+    disk_bytes: int = 0,
     *,
     inspects_only: bool = False,
     is_aside: bool = False,
@@ -69,11 +79,12 @@ def main(
         folder: of the class.
         scratch: the folder below which it writes. Its `src` becomes the working directory.
         denied_ports: TCP ports to which it does not connect.
+        disk_bytes: the most that it writes to one file. 0: no bound.
         inspects_only: whether to end when the class is inspected.
         is_aside: whether to call `work` and `is_close` instead of computing.
     """
     read_only = (folder, sys.prefix, sys.base_prefix, os.environ.get("COG_WEIGHTS", ""))
-    unconfined = confinement.confine(scratch, read_only, denied_ports)
+    unconfined = confinement.confine(scratch, read_only, denied_ports, disk_bytes)
     connection = socket.socket(fileno=fd)
     connection.set_inheritable(False)
     os.register_at_fork(after_in_child=connection.close)
@@ -110,8 +121,11 @@ def _serve(
     if is_aside:
         AsideRunner(connection, loaded).run()
     elif loading.is_async(loaded.compute):
+        runner: AsyncRunner = AsyncRunner(connection, loaded)
+        if loaded.element is not None:
+            runner = AsyncListRunner(connection, loaded, loaded.element)
         asyncio.set_event_loop(loop)
-        loop.run_until_complete(AsyncRunner(connection, loaded).run())
+        loop.run_until_complete(runner.run())
     elif loaded.element is not None:
         ListRunner(connection, loaded, loaded.element).run()
     else:
@@ -126,6 +140,9 @@ def words_of(error: BaseException) -> str:
     """What an error says, in one piece. Its type, if it says nothing."""
     if isinstance(error, SystemExit):
         return f"the model called sys.exit({error.code!r})"
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        return f"it wrote more than the {most} bytes allowed to a file ({DISK_SETTING})"
     return (str(error) or type(error).__name__)[:MAX_ERROR_CHARS]
 
 
@@ -408,29 +425,47 @@ class ListRunner(SyncRunner):
         self._answer_with(partial(self._answer_all, predictions), _batch_failure, predictions)
 
     def _answer_all(self, predictions: Sequence[_Prediction]) -> bytes:
-        """The frames of all predictions of a batch. Wrong inputs and outputs fail alone.
+        batch = _Batch(predictions, self._element)
+        return batch.answered(self._loaded.compute(batch.inputs) if batch.inputs else [])
+
+
+class _Batch:
+    """The predictions of a batch, and what a class gets of them. Wrong inputs fail alone.
+
+    Args:
+        predictions: in order.
+        element: makes an element of the list that the class takes.
+    """
+
+    def __init__(self, predictions: Sequence[_Prediction], element: Callable[..., Any]) -> None:
+        self.inputs: list[Any] = []
+        self._predictions = predictions
+        self._inside: list[_Prediction] = []
+        """Those of the inputs, in order."""
+        self._answers: list[bytes] = []
+        for prediction in predictions:
+            try:
+                self.inputs.append(_made(element, prediction.arguments()))
+                self._inside.append(prediction)
+            except WrongInput as error:
+                self._answers.append(prediction.failure_alone(error))
+        self._recorded = scope.enter_scope()
+
+    def answered(self, outputs: Any) -> bytes:
+        """The frames of all predictions. Wrong outputs fail alone.
 
         Raises:
             WrongOutput: it is not one output for each input.
         """
-        answers, inside = [], []
-        for prediction in predictions:
-            try:
-                inside.append((prediction, _made(self._element, prediction.arguments())))
-            except WrongInput as error:
-                answers.append(prediction.failure_alone(error))
-        recorded = scope.enter_scope()
-        outputs = self._loaded.compute([one for _, one in inside]) if inside else []
-        if not isinstance(outputs, list | tuple) or len(outputs) != len(inside):
+        if not isinstance(outputs, list | tuple) or len(outputs) != len(self.inputs):
             raise WrongOutput(
-                f"output: {METHOD} returned {_counted(outputs)} for {len(inside)} inputs; "
+                f"output: {METHOD} returned {_counted(outputs)} for {len(self.inputs)} inputs; "
                 "a list with an output for each is needed"
             )
-        if len(predictions) == 1:
-            predictions[0].scope = recorded
-        for (prediction, _), output in zip(inside, outputs, strict=True):
-            answers.append(_answered_alone(prediction, output))
-        return b"".join(answers)
+        if len(self._predictions) == 1:
+            self._predictions[0].scope = self._recorded
+        answers = map(_answered_alone, self._inside, outputs)
+        return b"".join([*self._answers, *answers])
 
 
 def _made(element: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -503,11 +538,18 @@ class AsyncRunner:
     def _handle(self, frame: Frame) -> None:
         if (canceled := frame.message.get("cancel")) is not None:
             if (task := self._tasks.get(canceled)) is not None:
-                task.cancel()
+                # Behind its first step: a task that has not begun would end without an answer.
+                asyncio.get_running_loop().call_soon(task.cancel)
             return
-        number = frame.message["id"]
-        self._tasks[number] = asyncio.create_task(self._compute(frame))
-        self._tasks[number].add_done_callback(lambda _: self._tasks.pop(number, None))
+        self._begin(frame.message["id"], self._compute(frame))
+
+    def _begin(self, number: int, computing: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks[number] = asyncio.create_task(computing)
+        task.add_done_callback(partial(self._ended, number))
+
+    def _ended(self, number: int, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(number) is task:  # not one that has begun since under its number
+            del self._tasks[number]
 
     async def _compute(self, frame: Frame) -> None:
         prediction = _Prediction(frame, self._loaded.info)
@@ -533,6 +575,50 @@ class AsyncRunner:
     async def _send(self, frame: bytes) -> None:
         async with self._sending:
             await asyncio.get_running_loop().sock_sendall(self._connection, frame)
+
+
+class AsyncListRunner(AsyncRunner):
+    """Runs a class with an asynchronous `predict_batch`, one batch at a time.
+
+    Args:
+        connection: to the model process.
+        loaded: the class, set up.
+        element: makes an element of the list that it takes.
+    """
+
+    def __init__(
+        self, connection: socket.socket, loaded: loading.Loaded, element: Callable[..., Any]
+    ) -> None:
+        super().__init__(connection, loaded)
+        self._element = element
+        self._frames: list[Frame] = []
+        self._missing = 0
+        """Frames of the batch that are to come."""
+
+    def _handle(self, frame: Frame) -> None:
+        if "batch" in frame.message:
+            self._frames, self._missing = [], frame.message["batch"]
+        elif "id" not in frame.message:
+            super()._handle(frame)
+        else:
+            self._frames.append(frame)
+            self._missing -= 1
+            if not self._missing:
+                self._begin(BATCH, self._compute_batch(self._frames))
+
+    async def _compute_batch(self, frames: Sequence[Frame]) -> None:
+        predictions = [_Prediction(frame, self._loaded.info) for frame in frames]
+        try:
+            batch = _Batch(predictions, self._element)
+            outputs = await self._loaded.compute(batch.inputs) if batch.inputs else []
+            answer = batch.answered(outputs)
+        except BaseException as error:
+            # The boundary to the code of the class, as above.
+            answer = _batch_failure(error)
+        for prediction in predictions:
+            prediction.close()
+        _flush()
+        await asyncio.shield(self._send(answer))
 
 
 def _is_iterator(output: adt.OutputType) -> bool:

@@ -1,0 +1,232 @@
+"""Each form of input and output of Cog's documentation: a class, what it gets, what it gives.
+
+The classes are in predict.py. Tests serve it, and compare with the class called here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import datetime
+import enum
+import inspect
+import io
+import json
+import os
+import shutil
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cog
+from cog.input import FieldInfo
+
+from tests.workers.models.custom.forms import predict
+
+SOURCE = Path(predict.__file__)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A class or function of predict.py with one input.
+
+    Args:
+        name: of the class.
+        values: the input, without its files.
+        files: the texts of its files.
+    """
+
+    name: str
+    values: dict[str, Any]
+    files: dict[str, str | list[str]] = field(default_factory=dict)
+
+    @property
+    def model(self) -> str:
+        """The name of the model that is served."""
+        return f"form-{self.name.lower()}"
+
+    def output(self, folder: Path) -> Any:
+        """What the class gives if it is called here, as JSON, with files as `{"file": text}`."""
+        target = getattr(predict, self.name)
+        if not inspect.isclass(target):
+            return plain(target(**self._arguments(target, folder)))
+        instance: Any = target()
+        _awaited(instance.setup())
+        if method := getattr(instance, "predict_batch", None):
+            given = predict.Given(**self._arguments(predict.Given, folder))
+            return plain(_awaited(method([given]))[0])
+        method = instance.run if "run" in vars(target) else instance.predict
+        return plain(_awaited(method(**self._arguments(method, folder))))
+
+    def _arguments(self, method: Callable[..., Any], folder: Path) -> dict[str, Any]:
+        given = dict(self.values)
+        for name, texts in self.files.items():
+            paths = [
+                _file(folder, f"{self.name}-{name}-{at}.txt", text)
+                for at, text in enumerate([texts] if isinstance(texts, str) else texts)
+            ]
+            given[name] = paths[0] if isinstance(texts, str) else paths
+        hints = typing.get_type_hints(method)
+        for name, parameter in inspect.signature(method).parameters.items():
+            if name in given:
+                given[name] = _typed(given[name], hints[name])
+            elif isinstance(parameter.default, FieldInfo):
+                given[name] = _default(parameter.default)
+        return given
+
+
+def _file(folder: Path, name: str, text: str) -> cog.Path:
+    path = folder / name
+    path.write_text(text)
+    return cog.Path(path)
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    if hint is cog.File:
+        return io.BytesIO(Path(value).read_bytes())
+    if hint is cog.Secret or cog.Secret in typing.get_args(hint):
+        return cog.Secret(value)
+    return value
+
+
+def _default(info: FieldInfo) -> Any:
+    default = info.default
+    if isinstance(default, dataclasses.Field):
+        factory = default.default_factory
+        default = factory() if callable(factory) else default.default
+    return default.value if isinstance(default, enum.Enum) else default
+
+
+def _awaited(output: Any) -> Any:
+    """The output of a method, if it is asynchronous, too. Pieces are taken as they come."""
+    if inspect.isawaitable(output):
+        return asyncio.run(_one(output))
+    if inspect.isasyncgen(output):
+        return asyncio.run(_all(output))
+    return output
+
+
+async def _one(output: Any) -> Any:
+    return await output
+
+
+async def _all(output: Any) -> list[Any]:
+    return [plain(one) async for one in output]
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it, with files as `{"file": text}`."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, os.PathLike):
+        return {"file": Path(value).read_text()}
+    if isinstance(value, io.IOBase):
+        with value:
+            return {"file": value.read().decode()}
+    if isinstance(value, datetime.date):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        return {name: plain(one) for name, one in value.items()}
+    names = getattr(type(value), "model_fields", None)
+    if dataclasses.is_dataclass(value):
+        names = [one.name for one in dataclasses.fields(value)]
+    if names is not None:
+        return {name: plain(getattr(value, name)) for name in names}
+    return [plain(one) for one in value]
+
+
+LARGE = "large " * 20_000
+FORMS = (
+    Form("Text", {"text": "any words"}),
+    Form("Whole", {"number": 9}),
+    Form("Number", {"number": 1}),
+    Form("Number", {"number": 0.7}),
+    Form("Switch", {"on": False}),
+    Form("AnyObject", {"given": {"b": [1, {"c": None}], "a": "x"}}),
+    Form("Typed", {"shape": {"width": 2, "height": 3}, "hidden": {"any": "thing"}}),
+    Form("OneFile", {}, {"file": "a file"}),
+    Form("OneFile", {}, {"file": LARGE}),
+    Form("OpenFile", {}, {"file": "a file"}),
+    Form("Files", {}, {"files": ["first", LARGE, "last"]}),
+    Form("Hidden", {"key": "very secret"}),
+    Form("Hidden", {"key": "very secret", "other": "more"}),
+    Form("Words", {"words": ["x", "y"]}),
+    Form("Lists", {"whole": [1, 2]}),
+    Form(
+        "Lists",
+        {
+            "whole": [],
+            "rates": [0.25, 1],
+            "flags": [True, False],
+            "objects": [{"a": 1}, {}],
+            "plain": [1, "a", None],
+        },
+    ),
+    Form("Optionals", {}),
+    Form(
+        "Optionals",
+        {"text": "a", "number": 1, "rate": 2.5, "flag": False, "words": ["a"], "given": {"a": 1}},
+        {"file": "optional"},
+    ),
+    Form("Unions", {"one": 3, "several": [1, 2]}),
+    Form("Unions", {"one": "3", "several": "1, 2", "maybe": True}),
+    Form("Choices", {"letter": "b"}),
+    Form("Choices", {"letter": "a", "number": 1, "color": "red"}),
+    Form("Defaults", {}),
+    Form("Defaults", {"text": "", "number": -1, "words": [], "old": "new"}),
+    Form("Nothing", {"text": "a"}),
+    Form("Anything", {"text": "a"}),
+    Form("Coded", {"x": 3}),
+    Form("Answered", {"text": "a b"}),
+    Form("Pydantic", {"word": "a"}),
+    Form("Items", {"text": "first second"}),
+    Form("Counts", {"n": 3}),
+    Form("Objects", {"n": 2}),
+    Form("Pieces", {"text": "stressed mood"}),
+    Form("Pages", {"sizes": [3, 70_000, 1]}),
+    Form("AsyncText", {"text": "grün\u2028☃"}),
+    Form("AsyncAnswered", {}, {"file": LARGE}),
+    Form("AsyncItems", {"text": "first second"}),
+    Form("AsyncPieces", {"text": "abc"}),
+    Form("AsyncPages", {"sizes": [3, 70_000, 1]}),
+    Form("say", {"text": "a"}),
+    Form("Batches", {"text": "a"}, {"file": "b"}),
+    Form("AsyncBatches", {"text": "a"}),
+)
+
+
+def write_form(folder: Path, name: str) -> Path:
+    """Makes a folder for the class of this name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(SOURCE, folder / "predict.py")
+    (folder / "cog.yaml").write_text(f"run: predict.py:{name}\n")
+    return folder
+
+
+def write_forms(folder: Path) -> list[dict[str, Any]]:
+    """Makes folders for all classes. Returns the entries of a catalog that serve them."""
+    names = {one.model: one.name for one in FORMS}
+    return [
+        {
+            "name": model,
+            "task": "custom",
+            "source": f"local:{write_form(folder / model, name).resolve()}",
+        }
+        for model, name in names.items()
+    ]
+
+
+def write_expected(folder: Path) -> Path:
+    """Writes a JSON file with the input of each form, and what its class gives if called here."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "expected.json"
+    forms = [
+        {"model": one.model, "input": one.values, "files": one.files, "output": one.output(folder)}
+        for one in FORMS
+    ]
+    path.write_text(json.dumps(forms))
+    return path
