@@ -1,8 +1,10 @@
 """Reads the lock, constraints.txt, which has versions and hashes of all packages.
 
 `make constraints` writes the lock. As a program this module prints the versions alone (`pins`; pip
-wants hashes for all packages or none), one package with its hashes (`only NAME`), or what is
-missing in the lock (`check`). It imports the standard library only.
+wants hashes for all packages or none), one package with its hashes (`only NAME`), what is missing
+in the lock (`check`), or what is installed and not in it (`covers FILE [NAME...]`, FILE as by `uv
+pip freeze`; a NAME may be, and ends with * for all that begin so). It imports the standard library
+only.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import re
 import sys
 import tomllib
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 LOCK = Path("constraints.txt")
@@ -56,6 +59,27 @@ def unmet(project_file: Path = PROJECT, lock: Path = LOCK) -> list[str]:
     return lines
 
 
+def uncovered(installed: str, allowed: list[str]) -> list[str]:
+    """The lines of `installed`, as `name==version`, that are not in the lock in this version.
+
+    Args:
+        installed: one package a line.
+        allowed: names that need not be in it, as `name`, `name==version` or `name*`.
+    """
+    versions = {name: locked.version for name, locked in read_lock().items()}
+    patterns = [normalized(one.partition("==")[0]) for one in allowed]
+    lines = []
+    for line in filter(None, installed.splitlines()):
+        name, _, version = line.partition("==")
+        name = normalized(name)
+        # A build of one's own index has a local version: 2.13.0+cu126.
+        if versions.get(name) != version.partition("+")[0] and not any(
+            fnmatchcase(name, pattern) for pattern in patterns
+        ):
+            lines.append(line)
+    return lines
+
+
 def normalized(name: str) -> str:
     """A package's name as indexes compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
@@ -90,6 +114,11 @@ def main(words: list[str]) -> int:
         locked = read_lock()[normalized(words[1])]
         print(f"{words[1]}=={locked.version}", *(f"--hash={one}" for one in locked.hashes))
         return 0
+    if words[:1] == ["covers"] and len(words) > 1:
+        lines = uncovered(Path(words[1]).read_text(encoding="utf-8"), words[2:])
+        if lines:
+            print(f"not in {LOCK}: {', '.join(lines)}", file=sys.stderr)
+        return 1 if lines else 0
     if words == ["check"]:
         if missing := unmet():
             print(
@@ -97,7 +126,10 @@ def main(words: list[str]) -> int:
                 file=sys.stderr,
             )
         return 1 if missing else 0
-    print("usage: python infra/lock.py pins | only NAME | check", file=sys.stderr)
+    print(
+        "usage: python infra/lock.py pins | only NAME | covers FILE [NAME...] | check",
+        file=sys.stderr,
+    )
     return 2
 
 

@@ -25,7 +25,7 @@ from shared.catalog import Catalog
 from shared.errors import ConfigurationError, Unavailable
 from shared.loopback import is_loopback
 from shared.settings import ApiSettings
-from shared.stores.key_stores import key_store, served_by
+from shared.stores.key_stores import KeyCopy, key_store, served_by
 from shared.tenants.api_key import parse_key
 from shared.tenants.directory import Scope
 from shared.tenants.key_store import KeyStore
@@ -352,7 +352,12 @@ def access_of(settings: ApiSettings, catalog: Catalog | None = None) -> Access:
     served = (
         None if catalog is None else served_by(catalog, allow_private=settings.webhooks_private)
     )
-    return ApiKeys(LiveDirectory(key_store(settings.keys_url), served=served))
+    # Keys in the Redis of the records, which may be in another region.
+    is_elsewhere = not settings.keys_url.startswith("file:") and (
+        settings.keys_url != settings.redis_url
+    )
+    copy = KeyCopy(settings.redis_url) if is_elsewhere else None
+    return ApiKeys(LiveDirectory(key_store(settings.keys_url), served=served, copy=copy))
 
 
 class ApiKeys:

@@ -2,7 +2,8 @@
 
 Requests read a snapshot in memory. A task asks the store every REFRESH_S seconds for a new version.
 A version that can't be read or is not valid does not replace the snapshot: a broken file must not
-lock everyone out. The directory also survives an outage of its store, for STALE_LIMIT_S.
+lock everyone out. The directory also survives an outage of its store, for STALE_LIMIT_S. If the
+store is in another region, a copy in the region's own Redis lets new instances start meanwhile.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+import msgspec
 from prometheus_client import Counter, Gauge
 
 from shared.errors import ConfigurationError, PenstockError, Unavailable
+from shared.stores.key_stores import KeyCopy
 from shared.tenants.api_key import SALT_BYTES, ApiKey, hash_of
 from shared.tenants.directory import Directory, decode_document, mistake_in
 from shared.tenants.key_store import KeyStore, StoredDocument
@@ -34,6 +37,8 @@ MAX_LOOKING = 64
 """Requests that may wait for that. Further ones are answered from what is known."""
 NOTE_USES_S = 60.0
 """Uses of keys are written down this often."""
+COPY_S = 60.0
+"""The copy is written this often, and with each change."""
 STALE_LIMIT_S = 86_400.0
 """While the store is out of reach no key can be revoked. After a day that weighs more than
 availability. Expiry needs no store.
@@ -61,6 +66,8 @@ class LiveDirectory:
         served: the models that plans and keys may name. A file that names any other is not valid.
           In Redis, which was checked when it was changed, it is only logged: the catalog has
           changed. None: not known.
+        copy: where a copy is kept, for instances that start while the store is out of reach. It is
+          opened and closed with this object. None: nowhere.
 
     Raises:
         ConfigurationError: the store has a directory at the start, and it is not valid.
@@ -72,8 +79,12 @@ class LiveDirectory:
         clock: Callable[[], float] = time.monotonic,
         refresh_s: float = REFRESH_S,
         served: Served | None = None,
+        copy: KeyCopy | None = None,
     ) -> None:
         self.store = store
+        self._copy = copy
+        self._stored: StoredDocument | None = None
+        self._copied_s = -math.inf
         self._clock = clock
         self._refresh_s = refresh_s
         self._served = served
@@ -91,6 +102,8 @@ class LiveDirectory:
 
     async def __aenter__(self) -> Self:
         await self.store.__aenter__()
+        if self._copy is not None:
+            await self._copy.__aenter__()
         await self.refresh()
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(self._ended)
@@ -105,6 +118,8 @@ class LiveDirectory:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await self.note_uses()
+        if self._copy is not None:
+            await self._copy.__aexit__(kind, error, trace)
         await self.store.__aexit__(kind, error, trace)
 
     def current(self) -> Directory | None:
@@ -158,6 +173,7 @@ class LiveDirectory:
                 # Thousands of keys take tens of milliseconds, in which requests continue.
                 self._directory = await asyncio.to_thread(self._decode, document)
                 self._version = document.version
+                self._stored, self._copied_s = document, -math.inf
                 self._looked_for.clear()
                 log.info("API keys read", extra={"source": self.store.source})
         except TimeoutError:
@@ -168,8 +184,40 @@ class LiveDirectory:
             self._failed("invalid", error)
         else:
             self._failure = None
+        await self._use_copy()
         UP.set(self._failure is None)
         AGE_SECONDS.set(self._clock() - self._current_s)
+
+    async def _use_copy(self) -> None:
+        """Writes the copy, if it is time, or reads it, if there is nothing else."""
+        if self._copy is None:
+            return
+        try:
+            async with asyncio.timeout(READ_LIMIT_S):
+                if self._directory is None:
+                    await self._read_copy(self._copy)
+                elif self._failure is None and self._clock() - self._copied_s >= COPY_S:
+                    await self._write_copy(self._copy)
+        except (TimeoutError, Unavailable, ConfigurationError, msgspec.DecodeError) as error:
+            self._copied_s = self._clock()
+            log.info("no copy of API keys", extra={"reason": str(error)})
+
+    async def _read_copy(self, copy: KeyCopy) -> None:
+        kept = await copy.read()
+        if kept is None:
+            return
+        document, at_s = kept
+        self._directory = await asyncio.to_thread(self._decode, document)
+        self._version, self._stored = document.version, document
+        self._current_s = self._clock() - max(0.0, time.time() - at_s)
+        log.warning(
+            "API keys are those of a copy; their store is out of reach", extra={"at_s": at_s}
+        )
+
+    async def _write_copy(self, copy: KeyCopy) -> None:
+        if self._stored is not None:
+            await copy.keep(self._stored, time.time(), STALE_LIMIT_S)
+            self._copied_s = self._clock()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Stops this instance: without the task, changes are not seen any more."""

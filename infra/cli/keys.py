@@ -54,12 +54,37 @@ def start_directory(
 
 
 @keys.command("export")
-def export_directory() -> None:
+def export_directory(
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to", metavar="URL", help="an object store, such as gs://BUCKET, for a new object"
+        ),
+    ] = "",
+) -> None:
     """Print the directory: hashes, tenants and plans."""
     from shared.tenants.directory import encode_document
 
     document = _administer(lambda admin, store: admin.read())
-    typer.echo(encode_document(document))
+    if not to:
+        typer.echo(encode_document(document))
+        return
+    key = asyncio.run(_put(to, encode_document(document)))
+    typer.echo(f"exported {len(document.keys)} keys to {to.rstrip('/')}/{key}")
+
+
+async def _put(url: str, document: bytes) -> str:
+    """Writes an object whose name has the time. Returns the name."""
+    from shared.stores.objects import ObjectStore
+
+    try:
+        objects = ObjectStore(url, setting="to")
+    except ConfigurationError as error:
+        raise BadInput(f"--to: {error.message.partition(': ')[2]}", field="to") from error
+    key = f"keys-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}.json"
+    # Not `put`: the account of the scheduled export may add objects only.
+    await objects.create(key, document, "application/json")
+    return key
 
 
 @keys.command("create")

@@ -4,7 +4,8 @@ set -eu
 top=$PWD
 cp release/images.auto.tfvars.json "$ROOT/"
 sh infra/cloudbuild/state.sh "$ROOT" platform
-terraform -chdir="$ROOT" plan -input=false -no-color -lock-timeout=300s -var "project_id=$PROJECT_ID" \
+# Without a lock, which would be a write into the state's bucket. Terraform refuses a plan that was overtaken.
+terraform -chdir="$ROOT" plan -input=false -no-color -lock=false -var "project_id=$PROJECT_ID" \
   -out "$top/release/saved.plan"
 terraform -chdir="$ROOT" show -no-color "$top/release/saved.plan" > release/plan.txt
 # What the plan was made with: the providers' versions, and the state's place.

@@ -4,20 +4,26 @@ ARG PYTHON_BASE
 FROM ${PYTHON_BASE} AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt infra/lock.py infra/docker/requirements.py ./
-RUN python requirements.py pyproject.toml api > requirements.txt \
-    && python lock.py pins > pins.txt \
+RUN python requirements.py pyproject.toml api archive > requirements.txt \
+    && python requirements.py pyproject.toml --build > build.txt \
+    && python lock.py only uv > uv.txt \
     && python -m venv --without-pip /opt/venv
-# The secret is a pip.conf, for those whose packages come from an index of their own.
+# What is installed, and what builds our own wheel, has its hash in the lock.
+# The secrets are a pip.conf and a uv.toml, for those whose packages come from an index of their own.
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
-    python -m pip --python /opt/venv/bin/python install --disable-pip-version-check \
-    --constraint pins.txt --requirement requirements.txt
+    --mount=type=cache,target=/root/.cache/uv --mount=type=secret,id=uv,target=/etc/uv/uv.toml \
+    export UV_LINK_MODE=copy \
+    && python -m pip install --disable-pip-version-check --require-hashes --requirement uv.txt \
+    && uv pip install --python /opt/venv/bin/python --require-hashes --constraint constraints.txt \
+      --requirement requirements.txt \
+    && uv pip install --system --require-hashes --constraint constraints.txt --requirement build.txt
 COPY LICENSE README.md ./
 COPY shared shared
 COPY infra infra
 COPY api api
 # Apart from the dependencies, so that a change of ours is a small layer; with its metadata, for the SBOM.
-RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
-    python -m pip --python /opt/venv/bin/python install --disable-pip-version-check --no-deps --target /app .
+RUN python -m pip install --disable-pip-version-check --no-cache-dir --no-deps --no-index --no-build-isolation \
+    --target /app .
 
 FROM ${PYTHON_BASE}
 # Cloud Run calls the port that Terraform names. The spool is in the container's own file system there, which is

@@ -8,6 +8,13 @@ work=$PWD/var/image-check
 python=${PYTHON:-python3.11}
 rm -rf "$work"
 mkdir -p "$work"
+top=$PWD
+# What the builder's Python has in an image.
+"$python" -m venv "$work/builder"
+"$python" infra/lock.py only uv > "$work/uv.txt"
+"$work/builder/bin/pip" install --quiet --disable-pip-version-check --require-hashes --requirement "$work/uv.txt"
+index=$("$work/builder/bin/pip" config get global.index-url 2> /dev/null || true)
+test -z "$index" || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
 
 # What .dockerignore lets through, and the Dockerfile copies.
 prepare() { # IMAGE PATH...
@@ -19,15 +26,19 @@ prepare() { # IMAGE PATH...
   cd "$work/$image/src"
   cp infra/lock.py infra/docker/requirements.py .
   [ "$image" != functions ] || rm -r infra
-  "$python" requirements.py pyproject.toml "$image" > requirements.txt
-  "$python" lock.py pins > pins.txt
+  # shellcheck disable=SC2046
+  "$python" requirements.py pyproject.toml $(sed -n 's/^RUN python requirements.py pyproject.toml \(.*\) > .*/\1/p' \
+    "$top/infra/docker/$image.Dockerfile") > requirements.txt
+  "$python" requirements.py pyproject.toml --build > build.txt
   "$python" -m venv --without-pip "$work/$image/venv"
-  "$python" -m pip --python "$work/$image/venv/bin/python" install --quiet --disable-pip-version-check \
-    --constraint pins.txt --requirement requirements.txt
+  "$work/builder/bin/uv" pip install --quiet --python "$work/$image/venv/bin/python" --require-hashes \
+    --constraint constraints.txt --requirement requirements.txt
+  "$work/builder/bin/uv" pip install --quiet --python "$work/builder/bin/python" --require-hashes \
+    --constraint constraints.txt --requirement build.txt
   local ours=(.)
   [ "$image" != servers ] || ours+=(./emulators/bigquery ./emulators/pubsub)
-  "$python" -m pip --python "$work/$image/venv/bin/python" install --quiet --disable-pip-version-check --no-deps \
-    --target "$work/$image/app" "${ours[@]}"
+  "$work/builder/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-index \
+    --no-build-isolation --target "$work/$image/app" "${ours[@]}"
   cd "$work/$image/app"
 }
 inside() { # IMAGE COMMAND...
@@ -52,7 +63,8 @@ without() { # IMAGE PACKAGE...
   # Nothing is there to connect to; what it lacks first is its catalog.
   answer=$(inside api penstock api 2>&1 || true)
   [[ $answer == "penstock api: "*models.yaml* ]] || { echo "api said: $answer" >&2; exit 1; }
-  without api torch transformers workers duckdb pytest)
+  inside api python -c 'import infra.row_archive.__main__'
+  without api torch transformers workers pytest)
 echo "api: installs, starts, and has no torch"
 (prepare functions shared workers/__init__.py workers/functions
   inside functions python -c 'import runpy; runpy.run_path("workers/functions/main.py", run_name="main")'

@@ -7,13 +7,19 @@ WORKDIR /src
 COPY constraints.txt infra/lock.py ./
 RUN python lock.py pins > pins.txt \
     && grep '^torch==' pins.txt > torch.txt \
+    && python lock.py only uv > uv.txt \
     && python -m venv --without-pip /opt/venv
 # torch's wheel for Linux on the Python index is the CUDA one and brings CUDA's libraries as wheels; another build is
-# taken from an index of its own, as https://download.pytorch.org/whl/cu126, or .../cpu.
+# taken from an index of its own, as https://download.pytorch.org/whl/cu126, or .../cpu. The lock has the hashes of the
+# first. It brings CUDA's libraries in the versions that its metadata names, of which the lock has none.
 ARG TORCH_INDEX=
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
-    python -m pip --python /opt/venv/bin/python install --disable-pip-version-check \
-    ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} --constraint pins.txt --requirement torch.txt
+    --mount=type=cache,target=/root/.cache/uv --mount=type=secret,id=uv,target=/etc/uv/uv.toml \
+    export UV_LINK_MODE=copy \
+    && python -m pip install --disable-pip-version-check --require-hashes --requirement uv.txt \
+    && if [ -z "$TORCH_INDEX" ]; then set -- --verify-hashes --constraint constraints.txt; \
+      else set -- --index-url "$TORCH_INDEX" --constraint pins.txt; fi \
+    && uv pip install --python /opt/venv/bin/python "$@" --requirement torch.txt
 
 FROM ${PYTHON_BASE}
 # torch.compile has Triton build its launchers with a C compiler when a model is warmed up.

@@ -1,4 +1,4 @@
-"""Prints the requirements of pyproject.toml with the named extras, for a layer of an image.
+"""Prints the requirements of pyproject.toml with the named extras, or those of its build.
 
 pip installs a project's dependencies only together with the project, whose layer changes with every
 commit. For a member of the workspace this prints what the member requires.
@@ -33,6 +33,12 @@ def requirements(project_file: Path, extras: list[str]) -> list[str]:
     return list(dict.fromkeys(requirements))
 
 
+def build_requirements(project_file: Path) -> list[str]:
+    """The requirements of what builds the project's wheel."""
+    document = tomllib.loads(project_file.read_text(encoding="utf-8"))
+    return list(document["build-system"]["requires"])
+
+
 def _sources(document: dict[str, Any]) -> set[str]:
     """The names of what comes from the workspace and not from an index."""
     return set(document.get("tool", {}).get("uv", {}).get("sources", {}))
@@ -55,8 +61,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("project_file", type=Path)
     parser.add_argument("extras", nargs="*")
+    parser.add_argument("--build", action="store_true", help="what builds the wheel, instead")
     options = parser.parse_args()
-    print("\n".join(requirements(options.project_file, options.extras)))
+    lines = (
+        build_requirements(options.project_file)
+        if options.build
+        else requirements(options.project_file, options.extras)
+    )
+    print("\n".join(lines))
     return 0
 
 

@@ -7,23 +7,28 @@ COPY pyproject.toml constraints.txt infra/lock.py infra/docker/requirements.py .
 COPY emulators/bigquery/pyproject.toml emulators/bigquery/
 COPY emulators/pubsub/pyproject.toml emulators/pubsub/
 RUN python requirements.py pyproject.toml servers > requirements.txt \
-    && python lock.py pins > pins.txt \
+    && python requirements.py pyproject.toml --build > build.txt \
+    && python lock.py only uv > uv.txt \
     && python -m venv --without-pip /opt/venv
-# The secret is a pip.conf, for those whose packages come from an index of their own.
+# What is installed, and what builds our own wheel, has its hash in the lock.
+# The secrets are a pip.conf and a uv.toml, for those whose packages come from an index of their own.
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
-    python -m pip --python /opt/venv/bin/python install --disable-pip-version-check \
-    --constraint pins.txt --requirement requirements.txt
+    --mount=type=cache,target=/root/.cache/uv --mount=type=secret,id=uv,target=/etc/uv/uv.toml \
+    export UV_LINK_MODE=copy \
+    && python -m pip install --disable-pip-version-check --require-hashes --requirement uv.txt \
+    && uv pip install --python /opt/venv/bin/python --require-hashes --constraint constraints.txt \
+      --requirement requirements.txt \
+    && uv pip install --system --require-hashes --constraint constraints.txt --requirement build.txt
 COPY LICENSE README.md ./
 COPY shared shared
 COPY infra infra
 COPY emulators/bigquery emulators/bigquery
 COPY emulators/pubsub emulators/pubsub
 # Apart from the dependencies, so that a change of ours is a small layer; with its metadata, for the SBOM.
-RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
-    python -m pip --python /opt/venv/bin/python install --disable-pip-version-check --no-deps --target /app \
-    . ./emulators/bigquery ./emulators/pubsub
-# BigQuery's SQL analyzer, compiled for any CPU of this kind: that takes 10 s and 1.1 GB.
-RUN XDG_CACHE_HOME=/opt/cache PYTHONPATH=/app /opt/venv/bin/python -m bigquery_emulator.googlesql.analysis
+RUN python -m pip install --disable-pip-version-check --no-cache-dir --no-deps --no-index --no-build-isolation \
+    --target /app . ./emulators/bigquery ./emulators/pubsub \
+    # BigQuery's SQL analyzer, compiled for any CPU of this kind: that takes 10 s and 1.1 GB.
+    && XDG_CACHE_HOME=/opt/cache PYTHONPATH=/app /opt/venv/bin/python -m bigquery_emulator.googlesql.analysis
 
 FROM ${PYTHON_BASE}
 # A volume is mounted at the folder of data.

@@ -23,7 +23,7 @@ if ! buildah inspect --type image localhost/python-base > /dev/null 2>&1; then
 fi
 echo PYTHON_BASE=localhost/python-base > "$BASES"
 
-options=(--format docker --secret "id=pip,src=$pip_conf" "$@")
+options=(--format docker --secret "id=pip,src=$pip_conf" --secret "id=uv,src=${UV_CONF:-/dev/null}" "$@")
 for image in api functions cuda; do
   infra/docker/build.sh "$image" "localhost/penstock-$image" "${options[@]}"
 done

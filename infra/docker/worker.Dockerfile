@@ -7,8 +7,15 @@ FROM ${CUDA_BASE} AS asked
 USER 0
 WORKDIR /src
 COPY pyproject.toml constraints.txt infra/lock.py infra/docker/requirements.py ./
-RUN python requirements.py pyproject.toml worker gpu > requirements.txt \
-    && python lock.py pins > pins.txt
+RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
+    --mount=type=cache,target=/root/.cache/uv --mount=type=secret,id=uv,target=/etc/uv/uv.toml \
+    export UV_LINK_MODE=copy \
+    && python requirements.py pyproject.toml worker gpu > requirements.txt \
+    && python requirements.py pyproject.toml --build > build.txt \
+    && python lock.py only uv > uv.txt \
+    && /usr/local/bin/python -m pip install --disable-pip-version-check --require-hashes --requirement uv.txt \
+    && uv pip install --python /usr/local/bin/python --require-hashes --constraint constraints.txt \
+      --requirement build.txt
 
 FROM asked AS build
 COPY LICENSE README.md ./
@@ -16,9 +23,8 @@ COPY shared shared
 COPY workers workers
 COPY models/__init__.py models/
 COPY models/shapes/pipeline models/shapes/pipeline
-RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
-    /usr/local/bin/python -m pip --python /opt/venv/bin/python install --disable-pip-version-check \
-    --no-deps --target /app .
+RUN /usr/local/bin/python -m pip install --disable-pip-version-check --no-cache-dir --no-deps --no-index \
+    --no-build-isolation --target /app .
 
 # Empty, unless the builder is given --build-context classes=DIR: each folder in DIR has a class that brings packages.
 FROM scratch AS classes
@@ -28,11 +34,19 @@ USER 0
 # On top of the base's environment, not copied from the other stage: the layer is only what torch does not bring.
 # MODEL_PACKAGES names packages whose model an entry takes as `package:` (infra.docker.model_packages prints them); none by
 # default: the image has no weights then.
+# What the lock has is installed by its hashes. It has neither what torch brought nor MODEL_PACKAGES of others: those may be
+# there besides, and nothing else.
 ARG MODEL_PACKAGES=
+WORKDIR /src
 RUN --mount=type=bind,from=asked,source=/src,target=/src \
-    --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
-    /usr/local/bin/python -m pip --python /opt/venv/bin/python install --disable-pip-version-check \
-    --constraint /src/pins.txt --requirement /src/requirements.txt $MODEL_PACKAGES
+    --mount=type=bind,from=asked,source=/usr/local/bin/uv,target=/usr/local/bin/uv \
+    --mount=type=cache,target=/root/.cache/uv --mount=type=secret,id=uv,target=/etc/uv/uv.toml \
+    export UV_LINK_MODE=copy \
+    && /usr/local/bin/uv pip install --python /opt/venv/bin/python --verify-hashes --constraint constraints.txt \
+      --requirement requirements.txt $MODEL_PACKAGES \
+    && /usr/local/bin/uv pip freeze --python /opt/venv/bin/python > /tmp/installed.txt \
+    && /usr/local/bin/python lock.py covers /tmp/installed.txt 'nvidia-*' 'cuda-*' triton $MODEL_PACKAGES \
+    && rm /tmp/installed.txt
 # As the manifests say, for those who run the image without them.
 ENV HF_HOME=/var/cache/penstock/hub \
     HOME=/tmp \

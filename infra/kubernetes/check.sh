@@ -17,7 +17,8 @@ fi
 
 cat > "$work/deployments.json" <<'JSON'
 {"europe-west4": {"compute_classes": false, "dataset": "penstock",
-  "namespace": "penstock", "objects_url": "gs://example-project-penstock-objects", "overflow": "a100",
+  "namespace": "penstock", "objects_url": "gs://example-project-penstock-objects", "rows_url": "gs://example-project-penstock-rows",
+  "overflow": "a100",
   "project": "example-project", "records_url": "redis://10.64.32.2:6379/0", "redis_cidrs": ["10.64.32.0/20"],
   "redis_url": "redis://10.64.32.2:6379/0", "region": "europe-west4", "spot": true}}
 JSON

@@ -68,7 +68,7 @@ class Deployment(BaseModel):
     """The workers of one region, or of a cluster outside Google.
 
     Terraform's output `deployments` (or `outside`) says most. Everything
-    up to `records_url` is what API and workers have to agree on, so it comes from one place.
+    up to `rows_url` is what API and workers have to agree on, so it comes from one place.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -80,6 +80,8 @@ class Deployment(BaseModel):
     objects_url: str
     redis_url: str
     records_url: str
+    rows_url: str = ""
+    """The bucket that rows are put into. Empty: they go straight to BigQuery."""
     redis_cidrs: tuple[str, ...] = Field(min_length=1)
     """Addresses of both, for the network policy, to which none would mean all."""
     audience: str = Field("", pattern=r"^(//iam\.googleapis\.com/\S+)?$")

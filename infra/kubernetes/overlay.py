@@ -433,6 +433,8 @@ def worker_settings(model: Model, deployment: Deployment) -> dict[str, str]:
         "PENSTOCK_REGION": deployment.region,
         "PENSTOCK_SPOOL_DIR": SPOOL_DIR,
     }
+    if deployment.rows_url:
+        settings["PENSTOCK_ROWS_URL"] = deployment.rows_url
     settings |= deployment.traces | deployment.settings
     return settings | (identity_settings(deployment.project) if deployment.audience else {})
 

@@ -115,9 +115,11 @@ def unpacked(data: bytes) -> list[bytes]:
     return lines.splitlines()
 
 
-PASS_OBJECTS = 1000
-READS = 8
-"""Objects that are read at the same time."""
+PASS_OBJECTS = 2000
+PASS_MAX_BYTES = 64 * 1024 * 1024
+"""Packed size of a pass. Unpacked it is about ten times that, in a folder that may be memory."""
+CALLS = 8
+"""Objects that are read, or removed, at the same time."""
 OBJECT_MAX_BYTES = 16 * 1024 * 1024
 """Writers put about 100 KiB into one. A larger one is not from a writer, and is left in place."""
 LIST_MAX_BYTES = 1024 * 1024
@@ -146,14 +148,23 @@ class _Pass(msgspec.Struct):
 
     keys: list[str]
     is_archived: bool = False
+    has_more: bool = False
+    """True if objects were left for the next pass."""
 
     @property
     def name(self) -> str:
         return hashlib.blake2b("\n".join(self.keys).encode(), digest_size=16).hexdigest()
 
 
+class _TakenOverError(Exception):
+    """Another process has archived the same objects, and removed them."""
+
+
 class RowArchive:
     """The archive of one table.
+
+    Two processes may run for a moment, the old one and the new one of a deployment. They do the
+    same work under the same names. The slower one leaves it to the other.
 
     Args:
         objects: the store.
@@ -181,27 +192,32 @@ class RowArchive:
         if begun is None:
             return False
         if not begun.is_archived:
-            rows = await self._archive(begun)
+            try:
+                rows = await self._archive(begun)
+            except _TakenOverError:
+                log.info("another process has archived these rows", extra={"table": self._table})
+                return False
             begun.is_archived = True
             await self._objects.put(self._list_key, msgspec.json.encode(begun), "application/json")
             ARCHIVED.labels(self._table).inc(rows)
-        for key in begun.keys:
-            await self._objects.delete(key)
+        for first in range(0, len(begun.keys), CALLS):
+            await asyncio.gather(*map(self._objects.delete, begun.keys[first : first + CALLS]))
         await self._objects.delete(self._list_key)
-        return len(begun.keys) == PASS_OBJECTS
+        return begun.has_more
 
     async def _begun(self) -> _Pass | None:
         """The pass that was begun before, or a new one. None without rows."""
         objects = await self._objects.listing(incoming(self._table), PASS_OBJECTS)
-        waiting = [one.key for one in objects if one.size_bytes <= OBJECT_MAX_BYTES]
+        waiting = [one for one in objects if one.size_bytes <= OBJECT_MAX_BYTES]
         if len(waiting) < len(objects):
             log.error(
                 "objects are too large for rows", extra={"count": len(objects) - len(waiting)}
             )
-        OLDEST.labels(self._table).set(_age_s(waiting[0]) if waiting else 0.0)
+        OLDEST.labels(self._table).set(_age_s(waiting[0].key) if waiting else 0.0)
         if (kept := await self._kept()) is not None or not waiting:
             return kept
-        begun = _Pass(waiting)
+        keys = _up_to(PASS_MAX_BYTES, waiting)
+        begun = _Pass(keys, has_more=len(keys) < len(waiting) or len(objects) == PASS_OBJECTS)
         data = msgspec.json.encode(begun)
         is_ours = await self._objects.create(self._list_key, data, "application/json")
         return begun if is_ours else await self._kept()
@@ -240,9 +256,9 @@ class RowArchive:
         """Writes the good lines of all objects into a file. Returns how many they are."""
         rows, bad = 0, list[bytes]()
         with lines.open("wb") as file:
-            for first in range(0, len(begun.keys), READS):
+            for first in range(0, len(begun.keys), CALLS):
                 for data in await asyncio.gather(
-                    *(self._lines(key) for key in begun.keys[first : first + READS])
+                    *(self._lines(begun, key) for key in begun.keys[first : first + CALLS])
                 ):
                     checked = await asyncio.to_thread(self._checker.check, data)
                     file.writelines(line + b"\n" for line in checked.good)
@@ -253,13 +269,19 @@ class RowArchive:
             await self._reject(begun.name, bad)
         return rows
 
-    async def _lines(self, key: str) -> list[bytes]:
-        """The lines of an object. A damaged one has none, and is kept under `rejected/`."""
+    async def _lines(self, begun: _Pass, key: str) -> list[bytes]:
+        """The lines of an object. A damaged one has none, and is kept under `rejected/`.
+
+        Raises:
+            _TakenOverError: another process has archived it. What this one has by now is not all
+                of the pass, and must not take the place of the other's files.
+        """
         try:
             data = await self._objects.get(key, OBJECT_MAX_BYTES)
         except BadInput:
-            # Somebody deleted it, or another process has archived it in the meantime.
-            log.warning("rows are gone", extra={"key": key})
+            if await self._kept() != begun:
+                raise _TakenOverError from None
+            log.warning("rows are gone", extra={"key": key})  # somebody deleted them
             return []
         try:
             return await asyncio.to_thread(unpacked, data)
@@ -274,6 +296,17 @@ class RowArchive:
         log.error("lines are not rows", extra={"key": key, "lines": len(bad)})
         REJECTED.labels(self._table).inc(len(bad))
         await self._objects.put(key, b"\n".join(bad), "application/jsonl")
+
+
+def _up_to(max_bytes: int, objects: Sequence[StoredObject]) -> list[str]:
+    """The keys of the first objects that have `max_bytes` together, one at least."""
+    keys: list[str] = []
+    for one in objects:
+        max_bytes -= one.size_bytes
+        if max_bytes < 0 and keys:
+            break
+        keys.append(one.key)
+    return keys
 
 
 def archive_folder(table: str, day: str) -> str:

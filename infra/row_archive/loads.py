@@ -79,17 +79,26 @@ class BigQueryLoader:
         from google.api_core.exceptions import Conflict
         from google.cloud.bigquery import LoadJobConfig
 
-        config = LoadJobConfig(source_format="PARQUET", write_disposition="WRITE_APPEND")
+        # Whoever could make tables could load into any.
+        config = LoadJobConfig(
+            source_format="PARQUET",
+            write_disposition="WRITE_APPEND",
+            create_disposition="CREATE_NEVER",
+        )
+        into = f"{self._project}.{self._dataset}.{table}"
         try:
             with path.open("rb") as file:
                 job = client.load_table_from_file(
                     file,
-                    f"{self._project}.{self._dataset}.{table}",
+                    into,
                     job_id=job_id,
                     job_config=config,
                     num_retries=0,
                     timeout=LOAD_LIMIT_S,
                 )
         except Conflict:
-            return client.get_job(job_id, retry=None, timeout=LOAD_LIMIT_S), False
+            # Without its location a job is found only in the US and in the EU.
+            location = client.get_table(into, retry=None, timeout=LOAD_LIMIT_S).location
+            job = client.get_job(job_id, location=location, retry=None, timeout=LOAD_LIMIT_S)
+            return job, False
         return job, True

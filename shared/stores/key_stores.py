@@ -7,7 +7,7 @@ keys is not kept.
 In Redis: one hash, a stream of audit events, and a hash of last uses. The directory is one value
 with a version, so that a reader never sees half of a change, and two writers at the same time do
 not undo each other. Nothing has a TTL, so Redis evicts none of it. A Redis that lost its data has
-no version. Then readers keep what they have.
+no version. Then readers keep what they have, and a copy of it in the Redis of their region.
 """
 
 from __future__ import annotations
@@ -55,6 +55,11 @@ ERRORS = Counter(
 UP = Gauge(
     "penstock_keys_redis_up",
     "1 while Redis is being asked for API keys, 0 while the breaker is open.",
+)
+COPY_UP = Gauge(
+    "penstock_keys_copy_redis_up",
+    "1 while the region's Redis is being asked for the copy of API keys, 0 while the breaker is "
+    "open.",
 )
 _REPLACE = load_script("shared/stores/key_replace.lua")
 _USES = load_script("shared/stores/key_uses.lua")
@@ -151,6 +156,63 @@ class KeyRedis(RedisStore):
         """
         used = await self._commands.run("HGETALL", self._used)
         return {key_id.decode(): int(used_s) for key_id, used_s in used.items()}
+
+
+class KeyCopy(RedisStore):
+    """A copy of a directory, in the Redis of the region.
+
+    An instance needs that Redis anyway. So one that starts while the directory is out of reach,
+    which is in another region, has the keys that its neighbors have.
+
+    Args:
+        redis_url: `redis://`, `rediss://` or `unix://` URL.
+        prefix: the prefix of the key.
+        timeout_s: the time limit of one round trip.
+        retry_s: the first pause before Redis is tried again after a failure.
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        *,
+        prefix: str = "penstock:",
+        timeout_s: float = 1.0,
+        retry_s: float = 0.25,
+    ) -> None:
+        limits = {"timeout_s": timeout_s, "retry_s": retry_s}
+        super().__init__(
+            RedisLink(
+                "keys copy", redis_url, **limits, up=COPY_UP, errors=ERRORS, field="redis_url"
+            )
+        )
+        self._commands = self._link.commands("the copy of API keys")
+        self._key = f"{prefix}keys:copy"
+
+    async def keep(self, document: StoredDocument, at_s: float, keep_s: float) -> None:
+        """Writes the copy.
+
+        Args:
+            document: the directory.
+            at_s: when it was known to be current, Unix time.
+            keep_s: for how long it is of use.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        data = msgspec.msgpack.encode((document.version, document.data, at_s))
+        await self._commands.run("SET", self._key, data, "EX", max(1, round(keep_s)))
+
+    async def read(self) -> tuple[StoredDocument, float] | None:
+        """Returns the copy, and when it was known to be current. None if there is none.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        data = await self._commands.run("GET", self._key)
+        if data is None:
+            return None
+        version, document, at_s = msgspec.msgpack.decode(data, type=tuple[str, bytes, float])
+        return StoredDocument(version, document), at_s
 
 
 class KeyFile:

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from api.http.auth import ApiKeys
-from api.http.key_refresh import LiveDirectory
+from api.http.key_refresh import STALE_LIMIT_S, LiveDirectory
 from infra.local.redis_server import RedisServer
-from shared.stores.key_stores import KeyRedis
+from shared.stores.key_stores import KeyCopy, KeyRedis
 from shared.tenants.administration import Administration, IssuedKey, KeyRequest
 from shared.tenants.directory import Document
 from tests.api.api_process import api_process
@@ -121,6 +121,37 @@ async def test_keys_outlive_redis_and_a_redis_that_lost_its_data(tmp_path: Path)
             await live(api).refresh()
             assert (await api.http.get("/v1/models", headers=headers)).status_code == 200
             assert (await keys_of(api))[1] == "ok"
+
+
+async def test_instance_that_starts_while_keys_are_out_of_reach_has_its_neighbors(
+    tmp_path: Path, redis_url: str
+) -> None:
+    """As in a region whose home region, with the Redis of the records, is out."""
+    with RedisServer(tmp_path / "records", tmp_path) as records:
+        issued = await first_key(records.url)
+        settings = settings_for(tmp_path, keys_url=records.url, redis_url=redis_url)
+        headers = {"x-api-key": issued.key.text}
+        async with running_api(settings) as api:
+            assert (await api.http.get("/v1/models", headers=headers)).status_code == 200
+        records.stop()
+        async with running_api(settings) as api:
+            assert (await keys_of(api))[1] == "ok"
+            assert (await api.http.get("/v1/models", headers=headers)).status_code == 200
+            wrong = {"x-api-key": issued.key.text[:-4] + "0000"}
+            assert (await api.http.get("/v1/models", headers=wrong)).status_code == 401
+
+
+@pytest.mark.parametrize(("age_s", "is_used"), [(60, True), (STALE_LIMIT_S + 60, False)])
+async def test_copy_of_keys_ends_with_the_day(redis_url: str, age_s: float, is_used: bool) -> None:
+    await first_key(redis_url)
+    async with KeyRedis(redis_url) as store, KeyCopy(redis_url) as copy:
+        document = await store.read()
+        assert document is not None
+        await copy.keep(document, time.time() - age_s, STALE_LIMIT_S)
+    elsewhere = KeyRedis("redis://127.0.0.1:1/0")
+    directory = LiveDirectory(elsewhere, refresh_s=1e6, copy=KeyCopy(redis_url))
+    async with ApiKeys(directory) as keys:
+        assert (keys.keys_status() == "ok") == is_used
 
 
 async def test_last_use_is_noted_once_a_minute(redis_url: str) -> None:

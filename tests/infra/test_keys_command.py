@@ -174,5 +174,22 @@ def test_directory_moves_from_a_file_to_redis(
     assert operator.states_of(key) == ["valid"]
 
 
+def test_export_into_an_object_store_is_a_directory(
+    operator: Operator, tmp_path: Path, redis_url: str
+) -> None:
+    operator.use((tmp_path / "first.json").as_uri())
+    operator.types("keys", "init")
+    key = operator.types(*CREATE).strip()
+    url = (tmp_path / "exports").as_uri()
+    for _ in range(2):
+        assert f"exported 1 keys to {url}/keys-" in operator.types("keys", "export", "--to", url)
+    exports = sorted((tmp_path / "exports").iterdir())
+    assert len(exports) == 2
+    operator.use(redis_url)
+    operator.types("keys", "init", "--from", str(exports[-1]))
+    assert operator.states_of(key) == ["valid"]
+    assert "--to: 'ftp://x' is not one of" in operator.refused("keys", "export", "--to", "ftp://x")
+
+
 def test_no_directory_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "PENSTOCK_KEYS_URL" in Operator(monkeypatch).refused("keys", "list")

@@ -127,3 +127,26 @@ def test_commands_print_for_pip() -> None:
 def test_setup_installs_what_the_doctor_looks_for() -> None:
     (line,) = re.findall(r"^EXTRAS := (.*)$", Path("Makefile").read_text(encoding="utf-8"), re.M)
     assert tuple(line.split(",")) == EXTRAS
+
+
+def test_what_is_installed_and_not_in_the_lock_is_named(tmp_path: Path) -> None:
+    locked = read_lock()
+    lines = [f"{name}=={locked[name].version}" for name in ("torch", "redis")]
+    lines[0] += "+cu126"  # a build of one's own index
+    lines += ["nvidia-cublas==13.0", "redis-py==1", "Weights_Of_Mine==1.0", "redis==0.1"]
+    installed = tmp_path / "installed.txt"
+    installed.write_text("\n".join(lines) + "\n")
+    command = [sys.executable, "infra/lock.py", "covers", str(installed), "nvidia-*"]
+    done = subprocess.run(
+        [*command, "weights-of-mine==1.0"],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_LIMIT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "not in constraints.txt: redis-py==1, redis==0.1\n",
+    )
+    installed.write_text("\n".join(lines[:2]) + "\n")
+    assert subprocess.run(command, timeout=WAIT_LIMIT_S, check=False).returncode == 0

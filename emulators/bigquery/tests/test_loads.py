@@ -288,3 +288,21 @@ def test_a_delimiter_of_several_characters_is_refused(
     name = {"field_delimiter": "fieldDelimiter", "quote_character": "quote"}[option]
     with pytest.raises(BadRequest, match=name):
         load(client, "1,a\n", schema=SCHEMA, source_format="CSV", **{option: value})
+
+
+def test_job_of_a_region_is_found_there_only(client: bigquery.Client) -> None:
+    """As with Google: without `location`, jobs.get looks in the US and in the EU."""
+    dataset = bigquery.Dataset(f"{client.project}.north")
+    dataset.location = "europe-west4"
+    client.create_dataset(dataset)
+    file = io.BytesIO(b'{"id": 1}\n')
+    job = client.load_table_from_file(
+        file,
+        "north.loaded",
+        job_config=LoadJobConfig(source_format="NEWLINE_DELIMITED_JSON", autodetect=True),
+    )
+    assert job.result(timeout=WAIT_LIMIT_S).location == "europe-west4"
+    assert client.get_job(job.job_id, location="europe-west4").state == "DONE"
+    for elsewhere in (None, "US"):
+        with pytest.raises(NotFound):
+            client.get_job(job.job_id, location=elsewhere)

@@ -57,7 +57,7 @@ module "function" {
 
   service_account = google_service_account.functions[each.key].email
 
-  environment = merge(local.trace_settings.api, each.key == "reports" ? local.report_settings : {}, {
+  environment = merge(local.trace_settings.api, each.key == "reports" ? local.report_settings : { PENSTOCK_ROWS_URL = local.rows_url }, {
     PENSTOCK_DATASET     = google_bigquery_dataset.default.dataset_id
     PENSTOCK_OBJECTS_URL = "gs://${each.key == "reports" ? one(values(google_storage_bucket.reports)[*].name) : google_storage_bucket.objects.name}"
     PENSTOCK_PROJECT     = var.project_id

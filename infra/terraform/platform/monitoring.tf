@@ -31,6 +31,7 @@ locals {
   ])
   alerts = merge(
     local._alerts,
+    local.row_archive_alerts,
     { for name, model in local.models : "dead-letters-${model.slug}" => {
       anchor              = "docs/how-to/operations.md#model-dead-letters"
       duration            = "0s"

@@ -18,6 +18,7 @@ module "options" {
   outside      = var.outside
   records      = var.records
   regions      = var.regions
+  rows         = var.rows
   slos         = var.slos
   traces       = var.traces
   weights      = var.weights
@@ -38,6 +39,7 @@ module "options" {
     outside      = var.outside
     records      = var.records
     regions      = var.regions
+    rows         = var.rows
     slos         = var.slos
     traces       = var.traces
     weights      = var.weights

@@ -16,6 +16,16 @@ output "api_urls" {
   }
 }
 
+output "attestor" {
+  description = "Who says that an image was approved (nodes.binary_authorization); null: nodes ask for nobody."
+  value       = one([for attestor in google_binary_authorization_attestor.release : attestor.id])
+}
+
+output "attestor_key" {
+  description = "The key version that it signs with."
+  value       = one([for key in data.google_kms_crypto_key_version.release : key.name])
+}
+
 output "clusters" {
   description = "The clusters by region."
   value       = { for name, cluster in module.cluster : name => cluster.name }
@@ -37,6 +47,7 @@ output "deployments" {
       redis_url       = module.redis[name].url
       region          = name
       reservations    = region.reservations
+      rows_url        = local.rows_url
       spot            = module.options.nodes.spot
       traces          = local.trace_settings.workers
       weights_bucket  = module.options.weights.prefetched ? google_storage_bucket.weights.name : null
@@ -61,6 +72,7 @@ output "outside" {
       redis_cidrs     = distinct(compact([local.redis_cidrs[local.home], cluster.redis_cidr]))
       redis_url       = coalesce(cluster.redis_url, module.redis[local.home].url)
       region          = name
+      rows_url        = local.rows_url
       spot            = false
       traces          = local.trace_settings.outside
     }

@@ -4,6 +4,12 @@
 
 locals {
   locations = concat(["EU", "US"], local.google_regions)
+  # Multi-regions of Artifact Registry. Where none is near, the region itself.
+  continents = ["asia", "europe", "us"]
+  continent = try(
+    { asia = "asia", europe = "europe", us = "us" }[split("-", local.home)[0]],
+    local.home,
+  )
   google_regions = [
     "africa-south1",
     "asia-east1", "asia-east2", "asia-northeast1", "asia-northeast2", "asia-northeast3", "asia-south1", "asia-south2",

@@ -18,7 +18,7 @@ locals {
     ],
     local.trace_services,
     module.options.budget == null ? [] : ["billingbudgets"],
-    module.options.nodes.binary_authorization ? ["binaryauthorization"] : [],
+    module.options.nodes.binary_authorization ? ["binaryauthorization", "cloudkms"] : [],
   )
   storage_regions = var.keep_messages_in_regions ? sort(keys(module.options.regions)) : []
   workers_member  = "principalSet://${local._pool}/namespace/${var.namespace}"
@@ -59,7 +59,7 @@ resource "google_project_iam_member" "network_agent" {
 
 resource "google_artifact_registry_repository" "default" {
   project       = var.project_id
-  location      = local.home
+  location      = coalesce(var.registry_location, local.continent)
   repository_id = var.prefix
   description   = "Images of API, workers and functions"
   format        = "DOCKER"

@@ -30,6 +30,7 @@ module "region" {
   records_max_bytes   = local.records_max_bytes
   records_url         = local.records_url
   redis_url           = module.redis[each.key].url
+  rows_url            = local.rows_url
   secrets             = local.secrets
   traces              = merge(local.trace_settings.api, local.trace_sampling)
 
@@ -71,6 +72,7 @@ module "cluster" {
   gpu_types            = local.gpu_types
   gpus                 = local.gpus
   hub_token            = module.options.weights.hub_token
+  min_version          = module.options.nodes.min_version
   max_gpus             = coalesce(each.value.max_gpus, module.options.nodes.max_gpus)
   overflow             = local.overflow[each.key]
   preloaded_images     = module.options.nodes.preloaded_images

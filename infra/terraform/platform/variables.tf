@@ -273,6 +273,24 @@ variable "regions" {
   nullable    = false
 }
 
+variable "registry_location" {
+  description = "Location of the registry: a region, or asia, europe or us, so that nodes get images while a region is out. Null: the continent of the home region, if it is one of these. Another location is another registry: its images have to be copied first."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = var.registry_location == null ? true : contains(concat(local.continents, local.google_regions), var.registry_location)
+    error_message = "registry_location is asia, europe, us, or a region (platform/places.tf)."
+  }
+}
+
+variable "rows" {
+  description = "Rows are put into a bucket, from which the row archive takes them every every_s seconds, into Parquet files and BigQuery; memory: of its process. archive = false: they go straight to BigQuery, and are lost with their pod while that is away."
+  type        = any
+  default     = {}
+  nullable    = false
+}
+
 variable "secrets_version" {
   description = "Raise it to have new secrets made up."
   type        = number

@@ -22,6 +22,7 @@ DEPLOYMENT = Deployment(
     namespace="penstock",
     dataset="penstock",
     objects_url="gs://example-project-penstock-objects",
+    rows_url="gs://example-project-penstock-rows",
     redis_url="redis://10.64.32.2:6379/0",
     records_url="redis://10.64.32.2:6379/0",
     redis_cidrs=("10.64.32.0/20",),

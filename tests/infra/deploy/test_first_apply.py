@@ -20,13 +20,23 @@ CLUSTERS = "module.cluster.google_container_cluster.default"
 NEEDS = {
     "google_artifact_registry_": ("artifactregistry", "artifactregistry.admin"),
     "google_bigquery_": ("bigquery", "bigquery.admin"),
+    "google_binary_authorization_attestor": (
+        "binaryauthorization",
+        "binaryauthorization.attestorsAdmin",
+    ),
+    "google_binary_authorization_policy": (
+        "binaryauthorization",
+        "binaryauthorization.policyEditor",
+    ),
     # The role is on the billing account, which setup.sh has no right to.
     "google_billing_": ("billingbudgets", None),
     "google_cloud_run_v2_": ("run", "run.admin"),
     "google_cloud_scheduler_": ("cloudscheduler", "cloudscheduler.admin"),
     "google_compute_": ("compute", "compute.admin"),
     "google_container_": ("container", "container.admin"),
+    "google_container_analysis_note": ("containeranalysis", "containeranalysis.notes.editor"),
     "google_iam_workload_identity_pool": ("iam", "iam.workloadIdentityPoolAdmin"),
+    "google_kms_": ("cloudkms", "cloudkms.admin"),
     "google_memorystore_": ("memorystore", "memorystore.admin"),
     "google_monitoring_": ("monitoring", "monitoring.admin"),
     "google_network_connectivity_": (
@@ -43,7 +53,6 @@ NEEDS = {
 }
 """The API that each kind of resource is made by, and the role that may make it."""
 OTHERS_NEED = {
-    "binaryauthorization": "nodes.binary_authorization",
     "containerfilesystem": "image streaming of GKE",
     "dns": "Cloud DNS as GKE's own",
     "iamcredentials": "identities of Kubernetes accounts",
@@ -67,6 +76,11 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return plan_platform(
         folder,
         models_file=str(folder / "models.yaml"),
+        api={
+            "image": "registry.example.com/api@sha256:0",
+            "keys_in_redis": True,
+            "max_instances": 1,
+        },
         alerts={"emails": ["oncall@example.com"]},
         analysts={"acme": {"members": ["group:analysts@example.com"]}},
         batches={"instances": 1},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -77,3 +78,48 @@ def test_pinning_puts_todays_digest_behind_the_tag(tmp_path: Path) -> None:
         out.read_text(),
         re.M,
     )
+
+
+RENOVATE = json.loads(Path(".github/renovate.json").read_text(encoding="utf-8"))
+IMAGE = re.compile(r"(docker\.io|gcr\.io|us-docker\.pkg\.dev/cloud-ops-agents-artifacts)/[^\s\"]+")
+
+
+def seen_by_the_bot(path: str, text: str) -> set[str]:
+    """The images in a file for which the bot proposes digests, without those that they have."""
+    images = set()
+    for manager in RENOVATE["customManagers"]:
+        patterns = (pattern.strip("/") for pattern in manager["managerFilePatterns"])
+        if any(re.search(pattern, path) for pattern in patterns):
+            for match in manager["matchStrings"]:
+                found = re.finditer(match.replace("(?<", "(?P<"), text)
+                images |= {f"{one['depName']}:{one['currentValue']}" for one in found}
+    return images
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "infra/docker/bases.env",
+        "infra/compose/images.env",
+        "cloudbuild.yaml",
+        "infra/cloudbuild/deploy.yaml",
+        "infra/cloudbuild/rollback.yaml",
+        "infra/terraform/modules/options/variables.tf",
+        "infra/terraform/modules/region/variables.tf",
+    ],
+)
+def test_bot_renews_every_image_by_digest(path: str) -> None:
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+    images = {found[0] for found in IMAGE.finditer(text)}
+    assert images
+    named = {one if ":" in one.rpartition("/")[2] else f"{one}:None" for one in images}
+    assert seen_by_the_bot(path, text) == named
+    pinned = IMAGE.sub(lambda found: f"{found[0]}@sha256:{'a' * 64}", text)
+    assert seen_by_the_bot(path, pinned) == named
+
+
+def test_bot_proposes_digests() -> None:
+    (rule,) = [one for one in RENOVATE["packageRules"] if one.get("pinDigests")]
+    assert rule["matchDatasources"] == ["docker"]
+    assert {one["datasourceTemplate"] for one in RENOVATE["customManagers"]} == {"docker"}

@@ -33,7 +33,7 @@ from workers.functions.settings import FunctionSettings
 
 OURS = ("api", "functions", "servers", "worker")
 MODULES = {
-    "api": {"infra.cli.main", "api.__main__"},
+    "api": {"infra.cli.main", "api.__main__", "infra.row_archive.__main__"},
     "functions": {"workers.functions.main"},
     "servers": {
         "infra.cli.main",
@@ -100,12 +100,16 @@ def test_what_is_not_for_images_is_not_sent() -> None:
 def test_only_the_worker_has_torch() -> None:
     project = Path("pyproject.toml")
     heavy = ("torch", "transformers", "diffusers", "onnxruntime", "scipy")
-    for extra in ("api", "functions", "servers"):
+    for name, extras in (
+        ("api", "api archive"),
+        ("functions", "functions"),
+        ("servers", "servers"),
+    ):
         assert (
-            f"requirements.py pyproject.toml {extra} >"
-            in (FOLDER / f"{extra}.Dockerfile").read_text()
+            f"requirements.py pyproject.toml {extras} >"
+            in (FOLDER / f"{name}.Dockerfile").read_text()
         )
-        assert not [one for one in requirements(project, [extra]) if one.startswith(heavy)]
+        assert not [one for one in requirements(project, extras.split()) if one.startswith(heavy)]
     worker = [one.partition("=")[0] for one in requirements(project, ["worker", "gpu"])]
     assert {"torch", "torchao", "diffusers", "google-cloud-pubsub"} <= set(worker)
 
@@ -117,10 +121,23 @@ def test_base_has_the_torch_that_the_worker_asks_for() -> None:
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_versions_are_those_of_the_lock(name: str) -> None:
-    text = (FOLDER / f"{name}.Dockerfile").read_text(encoding="utf-8")
-    assert "python lock.py pins > pins.txt" in text
-    assert re.search(r"--constraint (/src/)?pins\.txt --requirement", text)
+def test_what_is_installed_has_its_hash_in_the_lock(name: str) -> None:
+    """Nothing comes from an index but by a hash of the lock, save what torch brings."""
+    text = (FOLDER / f"{name}.Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    text = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    installs = re.findall(r"(?:pip|uv pip) install [^&;]*", text)
+    assert len(installs) >= 2
+    for install in installs:
+        if "--no-index" in install:
+            continue  # our own wheel, by what was installed before
+        checked = "--require-hashes" in install or "--verify-hashes" in install
+        # The base takes its options from a choice: other builds of torch are in no lock.
+        assert checked or (name == "cuda" and '"$@"' in install), install
+    if any("--verify-hashes" in install for install in installs):
+        # Hashes are verified where there are any, so what has none is looked for.
+        assert "lock.py covers /tmp/installed.txt 'nvidia-*' 'cuda-*' triton" in " ".join(
+            text.split()
+        )
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from shared.catalog import read_catalog
@@ -29,7 +30,11 @@ ALLOWED = {
     "google_bigquery_table_iam_member": {"roles/bigquery.dataViewer"},
     "google_pubsub_topic_iam_member": {"roles/pubsub.publisher"},
     "google_pubsub_subscription_iam_member": {"roles/pubsub.subscriber"},
-    "google_storage_bucket_iam_member": {"roles/storage.objectUser", "roles/storage.objectViewer"},
+    "google_storage_bucket_iam_member": {
+        "roles/storage.objectCreator",
+        "roles/storage.objectUser",
+        "roles/storage.objectViewer",
+    },
     "google_secret_manager_secret_iam_member": {"roles/secretmanager.secretAccessor"},
     "google_artifact_registry_repository_iam_member": {"roles/artifactregistry.reader"},
     "google_cloud_run_v2_service_iam_member": {"roles/run.invoker"},
@@ -56,6 +61,138 @@ def test_no_role_but_the_least(plan: Plan) -> None:
         # The table's role is our own, so its id is known only after an apply.
         roles = {member["role"] for member in members if "role" in member}
         assert roles <= ALLOWED[kind], kind
+
+
+OWN = "a role of ours"
+INBOXES = {
+    ("topic", "inbox.N", "pubsub.publisher"): "replies with results",
+    ("topic", "inbox.N.direct", "pubsub.publisher"): "replies",
+}
+WRITES_ROWS = {
+    ("table", "rows", OWN): "rows, of instances without the bucket of rows, and without it at all",
+    ("bucket", "rows", "storage.objectCreator"): "rows",
+}
+ENDS_JOBS = {
+    **INBOXES,
+    **WRITES_ROWS,
+    ("topic", "webhooks", "pubsub.publisher"): "events of predictions",
+    ("bucket", "objects", "storage.objectUser"): "large inputs and results",
+}
+NODES = {
+    ("repository", "penstock", "artifactregistry.reader"): "images",
+    ("project", "", "container.defaultNodeServiceAccount"): "logs and metrics of nodes",
+    ("project", "", "serviceusage.serviceUsageConsumer"): "image streaming",
+}
+QUERIES = ("project", "", "bigquery.jobUser")
+USES: dict[str, dict[tuple[str, str, str], str]] = {
+    "penstock-api": {
+        **ENDS_JOBS,
+        ("topic", "jobs.M", "pubsub.publisher"): "jobs",
+        ("subscription", "inbox.N.direct", "pubsub.subscriber"): "replies to its own inbox",
+        ("subscription", "inbox.N.slot.S", "pubsub.subscriber"): "the same with results",
+        ("table", "rows", "bigquery.dataViewer"): "usage that callers ask for",
+        QUERIES: "the same",
+        ("project", "", "monitoring.metricWriter"): "metrics, by the sidecar",
+        ("secret", "api-keys", "secretmanager.secretAccessor"): "who may call",
+        ("secret", "links", "secretmanager.secretAccessor"): "signs links",
+        ("secret", "models", "secretmanager.secretAccessor"): "the catalog",
+        ("secret", "scraping", "secretmanager.secretAccessor"): "settings of the sidecar",
+        ("secret", "webhooks", "secretmanager.secretAccessor"): "shows tenants their own",
+    },
+    "the workers": {
+        **ENDS_JOBS,
+        ("table", "worker_hours", OWN): "hours, as rows",
+        ("bucket", "weights", "storage.objectViewer"): "weights",
+    },
+    "the workers of a model": {
+        ("subscription", "jobs.M.workers", "pubsub.subscriber"): "jobs of its model",
+        ("subscription", "jobs.M.batch", "pubsub.subscriber"): "the same",
+        ("topic", "jobs.M.dead", "pubsub.publisher"): "jobs that it gives up",
+    },
+    "penstock-dead-letters": {
+        **ENDS_JOBS,
+        ("secret", "models", "secretmanager.secretAccessor"): "the catalog",
+    },
+    "penstock-webhooks": {
+        ("table", "webhook_deliveries", OWN): "deliveries, as rows",
+        ("bucket", "rows", "storage.objectCreator"): "deliveries",
+        ("secret", "links", "secretmanager.secretAccessor"): "signs links in events",
+        ("secret", "webhooks", "secretmanager.secretAccessor"): "signs events",
+    },
+    "penstock-reports": {
+        ("table", "anomalies", OWN): "what it writes",
+        ("table", "daily_usage", OWN): "what it writes",
+        ("table", "rows", "bigquery.dataViewer"): "what it reads",
+        QUERIES: "the same",
+        ("bucket", "reports", "storage.objectUser"): "invoices",
+    },
+    "penstock-row-archive": {
+        ("table", "rows", OWN): "loads",
+        ("table", "webhook_deliveries", OWN): "loads",
+        ("table", "worker_hours", OWN): "loads",
+        QUERIES: "load jobs",
+        ("bucket", "rows", "storage.objectUser"): "takes rows, and keeps files of them",
+        ("project", "", "monitoring.metricWriter"): "metrics, by the sidecar",
+        ("secret", "scraping", "secretmanager.secretAccessor"): "settings of the sidecar",
+    },
+    "penstock-nodes-euwe1": NODES,
+    "penstock-nodes-euwe4": NODES,
+    "keda-operator": {("project", "", "monitoring.viewer"): "metrics that workers are scaled by"},
+    "Pub/Sub": {
+        ("subscription", "jobs.M.workers", "pubsub.subscriber"): "takes a dead letter off",
+        ("subscription", "jobs.M.batch", "pubsub.subscriber"): "the same",
+        ("topic", "jobs.M.dead", "pubsub.publisher"): "puts it there",
+        ("account", "", "iam.serviceAccountTokenCreator"): "signs pushes",
+    },
+    "Network Connectivity": {
+        ("project", "", "networkconnectivity.serviceAgent"): "addresses of Redis",
+    },
+    **{
+        f"penstock-{name}-push": {
+            ("service", f"penstock-{name}", "run.invoker"): "calls the function"
+        }
+        for name in ("dead-letters", "reports", "webhooks")
+    },
+}
+"""All that each account may: on what, by which role, and what for."""
+KINDS = {
+    "pubsub_topic": ("topic", "topic"),
+    "pubsub_subscription": ("subscription", "subscription"),
+    "bigquery_table": ("table", "table_id"),
+    "storage_bucket": ("bucket", "bucket"),
+    "secret_manager_secret": ("secret", "secret_id"),
+    "artifact_registry_repository": ("repository", "repository"),
+    "cloud_run_v2_service": ("service", "name"),
+    "service_account": ("account", "service_account_id"),
+    "project": ("project", ""),
+}
+
+
+def holder(member: str | None) -> str:
+    """Who has a right, as USES names it. The agent of Network Connectivity is known later."""
+    if member is None:
+        return "Network Connectivity"
+    if member.startswith("principalSet:"):
+        return "the workers"
+    name = member.partition("@")[0].rpartition("/")[2].removeprefix("serviceAccount:")
+    if name.startswith("worker-"):
+        return "the workers of a model"
+    return "Pub/Sub" if "@gcp-sa-pubsub." in member else name
+
+
+def test_each_account_may_what_it_has_a_use_for(plan: Plan) -> None:
+    may: dict[str, set[tuple[str, str, str]]] = {}
+    for resource_type, members in bindings(plan).items():
+        kind, field = KINDS[resource_type.removeprefix("google_").removesuffix("_iam_member")]
+        for found in members:
+            thing = (found.get(field) or "").removeprefix("example-project-penstock-")
+            thing = thing.removeprefix("penstock-") if kind == "secret" else thing
+            thing = re.sub(r"^inbox\.\d+", "inbox.N", re.sub(r"slot\.\d+$", "slot.S", thing))
+            for model in MODELS:
+                thing = re.sub(rf"^jobs\.{re.escape(model)}(?=\.|$)", "jobs.M", thing)
+            role = found.get("role", OWN).removeprefix("roles/")
+            may.setdefault(holder(found.get("member")), set()).add((kind, thing, role))
+    assert may == {account: set(uses) for account, uses in USES.items()}
 
 
 def test_nobody_is_everybody(plan: Plan) -> None:

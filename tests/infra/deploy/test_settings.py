@@ -27,7 +27,6 @@ ON_ONE_MACHINE = {
     "PENSTOCK_PUBSUB_ENDPOINT",
     "PENSTOCK_BIGQUERY_ENDPOINT",
     "PENSTOCK_BROKER",
-    "PENSTOCK_ROWS_URL",
 }
 """Empty in the cloud: Google's own."""
 OF_TESTS = {"PENSTOCK_TEST_PATIENCE"}
@@ -121,6 +120,30 @@ def test_runner_of_batches_knows_and_accepts_what_terraform_sets(
     settings = ApiSettings()
     assert (settings.inbox_pool, settings.metrics_port) == (4, 0)
     assert settings.objects_url.startswith("gs://")
+
+
+def test_row_archive_knows_and_accepts_what_terraform_sets(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (service,) = (
+        one
+        for one in plan.of("google_cloud_run_v2_service")
+        if one["name"] == "penstock-row-archive"
+    )
+    archive, metrics = service["template"][0]["containers"]
+    assert [*archive["command"], *archive["args"]] == ["python", "-m", "infra.row_archive"]
+    given = {env["name"]: env.get("value") for env in archive["env"]}
+    assert set(given) <= variables(RowArchiveSettings)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    settings = RowArchiveSettings()
+    assert settings.rows_url == api_settings(plan, "europe-west4")["PENSTOCK_ROWS_URL"]
+    # BigQuery allows a table 1,500 load jobs a day, of which a backlog needs some.
+    assert 86_400 / settings.archive_every_s < 1_000
+    # The sidecar scrapes this port, and Cloud Run probes it.
+    assert archive["ports"][0]["container_port"] == settings.health_port == 9464
+    assert settings.health_host == "0.0.0.0"
+    assert metrics["name"] == "metrics"
 
 
 def test_workers_know_and_accept_what_kubernetes_sets(
@@ -248,5 +271,6 @@ def test_shared_settings_are_the_same_on_both_sides(plan: Plan, objects: Objects
             "PENSTOCK_REGION",
             "PENSTOCK_DATASET",
             "PENSTOCK_OBJECTS_URL",
+            "PENSTOCK_ROWS_URL",
         ):
             assert of_worker[name] == of_api[name]

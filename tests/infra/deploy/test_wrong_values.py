@@ -44,6 +44,7 @@ FIRST: Wrong = {
         ({"max_instances": 1, "timeout_s": 300}, "api.timeout_s"),
         ({"max_instances": 1, "timeout_s": 4000}, "api.timeout_s"),
         ({"max_instances": 1, "image": "an image"}, "api.image"),
+        ({"max_instances": 1, "metrics_image": "an image"}, "api.metrics_image"),
         ({"max_instances": 1, "prediction_keep_s": 5}, "api.prediction_keep_s"),
     ],
     "armor": [
@@ -77,6 +78,10 @@ FIRST: Wrong = {
         ({"node_type": "LARGE"}, "cache.node_type"),
         ({"replicas": 6}, "cache.replicas"),
         ({"replicas": 0.5}, "cache.replicas"),
+        ({"backup_days": 400}, "cache.backup_days"),
+        ({"maintenance": {"day": "Sunday"}}, "cache.maintenance"),
+        ({"maintenance": {"hour_utc": 24}}, "cache.maintenance"),
+        ({"from_backup": "b"}, "cache.from_backup"),
     ],
     "dataset": [("rows-of-penstock", "letters, digits and underscores")],
     "analysts": [
@@ -116,6 +121,8 @@ FIRST: Wrong = {
         ({"general": {"max": 1, "min": 2}}, "nodes.general"),
         ({"general": {"machine_type": "large"}}, "nodes.general.machine_type"),
         ({"release_channel": "FAST"}, "nodes.release_channel"),
+        ({"min_version": "1.35"}, "nodes.min_version"),
+        ({"min_version": "1.34.9-gke.1"}, "nodes.min_version"),
     ],
     "prefix": [
         ("p", "2 to 11"),
@@ -187,6 +194,15 @@ CHECKED_AGAINST_FIRST: Wrong = {
         ({"engine_version": "REDIS_7"}, "records.engine_version"),
         ({"node_type": "M1"}, "records.node_type"),
         ({"replicas": -1}, "records.replicas"),
+        ({"backup_days": -1}, "records.backup_days"),
+        ({"maintenance": {"day": "DAILY"}}, "records.maintenance"),
+        ({"from_backup": "b"}, "records.from_backup"),
+    ],
+    "registry_location": [("eu", "registry_location"), ("europe-west99", "registry_location")],
+    "rows": [
+        ({"every_s": 30}, "rows.every_s"),
+        ({"every_s": 120.5}, "rows.every_s"),
+        ({"memory": "1Gi"}, "rows.memory"),
     ],
     "weights": [({"hub_token": True}, "weights.hub_token")],
 }
@@ -234,6 +250,7 @@ MISSPELLED: Wrong = {
         )
     ],
     "records": [({"separate": True}, "records.separate.")],
+    "rows": [({"every": 60}, "rows.every.")],
     "regions": [({"europe-west4": {"zone": "europe-west4-a"}}, "regions.europe-west4.zone.")],
     "slos": [({"available": 0.999}, "slos.available.")],
     "traces": [({"url": "https://a.example.com"}, "traces.url.")],

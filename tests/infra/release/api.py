@@ -103,6 +103,8 @@ class Api:
         self.buckets: dict[str, dict[str, Stored]] = {}
         self.topics: set[str] = set()
         self.accounts: set[str] = set()
+        self.roles: dict[str, list[str]] = {}
+        self.retained: set[str] = set()
         self.secrets: dict[str, list[bytes]] = defaultdict(list)
         self.notes: dict[str, dict[str, Any]] = {}
         self.occurrences: list[dict[str, Any]] = []
@@ -162,11 +164,15 @@ class Api:
             for binding in self.policies.get(place, {}).get("bindings", []):
                 if any(member.endswith(f":{ask.account}") for member in binding["members"]):
                     role = binding["role"]
-                    if role == OWNER or permission in PERMISSIONS.get(role, ()):
+                    if role == OWNER or permission in self.permissions_of(role):
                         self.used[ask.account].add(permission)
                         return
         self.refused.append((ask.account, permission, resource))
         raise Refusal(403, f"{ask.account} does not have {permission} access to {resource}.")
+
+    def permissions_of(self, role: str) -> set[str]:
+        """What a role allows, if it is Google's or the project's own."""
+        return set(self.roles.get(role, ())) | PERMISSIONS.get(role, set())
 
     def roles_of(self, account: str) -> dict[str, set[str]]:
         """The roles of an account, by what they are on."""
@@ -232,6 +238,30 @@ class Api:
         email = f"{ask.document['accountId']}@{project}.iam.gserviceaccount.com"
         self.accounts.add(email)
         return {"email": email, "name": f"projects/{project}/serviceAccounts/{email}"}
+
+    @route("GET", "iam.googleapis.com", r"/v1/(projects/[^/]+/roles/[^/:]+)")
+    def _get_role(self, ask: Ask, name: str) -> Any:
+        self.require(ask, "iam.roles.get", f"projects/{self.project}")
+        if name not in self.roles:
+            raise Refusal(404, f"The role named {name} was not found.")
+        return {"name": name, "etag": "BwAAAAAAAAA=", "includedPermissions": self.roles[name]}
+
+    @route("POST", "iam.googleapis.com", r"/v1/(projects/[^/]+)/roles")
+    def _create_role(self, ask: Ask, project: str) -> Any:
+        self.require(ask, "iam.roles.create", project)
+        name = f"{project}/roles/{ask.document['roleId']}"
+        self.roles[name] = ask.document["role"]["includedPermissions"]
+        return {"name": name, "includedPermissions": self.roles[name]}
+
+    @route("PATCH", "iam.googleapis.com", r"/v1/(projects/[^/]+/roles/[^/:]+)")
+    def _update_role(self, ask: Ask, name: str) -> Any:
+        self.require(ask, "iam.roles.update", f"projects/{self.project}")
+        self.roles[name] = ask.document["includedPermissions"]
+        return {"name": name, "includedPermissions": self.roles[name]}
+
+    @route("POST", "iam.googleapis.com", r"/v1/permissions:queryTestablePermissions")
+    def _testable(self, ask: Ask) -> Any:
+        return {"permissions": []}
 
     @route("GET", "iamcredentials.googleapis.com", r"/v1/projects/-/serviceAccounts/.*/allowed\w+")
     def _locations(self, ask: Ask) -> Any:

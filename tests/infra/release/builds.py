@@ -18,8 +18,8 @@ from tests.limits import TEST_LIMIT_S
 
 _PROGRAMS = """
     [ awk basename cat chmod cp cut date dirname echo env expr false find grep gunzip gzip head id
-    ln ls mkdir mktemp mv nice printf pwd readlink realpath rm rmdir sed sh sleep sort tail tar tee
-    test touch tr true uname uniq wc xargs
+    ln ls mkdir mktemp mv nice printf pwd readlink realpath rm rmdir sed sh sha256sum sleep sort
+    tail tar tee test touch tr true uname uniq wc xargs
 """
 EVERYWHERE = tuple(_PROGRAMS.split())
 """What Debian and Alpine both have."""

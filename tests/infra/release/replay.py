@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import quote
 
-from tests.infra.release.api import NUMBER
+from tests.infra.release.api import NUMBER, Ask
 from tests.infra.release.builds import Build, StepFailed, in_order, programs_of, resolve, run_step
 from tests.infra.release.cloud import Cloud
 from tests.infra.release.servers import metadata_server
@@ -132,10 +133,20 @@ class Replay:
         made = self.folder / name
         made.mkdir()
         if source := (build.get("source") or {}).get("storageSource"):
-            data = self.cloud.buckets[source["bucket"]][source["object"]].data
+            data = self._fetched(build, source["bucket"], source["object"])
             with tarfile.open(fileobj=io.BytesIO(data)) as archive:
                 archive.extractall(made, filter="data")
         return made
+
+    def _fetched(self, build: Mapping[str, Any], bucket: str, name: str) -> bytes:
+        """The source of a build, which Cloud Build reads as the build's own account."""
+        account = build["serviceAccount"].rpartition("/")[2].replace("$PROJECT_ID", PROJECT)
+        path = f"/storage/v1/b/{bucket}/o/{quote(name, safe='')}"
+        asked = Ask(account, "GET", "storage.googleapis.com", path, {"alt": "media"}, b"", {})
+        reply = self.cloud.answer(asked)
+        if reply.status != 200:
+            raise StepFailed("source", reply.body.decode())
+        return reply.body
 
     def build(
         self,

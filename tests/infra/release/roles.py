@@ -30,6 +30,7 @@ PERMISSIONS: dict[str, set[str]] = {
     "roles/containeranalysis.notes.editor": NOTES,
     "roles/containeranalysis.occurrences.editor": OCCURRENCES,
     "roles/monitoring.admin": {"monitoring.timeSeries.list"},
+    "roles/monitoring.viewer": {"monitoring.timeSeries.list"},
     "roles/ondemandscanning.admin": {
         "ondemandscanning.scans.analyzePackages",
         "ondemandscanning.scans.listVulnerabilities",
@@ -37,9 +38,10 @@ PERMISSIONS: dict[str, set[str]] = {
     },
     "roles/pubsub.admin": {"pubsub.topics.get", "pubsub.topics.create", "pubsub.topics.publish"},
     "roles/pubsub.publisher": {"pubsub.topics.publish"},
+    "roles/pubsub.viewer": {"pubsub.topics.get"},
     "roles/run.admin": {"run.services.get", "run.services.update", "run.operations.get"},
+    "roles/run.viewer": {"run.services.get", "run.operations.get"},
     "roles/secretmanager.admin": {"secretmanager.versions.access", "secretmanager.versions.add"},
-    "roles/secretmanager.secretAccessor": {"secretmanager.versions.access"},
     "roles/serviceusage.serviceUsageAdmin": {
         "serviceusage.services.enable",
         "serviceusage.services.use",
@@ -49,25 +51,7 @@ PERMISSIONS: dict[str, set[str]] = {
     "roles/storage.objectAdmin": OBJECTS,
     # Writing over an object takes the right to delete it.
     "roles/storage.objectCreator": {"storage.objects.create"},
-    "roles/viewer": IMAGES_READ
-    | {
-        "cloudbuild.builds.get",
-        "containeranalysis.notes.get",
-        "containeranalysis.occurrences.list",
-        "monitoring.timeSeries.list",
-        "ondemandscanning.operations.get",
-        "pubsub.topics.get",
-        "resourcemanager.projects.get",
-        "run.services.get",
-        "storage.buckets.list",
-    },
+    "roles/storage.objectViewer": {"storage.objects.get", "storage.objects.list"},
 }
 OWNER = "roles/owner"
 """May do everything."""
-OF_PROJECT_VIEWERS = "projectViewer"
-"""On a bucket that gcloud made by itself: those whom the project calls viewers may read it."""
-PERMISSIONS[OF_PROJECT_VIEWERS] = {
-    "storage.buckets.get",
-    "storage.objects.get",
-    "storage.objects.list",
-}

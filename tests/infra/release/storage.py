@@ -12,7 +12,6 @@ from urllib.parse import quote
 from google_crc32c import value as crc32c
 
 from tests.infra.release.api import NUMBER, Api, Ask, Refusal, Reply, Stored, route
-from tests.infra.release.roles import OF_PROJECT_VIEWERS
 
 MEDIA = "https://storage.googleapis.com/download/storage/v1"
 OF_THE_XML_API = r"/(?!(?:storage|upload|download|batch|resumable)/)([a-z0-9][^/]+)/(.+)"
@@ -84,22 +83,14 @@ class Storage(Api):
         if name in self.buckets:
             raise Refusal(409, "Your previous request to create the named bucket succeeded.")
         self.buckets[name] = {}
-        if name.endswith("_cloudbuild"):
-            viewers = [
-                member
-                for binding in self._policy(f"projects/{self.project}")["bindings"]
-                if binding["role"] == "roles/viewer"
-                for member in binding["members"]
-            ]
-            self._policy(f"buckets/{name}")["bindings"].append(
-                {"role": OF_PROJECT_VIEWERS, "members": viewers}
-            )
         return self._shown_bucket(name)
 
     @route("PATCH", "storage.googleapis.com", r"/storage/v1/b/([^/]+)")
     def _update_bucket(self, ask: Ask, name: str) -> Any:
         self._bucket(name)
         self.require(ask, "storage.buckets.update", f"buckets/{name}")
+        if ask.document.get("retentionPolicy"):
+            self.retained.add(name)
         return self._shown_bucket(name)
 
     @route("GET", "storage.googleapis.com", r"/storage/v1/b/([^/]+)/iam")
@@ -153,6 +144,7 @@ class Storage(Api):
     def _delete_object(self, ask: Ask, bucket: str, name: str) -> Any:
         objects = self._bucket(bucket)
         self.require(ask, "storage.objects.delete", f"buckets/{bucket}")
+        self._may_lose(bucket, name)
         if objects.pop(name, None) is None:
             raise Refusal(404, f"No such object: {bucket}/{name}")
         return Reply(b"", 204)
@@ -186,6 +178,11 @@ class Storage(Api):
         self.require(ask, "storage.objects.create", f"buckets/{bucket}")
         if name in self.buckets[bucket]:
             self.require(ask, "storage.objects.delete", f"buckets/{bucket}")
+            self._may_lose(bucket, name)
+
+    def _may_lose(self, bucket: str, name: str) -> None:
+        if bucket in self.retained:
+            raise Refusal(403, f"Object '{bucket}/{name}' is subject to bucket's retention policy.")
 
     def _store(self, bucket: str, name: str, data: bytes, generation: str | None) -> Any:
         objects = self.buckets[bucket]

@@ -8,16 +8,21 @@ tests that look at the tree.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
 from shared.tenants.api_key import parse_key
 from tests.infra.deploy.terraform import CHECKER
+from tests.infra.deploy.test_first_apply import NEEDS
+from tests.infra.release.api import Ask, Stored
 from tests.infra.release.cloud import Cloud
 from tests.infra.release.programs import write_programs
 from tests.infra.release.providers import providers, put_answers
@@ -37,7 +42,6 @@ from tests.infra.release.replay import (
     check_out,
     link_environment,
 )
-from tests.infra.release.roles import PERMISSIONS
 from tests.infra.release.servers import proxy
 
 pytestmark = pytest.mark.slow(about_s=240)
@@ -194,7 +198,7 @@ def test_bucket_of_gclouds_own_stops_the_build(replay: Replay) -> None:
         ' \\\n    --destination "gs://$SBOM_BUCKET/$BUILD_ID"',
         "",
     )
-    with pytest.raises(StepFailed, match=r"storage\.buckets\.create") as failed:
+    with pytest.raises(StepFailed, match=r"storage\.buckets\.") as failed:
         built(replay, without=CHECKS)
     assert failed.value.step == "sbom"
     assert (BUILD, "storage.buckets.create", f"projects/{PROJECT}") in replay.cloud.refused
@@ -264,26 +268,151 @@ def test_state_by_hand_elsewhere_is_found(replay: Replay) -> None:
         built(replay, without=CHECKS)
 
 
+COMPARES = "Terraform compares what is with what should be, by providers of its own"
 UNUSED = {
     BUILD: {
+        "roles/bigquery.metadataViewer": COMPARES,
+        "roles/cloudscheduler.viewer": COMPARES,
+        "roles/compute.viewer": COMPARES,
+        "roles/container.clusterViewer": COMPARES,
+        "roles/iam.roleViewer": COMPARES,
+        "roles/iam.workloadIdentityPoolViewer": COMPARES,
+        "roles/memorystore.viewer": COMPARES,
+        "roles/monitoring.viewer": COMPARES,
+        "roles/pubsub.viewer": COMPARES,
+        "roles/secretmanager.viewer": f"{COMPARES}; it reads no version",
+        f"projects/{PROJECT}/roles/penstock_planner": f"{COMPARES}: policies, and what has no role",
         "roles/logging.logWriter": "Cloud Logging has the build's output",
-        "roles/iam.securityReviewer": "Terraform compares policies, by providers of its own",
-        "roles/secretmanager.secretAccessor": "Terraform compares versions of secrets",
         "roles/serviceusage.serviceUsageConsumer": "Terraform names the project of a budget",
+    },
+    DEPLOY: {
+        "roles/binaryauthorization.attestorsAdmin": "nodes.binary_authorization",
+        "roles/binaryauthorization.policyEditor": "nodes.binary_authorization",
+        "roles/cloudscheduler.admin": "functions.reports, and the export of keys in Redis",
+        "roles/cloudkms.admin": "nodes.binary_authorization: the key of releases",
+        "roles/cloudkms.signerVerifier": "nodes.binary_authorization: signs with it",
+        "roles/containeranalysis.notes.editor": "nodes.binary_authorization: the attestor's note",
+        "roles/containeranalysis.occurrences.editor": "nodes.binary_authorization: attestations",
+        "roles/iam.workloadIdentityPoolAdmin": "clusters outside Google",
+        "roles/iam.serviceAccountUser": "services and nodes run as accounts of ours",
+        "roles/logging.logWriter": "Cloud Logging has the build's output",
     },
 }
 """Roles that no request of the replay needs, and what needs them."""
+OF_DATA = {
+    "bigquery.tables.getData",
+    "pubsub.subscriptions.consume",
+    "resourcemanager.projects.setIamPolicy",
+    "secretmanager.versions.access",
+    "storage.buckets.setIamPolicy",
+    "storage.objects.update",
+}
+"""What the account that runs the code of every dependency must not do, anywhere."""
 
 
-def test_build_account_uses_what_it_has(replay: Replay) -> None:
+def idle_roles(cloud: Cloud, account: str) -> set[str]:
+    """Roles of an account that no request of the replay needed."""
+    return {
+        role
+        for roles in cloud.roles_of(account).values()
+        for role in roles
+        if not cloud.permissions_of(role) & cloud.used[account]
+    }
+
+
+def of_resources(cloud: Cloud) -> set[str]:
+    """The roles that may make what is in the state."""
+    stored = cloud.buckets[f"{PROJECT}-penstock-state"]["platform/default.tfstate"].data
+    kinds = {one["type"] for one in json.loads(stored)["resources"] if one["mode"] == "managed"}
+    made = (role for prefix, (_, role) in NEEDS.items() if any_begins(kinds, prefix))
+    return {f"roles/{role}" for role in made if role}
+
+
+def any_begins(kinds: set[str], prefix: str) -> bool:
+    return any(kind.startswith(prefix) for kind in kinds)
+
+
+def test_accounts_may_what_they_use(replay: Replay) -> None:
     built(replay, without=CHECKS)
     cloud = replay.cloud
-    idle = {
-        role
-        for roles in cloud.roles_of(BUILD).values()
-        for role in roles
-        if not PERMISSIONS.get(role, set()) & cloud.used[BUILD]
-    }
-    assert idle == UNUSED[BUILD].keys()
-    assert all(account in (BUILD, OWNER) for account in cloud.used)
+    assert idle_roles(cloud, BUILD) == UNUSED[BUILD].keys()
     assert DEPLOY not in cloud.used
+    deployed(replay, installs=False)
+    idle = idle_roles(cloud, DEPLOY)
+    assert idle - of_resources(cloud) == UNUSED[DEPLOY].keys()
+    assert cloud.used.keys() == {BUILD, DEPLOY, OWNER}
+
+    # Where it may do what, and that nothing of it is data.
+    buckets = {
+        place.removeprefix(f"buckets/{PROJECT}-penstock-"): roles
+        for place, roles in cloud.roles_of(BUILD).items()
+        if place.startswith("buckets/")
+    }
+    assert buckets == {
+        "releases": {"roles/storage.objectCreator", "roles/storage.objectViewer"},
+        "sboms": {"roles/storage.objectCreator"},
+        "source": {"roles/storage.objectViewer"},
+        "state": {"roles/storage.objectViewer"},
+    }
+    of_project = cloud.roles_of(BUILD)[f"projects/{PROJECT}"]
+    assert not of_project & {"roles/viewer", "roles/editor", "roles/owner"}
+    allowed = {one for role in of_project for one in cloud.permissions_of(role)}
+    assert not allowed & (OF_DATA | {"storage.objects.get", "storage.objects.list"})
+
+
+@pytest.mark.parametrize("bucket", ["releases", "state"])
+def test_build_cannot_change_the_past(replay: Replay, bucket: str) -> None:
+    built(replay, without=CHECKS)
+    cloud, place = replay.cloud, f"{PROJECT}-penstock-{bucket}"
+    name = next(iter(cloud.buckets[place]))
+    before = cloud.buckets[place][name].data
+    upload = f"/upload/storage/v1/b/{place}/o"
+    given = {"uploadType": "media", "name": name}
+    for verb, path, query in (
+        ("POST", upload, given),
+        ("DELETE", f"/storage/v1/b/{place}/o/{quote(name, safe='')}", {}),
+    ):
+        asked = Ask(BUILD, verb, "storage.googleapis.com", path, query, b"other", {})
+        assert cloud.answer(asked).status == 403
+    assert cloud.buckets[place][name].data == before
+
+
+def add_file(release: dict[str, Stored], folder: str) -> None:
+    release[f"{folder}/later.auto.tfvars.json"] = Stored(b"{}", 1)
+
+
+def change_source(release: dict[str, Stored], folder: str) -> None:
+    release[f"{folder}/source.tgz"] = Stored(b"other", 1)
+
+
+def change_manifest(release: dict[str, Stored], folder: str) -> None:
+    """Another image, with a manifest that agrees with it."""
+    api = release[f"{folder}/api.image"].data
+    other = api.replace(api[-8:-1], b"0000000")
+    release[f"{folder}/api.image"] = Stored(other, 1)
+    manifest = release[f"{folder}/manifest"].data
+    was, now = (hashlib.sha256(one).hexdigest().encode() for one in (api, other))
+    release[f"{folder}/manifest"] = Stored(manifest.replace(was, now), 1)
+
+
+@pytest.mark.parametrize("change", [add_file, change_source, change_manifest])
+def test_release_that_changed_since_its_approval_is_refused(
+    replay: Replay, change: Callable[[dict[str, Stored], str], None]
+) -> None:
+    built(replay, without=CHECKS)
+    given = replay.cloud.builds[-1]["substitutions"]
+    folder = given["_RELEASE"].partition(f"{PROJECT}-penstock-releases/")[2]
+    change(replay.cloud.buckets[f"{PROJECT}-penstock-releases"], folder)
+    with pytest.raises(StepFailed) as failed:
+        deployed(replay, installs=False)
+    assert failed.value.step == "fetch"
+
+
+def test_images_of_the_message_are_those_of_the_release(replay: Replay) -> None:
+    built(replay, without=CHECKS)
+    given = replay.cloud.builds[-1]["substitutions"]
+    assert given["_IMAGES"].count("@sha256:") == 3
+    given["_IMAGES"] = given["_IMAGES"].replace("sha256:", "sha256:0", 1)
+    with pytest.raises(StepFailed) as failed:
+        deployed(replay, installs=False)
+    assert failed.value.step == "fetch"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.row_archive.archive import PASS_OBJECTS, RowArchive
+from infra.row_archive.archive import CALLS, PASS_OBJECTS, RowArchive
 from infra.row_archive.loads import RowLoader
 from shared.errors import Unavailable
 from shared.stores.objects import ObjectStore
@@ -132,6 +132,27 @@ async def test_another_archive_goes_on_with_what_one_began(tmp_path: Path) -> No
     assert await kept(objects, tables, tmp_path) == each_once(2)
 
 
+async def test_archive_that_is_overtaken_while_it_reads_shortens_no_file(tmp_path: Path) -> None:
+    """The first of a pass is read when another process has archived and removed all of it."""
+    table, count = TableOfRows(), 3 * CALLS
+
+    class Overtaken(FragileStore):
+        reads = 0
+
+        async def get(self, key: str, max_bytes: int) -> bytes:
+            self.reads += key.startswith(incoming("rows"))
+            if self.reads == CALLS + 1 and key.startswith(incoming("rows")):
+                await archive_all(RowArchive(self, "rows", table))
+            return await super().get(key, max_bytes)
+
+    objects = Overtaken()
+    for number in range(count):
+        await put(objects, [row(number)], f"{number:06}")
+    await archive_all(RowArchive(objects, "rows", table))
+    await archive_all(RowArchive(objects, "rows", table))
+    assert await kept(objects, table, tmp_path) == each_once(count)
+
+
 @pytest.mark.parametrize("away", ["store", "BigQuery"])
 async def test_rows_wait_while_something_is_away(tmp_path: Path, away: str) -> None:
     objects, table = FragileStore(), TableOfRows()
@@ -233,6 +254,18 @@ async def test_backlog_takes_several_passes(tmp_path: Path) -> None:
     assert len(await keys(objects, "incoming")) == 1
     assert not await archive.run_once()
     assert await kept(objects, table, tmp_path) == each_once(PASS_OBJECTS + 1)
+
+
+async def test_pass_has_a_bound_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.row_archive.archive.PASS_MAX_BYTES", 300)
+    objects, table = FragileStore(), TableOfRows()
+    for number in range(5):
+        await put(objects, [row(number)], f"{number:06}")
+    archive = RowArchive(objects, "rows", table)
+    assert await archive.run_once()
+    assert 0 < len(await keys(objects, "incoming")) < 5
+    await archive_all(archive)
+    assert await kept(objects, table, tmp_path) == each_once(5)
 
 
 async def test_what_a_sender_puts_is_what_the_archive_takes(tmp_path: Path) -> None:

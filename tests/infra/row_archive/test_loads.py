@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import json
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from google.cloud import bigquery
 from infra import bigquery as tables
 from infra.row_archive.archive import ArchivedDays, RowArchive
 from infra.row_archive.loads import BigQueryLoader
+from infra.row_archive.parquet import parquet_of_lines
 from shared.errors import Unavailable
 from shared.reports.definitions import ReportQuestion, reports
 from shared.reports.runner import ReportRunner
@@ -25,7 +27,7 @@ from shared.usage.senders import ObjectSender
 from shared.usage.spool import Fields
 from tests.bigquery_client import connected, rows_of
 from tests.infra.reports import generated
-from tests.infra.row_archive.stores import archive_all
+from tests.infra.row_archive.stores import archive_all, row
 
 pytestmark = pytest.mark.slow
 
@@ -110,6 +112,26 @@ def test_file_is_loaded_once_by_its_name(both: Both, tmp_path: Path) -> None:
     loader.load("worker_hours", path, "another")
     query = f"SELECT COUNT(*) FROM {ARCHIVED}.worker_hours WHERE hour >= TIMESTAMP '2000-01-01'"
     assert rows_of(both.client, query) == [(2,)]
+
+
+def test_file_that_was_loaded_in_a_region_is_left_alone(both: Both, tmp_path: Path) -> None:
+    """The process that started the load died before it heard of its end."""
+    name = f"north_{uuid.uuid4().hex[:8]}"
+    dataset = bigquery.Dataset(f"{both.client.project}.{name}")
+    dataset.location = "europe-west4"
+    both.client.create_dataset(dataset)
+    tables.create(both.client, name)
+    (path,) = parquet_files(tmp_path, [row(0)])
+    loader = BigQueryLoader(both.client.project, name, both.endpoint)
+    for _ in range(2):
+        loader.load("rows", path, "one")
+    assert loader.days("rows") == {"2026-09-21": 1}
+
+
+def parquet_files(folder: Path, rows: list[Fields]) -> list[Path]:
+    lines = folder / "rows.jsonl"
+    lines.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return list(parquet_of_lines("rows", lines, folder).by_day.values())
 
 
 TYPES = {

@@ -18,6 +18,7 @@ resource "google_container_cluster" "default" {
   subnetwork          = var.subnetwork
   node_locations      = var.zones
   networking_mode     = "VPC_NATIVE"
+  min_master_version  = var.min_version
   datapath_provider   = "ADVANCED_DATAPATH"
 
   enable_shielded_nodes       = true

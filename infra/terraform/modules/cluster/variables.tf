@@ -179,6 +179,13 @@ variable "registry" {
   nullable    = false
 }
 
+variable "min_version" {
+  description = "Least version of the control plane; GKE upgrades it by the channel."
+  type        = string
+  default     = "1.35.0-gke.1171000"
+  nullable    = false
+}
+
 variable "release_channel" {
   description = "GKE's release channel."
   type        = string

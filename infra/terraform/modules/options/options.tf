@@ -20,6 +20,7 @@ locals {
     outside      = var.outside
     records      = var.records
     regions      = var.regions
+    rows         = var.rows
     slos         = var.slos
     traces       = var.traces
     weights      = var.weights

@@ -148,6 +148,16 @@ output "regions" {
   }
 }
 
+output "rows" {
+  description = "The stage's `rows`, checked."
+  value       = var.rows
+
+  precondition {
+    condition     = length(local.unknown.rows) == 0
+    error_message = "There is no option ${join(", ", local.unknown.rows)}. There are ${join(", ", local.options.rows)}."
+  }
+}
+
 output "slos" {
   description = "The stage's `slos`, checked."
   value       = var.slos

@@ -58,6 +58,7 @@ variable "api" {
     max_in_flight      = optional(number, 1024)
     max_instances      = optional(number, 4)
     memory             = optional(string, "1Gi")
+    metrics_image      = optional(string, "us-docker.pkg.dev/cloud-ops-agents-artifacts/cloud-run-gmp-sidecar/cloud-run-gmp-sidecar:1.8.0")
     min_instances      = optional(number, 1)
     prediction_keep_s  = optional(number, 3600)
     timeout_s          = optional(number, 360)
@@ -110,6 +111,11 @@ variable "api" {
   validation {
     condition     = var.api.image == null ? true : can(regex("^[^@ ]+(@sha256:[0-9a-f]+|:[A-Za-z0-9._-]+)$", var.api.image))
     error_message = "api.image is named with a digest or a tag."
+  }
+
+  validation {
+    condition     = can(regex("^[^@ ]+(@sha256:[0-9a-f]+|:[A-Za-z0-9._-]+)$", var.api.metrics_image))
+    error_message = "api.metrics_image is named with a digest or a tag."
   }
 }
 
@@ -185,7 +191,10 @@ variable "budget" {
 variable "cache" {
   description = "The stage's `cache`, with its types and defaults."
   type = object({
+    backup_days    = optional(number, 7)
     engine_version = optional(string, "VALKEY_8_0")
+    from_backup    = optional(string)
+    maintenance    = optional(object({ day = optional(string, "SUNDAY"), hour_utc = optional(number, 3) }), {})
     node_type      = optional(string, "STANDARD_SMALL")
     replicas       = optional(number, 1)
   })
@@ -200,6 +209,24 @@ variable "cache" {
   validation {
     condition     = contains(var.known.valkey_versions, var.cache.engine_version)
     error_message = "cache.engine_version is one of ${join(", ", var.known.valkey_versions)}."
+  }
+
+  validation {
+    condition     = var.cache.backup_days >= 0 && var.cache.backup_days <= 365 && floor(var.cache.backup_days) == var.cache.backup_days
+    error_message = "cache.backup_days is a whole number of days, 365 at most; 0: no backups."
+  }
+
+  validation {
+    condition = (
+      contains(["MONDAY", "TUESDAY", "WEDNESDAY", "THURSDAY", "FRIDAY", "SATURDAY", "SUNDAY"], var.cache.maintenance.day)
+      && contains(range(24), var.cache.maintenance.hour_utc)
+    )
+    error_message = "cache.maintenance has a day, as SUNDAY, and hour_utc, 0 to 23."
+  }
+
+  validation {
+    condition     = var.cache.from_backup == null ? true : can(regex("^projects/[^/]+/locations/[^/]+/backupCollections/[^/]+/backups/[^/]+$", var.cache.from_backup))
+    error_message = "cache.from_backup is a backup's whole name: projects/P/locations/R/backupCollections/C/backups/B."
   }
 }
 
@@ -327,6 +354,7 @@ variable "nodes" {
     compute_classes      = optional(bool, false)
     general              = optional(object({ machine_type = optional(string), max = optional(number), min = optional(number) }), {})
     max_gpus             = optional(number, 8)
+    min_version          = optional(string, "1.35.0-gke.1171000")
     overflow             = optional(string)
     preloaded_images     = optional(map(string), {})
     release_channel      = optional(string, "REGULAR")
@@ -360,6 +388,12 @@ variable "nodes" {
   validation {
     condition     = contains(["RAPID", "REGULAR", "STABLE", "EXTENDED"], var.nodes.release_channel)
     error_message = "nodes.release_channel is RAPID, REGULAR, STABLE or EXTENDED."
+  }
+
+  # Before it, GKE refuses shutdown_grace_period_seconds of spot pools, after the cluster was made.
+  validation {
+    condition     = can(regex("^1[.][0-9]+[.][0-9]+-gke[.][0-9]+$", var.nodes.min_version)) && tonumber(split(".", var.nodes.min_version)[1]) >= 35
+    error_message = "nodes.min_version is a version of GKE, 1.35.0-gke.1171000 or later: the shutdown of spot nodes needs it."
   }
 }
 
@@ -453,7 +487,10 @@ variable "records" {
   description = "The stage's `records`, with its types and defaults."
   type = object({
     apart          = optional(bool)
+    backup_days    = optional(number, 7)
     engine_version = optional(string, "VALKEY_8_0")
+    from_backup    = optional(string)
+    maintenance    = optional(object({ day = optional(string, "SUNDAY"), hour_utc = optional(number, 3) }), {})
     node_type      = optional(string, "STANDARD_SMALL")
     replicas       = optional(number, 1)
   })
@@ -473,6 +510,24 @@ variable "records" {
   validation {
     condition     = contains(var.known.valkey_versions, var.records.engine_version)
     error_message = "records.engine_version is one of ${join(", ", var.known.valkey_versions)}."
+  }
+
+  validation {
+    condition     = var.records.backup_days >= 0 && var.records.backup_days <= 365 && floor(var.records.backup_days) == var.records.backup_days
+    error_message = "records.backup_days is a whole number of days, 365 at most; 0: no backups."
+  }
+
+  validation {
+    condition = (
+      contains(["MONDAY", "TUESDAY", "WEDNESDAY", "THURSDAY", "FRIDAY", "SATURDAY", "SUNDAY"], var.records.maintenance.day)
+      && contains(range(24), var.records.maintenance.hour_utc)
+    )
+    error_message = "records.maintenance has a day, as SUNDAY, and hour_utc, 0 to 23."
+  }
+
+  validation {
+    condition     = var.records.from_backup == null ? true : can(regex("^projects/[^/]+/locations/[^/]+/backupCollections/[^/]+/backups/[^/]+$", var.records.from_backup))
+    error_message = "records.from_backup is a backup's whole name: projects/P/locations/R/backupCollections/C/backups/B."
   }
 }
 
@@ -535,6 +590,28 @@ variable "regions" {
   validation {
     condition     = length(var.regions) == 0 || anytrue([for region in var.regions : !region.drained])
     error_message = "One region at least is not drained."
+  }
+}
+
+variable "rows" {
+  description = "The stage's `rows`, with its types and defaults."
+  type = object({
+    archive = optional(bool, true)
+    every_s = optional(number, 120)
+    memory  = optional(string, "4Gi")
+  })
+  default  = {}
+  nullable = false
+
+  # BigQuery allows a table 1,500 load jobs a day, failed ones included, and a backlog needs some too.
+  validation {
+    condition     = var.rows.every_s >= 90 && var.rows.every_s <= 3600 && floor(var.rows.every_s) == var.rows.every_s
+    error_message = "rows.every_s is a whole number from 90 to 3600: each pass is a load job, of which BigQuery allows a table 1,500 a day."
+  }
+
+  validation {
+    condition     = can(regex("^[24]Gi$", var.rows.memory))
+    error_message = "rows.memory is 2Gi or 4Gi: a pass is in memory, and Cloud Run allows one CPU 4Gi at most."
   }
 }
 

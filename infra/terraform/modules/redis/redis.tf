@@ -29,6 +29,40 @@ resource "google_memorystore_instance" "default" {
     project_id = var.project_id
   }
 
+  # AOF is gone with the instance, and repeats a FLUSHALL. A backup of each day is not.
+  dynamic "automated_backup_config" {
+    for_each = var.size.backup_days == 0 ? [] : [var.size.backup_days]
+
+    content {
+      retention = "${automated_backup_config.value * 86400}s"
+
+      fixed_frequency_schedule {
+        start_time {
+          hours = 1
+        }
+      }
+    }
+  }
+
+  maintenance_policy {
+    weekly_maintenance_window {
+      day = var.size.maintenance.day
+
+      start_time {
+        hours = var.size.maintenance.hour_utc
+      }
+    }
+  }
+
+  # A new instance begins with what a backup has.
+  dynamic "managed_backup_source" {
+    for_each = var.size.from_backup == null ? [] : [var.size.from_backup]
+
+    content {
+      backup = managed_backup_source.value
+    }
+  }
+
   persistence_config {
     mode = "AOF"
 

@@ -37,9 +37,12 @@ variable "region" {
 }
 
 variable "size" {
-  description = "Version, node type and copies."
+  description = "Version, node type and copies; days that its daily backups are kept (0: none), the hour of its maintenance, and the backup that a new instance begins with."
   type = object({
+    backup_days    = optional(number, 7)
     engine_version = optional(string, "VALKEY_8_0")
+    from_backup    = optional(string)
+    maintenance    = optional(object({ day = optional(string, "SUNDAY"), hour_utc = optional(number, 3) }), {})
     node_type      = optional(string, "STANDARD_SMALL")
     replicas       = optional(number, 1)
   })

@@ -20,6 +20,7 @@ locals {
     PENSTOCK_REDIS_URL             = var.redis_url
     PENSTOCK_REGION                = var.region
     PENSTOCK_REPLY_SLOTS           = tostring(var.inboxes.slots)
+    PENSTOCK_ROWS_URL              = var.rows_url
     PENSTOCK_SPOOL_DIR             = "/var/spool/penstock"
     PENSTOCK_SPOOL_MAX_BYTES       = tostring(256 * 1024 * 1024)
     # Whatever connects to a container on Cloud Run is Google's front end,

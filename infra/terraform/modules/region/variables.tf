@@ -10,7 +10,7 @@ variable "api" {
     max_in_flight      = optional(number, 1024)
     max_instances      = optional(number, 4)
     memory             = optional(string, "1Gi")
-    metrics_image      = optional(string, "us-docker.pkg.dev/cloud-ops-agents-artifacts/cloud-run-gmp-sidecar/cloud-run-gmp-sidecar:1.2.0")
+    metrics_image      = optional(string, "us-docker.pkg.dev/cloud-ops-agents-artifacts/cloud-run-gmp-sidecar/cloud-run-gmp-sidecar:1.8.0")
     min_instances      = optional(number, 1)
     prediction_keep_s  = optional(number, 3600)
     public_url         = optional(string, "")
@@ -121,6 +121,13 @@ variable "redis_url" {
 variable "region" {
   description = "Name of the region."
   type        = string
+  nullable    = false
+}
+
+variable "rows_url" {
+  description = "Bucket that rows are put into, as gs://BUCKET; empty: they go straight to BigQuery."
+  type        = string
+  default     = ""
   nullable    = false
 }
 

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from bigquery_emulator.engine.job import BigQueryJob, new_job_id
 from bigquery_emulator.engine.service import BigQueryService
-from bigquery_emulator.errors import InvalidError, UnsupportedError
+from bigquery_emulator.errors import InvalidError, NotFoundError, UnsupportedError
 from bigquery_emulator.routes.messages import RowsResponse, json_body, page, service_of
 from bigquery_emulator.routes.options import RowOptions, query_options
 from bigquery_emulator.routes.tabledata import read_result
@@ -40,6 +40,8 @@ _QUERY_FIELDS = (
     ),
 )
 
+_MULTI_REGIONS = ("US", "EU")
+"""Where jobs are found without saying where: jobs.get, parameter `location`."""
 _REFUSED = {"EXTRACT": "Extract jobs", "LOAD": "Loading from Cloud Storage"}
 _STATEMENT_RESULTS = (
     *("numDmlAffectedRows", "dmlStats", "ddlOperationPerformed"),
@@ -238,4 +240,9 @@ def _dry_response(job: BigQueryJob) -> Json:
 
 
 def _job(request: Request) -> BigQueryJob:
-    return service_of(request).jobs.get(request.path_params["project"], request.path_params["job"])
+    project, job_id = request.path_params["project"], request.path_params["job"]
+    job = service_of(request).jobs.get(project, job_id)
+    asked = request.query_params.get("location")
+    if job.location.upper() not in ((asked.upper(),) if asked else _MULTI_REGIONS):
+        raise NotFoundError(f"Not found: Job {project}:{job_id}")
+    return job

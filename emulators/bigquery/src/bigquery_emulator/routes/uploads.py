@@ -36,6 +36,7 @@ from bigquery_emulator.routes.messages import (
     whole_body,
 )
 from bigquery_emulator.routes.options import SessionOptions, UploadOptions, query_options
+from bigquery_emulator.tables.resources import DatasetKey
 from bigquery_emulator.tables.schema import Json
 
 _MOST_MULTIPART_BYTES = 64 * 1024 * 1024
@@ -204,11 +205,22 @@ async def _start(request: Request, session: Session) -> Response:
         job = new_job(session.project, session.body)
         if job.kind != "LOAD":
             raise InvalidError("Only a load job takes a file")
+        job.location = _location(service, job, session.body)
     except ServiceError:
         session.file.close()
         raise
     service.jobs.start(job, partial(_load_and_close, service, session.file))
     return JSONResponse(job.resource())
+
+
+def _location(service: BigQueryService, job: BigQueryJob, body: Json) -> str:
+    """Where a load runs: if the request does not say, beside its table."""
+    reference = job.configuration["load"].get("destinationTable") or {}
+    named = DatasetKey(reference.get("projectId", job.project), reference.get("datasetId", ""))
+    dataset = service.catalog.datasets.get(named)
+    if dataset is None or (body.get("jobReference") or {}).get("location"):
+        return job.location
+    return str(dataset.settings.get("location", job.location))
 
 
 async def _load_and_close(service: BigQueryService, file: IO[bytes], job: BigQueryJob) -> None:

@@ -26,6 +26,38 @@ run "one_node_that_keeps_what_it_promised" {
   }
 }
 
+run "backed_up_each_day_and_maintained_on_sundays" {
+  command = plan
+
+  assert {
+    condition     = google_memorystore_instance.default.automated_backup_config[0].retention == "604800s" && google_memorystore_instance.default.automated_backup_config[0].fixed_frequency_schedule[0].start_time[0].hours == 1
+    error_message = "A day's backup is kept for a week."
+  }
+
+  assert {
+    condition     = google_memorystore_instance.default.maintenance_policy[0].weekly_maintenance_window[0].day == "SUNDAY" && google_memorystore_instance.default.maintenance_policy[0].weekly_maintenance_window[0].start_time[0].hours == 3
+    error_message = "Maintenance has its hour."
+  }
+
+  assert {
+    condition     = length(google_memorystore_instance.default.managed_backup_source) == 0
+    error_message = "It begins empty."
+  }
+}
+
+run "begins_with_a_backup" {
+  command = plan
+
+  variables {
+    size = { from_backup = "projects/example-project/locations/europe-west4/backupCollections/c/backups/b", backup_days = 0 }
+  }
+
+  assert {
+    condition     = google_memorystore_instance.default.managed_backup_source[0].backup == var.size.from_backup && length(google_memorystore_instance.default.automated_backup_config) == 0
+    error_message = "What a backup has is there."
+  }
+}
+
 run "writes_go_to_the_primary" {
   override_resource {
     target = google_memorystore_instance.default
