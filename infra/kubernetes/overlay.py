@@ -337,7 +337,7 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
             folders += write_gpu_class(out, gpu, deployment, gpu_types)
         if deployment.hub_token:
             folders.append(_write_hub_token(out / "hub-token", deployment))
-    if any(model.gpu.type != "none" for model in models):
+    if not deployment.is_outside and any(model.gpu.type != "none" for model in models):
         folders.append(_write_gpu_nodes(out / "gpu-nodes", deployment))
     _write_cluster(out / "cluster", deployment)
     write_kustomization(out, ["cluster", *folders], patches=[])

@@ -56,7 +56,11 @@ def test_nothing_of_gke_is_asked_for(outside: Objects, objects: Objects) -> None
     kinds = {found["kind"] for found in outside}
     assert kinds == {found["kind"] for found in objects} - {
         "ClusterPodMonitoring",
+        "ClusterRole",
+        "ClusterRoleBinding",
         "PodMonitoring",
+        "Role",
+        "RoleBinding",
         "ScaledObject",
         "TriggerAuthentication",
     }
@@ -96,7 +100,6 @@ def test_rights_are_given_to_the_accounts_outside(
     subjects = {
         f"system:serviceaccount:{found['metadata']['namespace']}:{name}"
         for name, found in of_kind(outside, "ServiceAccount").items()
-        if name != "gpu-nodes"  # asks its own cluster only
     }
     pulling = {
         found["member"].rpartition("/subject/")[2]
