@@ -31,6 +31,8 @@ class ModelMeasurement(BaseModel):
     """From the start of the process until it is set up."""
     batches: dict[Annotated[int, Field(gt=0)], Annotated[float, Field(gt=0)]] = Field(min_length=1)
     """Seconds until all are done, by the number of items that are computed together."""
+    work_per_item: float | None = Field(None, gt=0)
+    """What `work` of the class says of an input, on average. None: it has no `work`."""
     peak_memory_bytes: int = Field(gt=0)
     """The most that the processes of the class had in memory, without that of a GPU."""
     input_bytes: int = Field(ge=0)

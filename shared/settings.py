@@ -253,7 +253,16 @@ class ApiSettings(Settings):
         return value
 
 
-class ClassSettings(Settings):
+class ModelSettings(Settings):
+    """What loads models: model processes, and commands that try a model."""
+
+    kernels_dir: Path | None = None
+    """The folder in which compiled kernels outlive a worker, as a mounted bucket, by model, GPU,
+    driver and torch. None: they last as long as the worker's disk.
+    """
+
+
+class ClassSettings(ModelSettings):
     """What runs classes of one's own: workers, and `penstock models` and `predict`."""
 
     environments_dir: Path = Path("var/environments")

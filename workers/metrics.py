@@ -87,6 +87,9 @@ REAL_WORK = Counter(
     "penstock_worker_real_work_total", "Tokens or pixel-steps of the items in all batches"
 )
 PADDED_WORK = Counter("penstock_worker_padded_work_total", "The same as computed, padding included")
+LOST_GPUS = Counter(
+    "penstock_worker_lost_gpus_total", "Model processes that ended because their GPU failed"
+)
 HANDED_BACK = Counter(
     "penstock_worker_jobs_handed_back_total", "Jobs given back to the broker unfinished"
 )

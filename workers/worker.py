@@ -40,6 +40,7 @@ from workers.job import QueuedItem
 from workers.jobs.consumer import JobConsumer
 from workers.jobs.step_run import StepRun
 from workers.metrics import BusyRatio, ProcessTimes
+from workers.runtime.client import has_lost_gpu
 from workers.runtime.pool import ModelProcessDied, PooledProcess, ProcessPool
 from workers.runtime.protocol import BatchResult, ResidencyReport
 from workers.scheduling.model_scheduler import Idle, ModelScheduler
@@ -50,6 +51,12 @@ BATCH_TIMEOUT_S = 300.0
 """A batch that takes longer is stuck. Its process is killed, and its jobs are retried."""
 FAILED_BATCHES_MAX = 20
 """After this many failed batches in a row the worker itself is broken, and exits."""
+LOST_GPUS_MAX = 2
+"""After so many model processes in a row that lost their GPU the worker exits.
+
+That is before an item is given up (workers/scheduling/priority_queue.py), so another worker
+computes all that this one held. The first one may have been the fault of what it computed.
+"""
 
 
 class FlowControl:
@@ -152,6 +159,7 @@ class Worker:
         self._running: dict[PooledProcess, tuple[JobConsumer, list[QueuedItem]]] = {}
         self._runs: set[StepRun] = set()
         self._failed_batches = 0
+        self._lost_gpus = 0
 
     @property
     def is_ready(self) -> bool:
@@ -357,9 +365,15 @@ class Worker:
         log.error("model process died", extra=facts)
         metrics.MODEL_PROCESS_DEATHS.inc()
         self._count_failed(has_failed=True)
+        if has_lost_gpu(reason):
+            metrics.LOST_GPUS.inc()
+            self._lost_gpus += 1
+            if self._lost_gpus >= LOST_GPUS_MAX:
+                raise ModelFailed("its GPU fails; another worker may do better")
 
     def _count_failed(self, *, has_failed: bool) -> None:
         self._failed_batches = self._failed_batches + 1 if has_failed else 0
+        self._lost_gpus = self._lost_gpus if has_failed else 0
         if self._failed_batches >= FAILED_BATCHES_MAX:
             raise ModelFailed(
                 f"{self._failed_batches} batches in a row failed; another worker may do better"

@@ -60,7 +60,10 @@ ENV HF_HOME=/var/cache/penstock/hub \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONPATH=/app \
     PYTHONUNBUFFERED=1 \
-    TORCHINDUCTOR_CACHE_DIR=/var/cache/penstock/inductor
+    TORCHINDUCTOR_CACHE_DIR=/var/cache/penstock/inductor \
+    TRITON_CACHE_DIR=/var/cache/penstock/triton \
+    CUDA_CACHE_PATH=/var/cache/penstock/cuda \
+    CUDA_CACHE_MAXSIZE=268435456
 RUN install -d /etc/penstock \
     && install -d -o 10001 -g 10001 /var/cache/penstock /var/lib/penstock/objects /var/spool/penstock
 COPY --from=build /app /app

@@ -11,7 +11,8 @@ key is made, copied or kept anywhere.
 A worker gets the weights of a hub model from a mounted bucket, or from the hub itself. The bucket
 has what `penstock weights prefetch` copied, in the layout of workers/models/source.py. Cloud
 Storage FUSE mounts one model's part of it into the pod, through a sidecar that GKE adds. Its file
-cache is on the node's disk, and several downloads fill it at once.
+cache is on the node's disk, and several downloads fill it at once. What a worker compiles for its
+GPU is kept in the same bucket, by the same mount (workers/models/kernel_store.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,13 @@ from shared.catalog import Catalog, Model
 from shared.catalog_entry import Gpu
 from shared.errors import ConfigurationError
 from shared.kubernetes_names import slug
+from shared.tasks.image import IMAGE
 
 HUB = "hf:"
 WEIGHTS_DIR = "/var/cache/penstock-weights"
+KERNELS_DIR, KERNELS_FOLDER = "/var/cache/penstock-kernels", "kernels"
+WORKER_ID = 10001
+"""User and group of the worker (infra/kubernetes/worker/deployment.yaml)."""
 TOKEN_DIR, TOKEN_FILE = "/var/run/penstock-hub", "token"
 CACHE_VOLUME = "gke-gcsfuse-cache"
 """The sidecar takes a volume of this name for its file cache."""
@@ -78,7 +83,10 @@ def weights_of(model: Model, deployment: Deployment, disk_mib: int) -> Weights:
     if not model.source.startswith(HUB) or deployment.is_outside:
         return NOTHING
     if deployment.weights_bucket:
-        return _mounted(model.source.removeprefix(HUB), deployment.weights_bucket, disk_mib)
+        mounted = _mounted(model.source.removeprefix(HUB), deployment.weights_bucket, disk_mib)
+        if not _compiles(model):
+            return mounted
+        return _with_kernels(mounted, deployment.weights_bucket)
     return _with_token() if deployment.hub_token else NOTHING
 
 
@@ -118,6 +126,36 @@ def _mounted(repository: str, bucket: str, disk_mib: int) -> Weights:
     )
     mounts = ({"name": "weights", "mountPath": path, "readOnly": True},)
     return Weights(annotations, {"PENSTOCK_WEIGHTS_DIR": WEIGHTS_DIR}, mounts, volumes, True)
+
+
+def _compiles(model: Model) -> bool:
+    return model.task == IMAGE.name and model.gpu.type != "none" and model.image.compile != "never"
+
+
+def _with_kernels(weights: Weights, bucket: str) -> Weights:
+    """The weights, and a folder of the same bucket for compiled kernels.
+
+    The worker may write its model's part of it (infra/terraform/platform/storage.tf).
+    """
+    options = (
+        "implicit-dirs",
+        f"only-dir={KERNELS_FOLDER}",
+        f"uid={WORKER_ID}",
+        f"gid={WORKER_ID}",
+        # Other workers replace the archive.
+        "metadata-cache:ttl-secs:0",
+    )
+    attributes = {"bucketName": bucket, "mountOptions": ",".join(options)}
+    volume = {
+        "name": "kernels",
+        "csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes},
+    }
+    return replace(
+        weights,
+        settings=weights.settings | {"PENSTOCK_KERNELS_DIR": KERNELS_DIR},
+        mounts=(*weights.mounts, {"name": "kernels", "mountPath": KERNELS_DIR}),
+        volumes=(*weights.volumes, volume),
+    )
 
 
 def _with_token() -> Weights:
@@ -302,6 +340,8 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
             folders += write_gpu_class(out, gpu, deployment, gpu_types)
         if deployment.hub_token:
             folders.append(_write_hub_token(out / "hub-token", deployment))
+    if not deployment.is_outside and any(model.gpu.type != "none" for model in models):
+        folders.append(_write_gpu_nodes(out / "gpu-nodes", deployment))
     _write_cluster(out / "cluster", deployment)
     write_kustomization(out, ["cluster", *folders], patches=[])
 
@@ -343,6 +383,19 @@ def _write_hub_token(folder: Path, deployment: Deployment) -> str:
         [path_up_to(folder, "hub-token")],
         namespace=deployment.namespace,
         patches=[hub_token_patch(deployment)],
+    )
+    return folder.name
+
+
+def _write_gpu_nodes(folder: Path, deployment: Deployment) -> str:
+    """What empties nodes whose GPU has failed."""
+    folder.mkdir()
+    write_kustomization(
+        folder,
+        [path_up_to(folder, "gpu-nodes")],
+        namespace=deployment.namespace,
+        images=[image_override("penstock-worker", deployment.image)],
+        patches=[],
     )
     return folder.name
 

@@ -1,6 +1,8 @@
-"""All alerts that do not need Google's own metrics. docs/how-to/operations.md has a part for each.
+"""All alerts. docs/how-to/operations.md has a part for each.
 
-Terraform adds those about each model's Pub/Sub subscriptions (platform/monitoring.tf).
+Terraform adds those about each model's Pub/Sub subscriptions (platform/monitoring.tf). Besides our
+processes, these tell: DCGM (GPUs), kube-state-metrics (pods, autoscalers), KEDA, and Google's own
+metrics or, elsewhere, the exporters of Redis and of probes.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def alerts(bounds: Bounds) -> list[Alert]:
             ),
         )
     ]
-    return sorted([*of_objectives, *_OTHERS], key=lambda alert: alert.key)
+    return sorted([*of_objectives, *_OTHERS, *_CLUSTER], key=lambda alert: alert.key)
 
 
 # What no objective shows, or shows too late: lost rows, unread keys, and reasons for slowness.
@@ -151,7 +153,96 @@ _OTHERS = (
     ),
 )
 
+HARDWARE_XIDS = (48, 62, 64, 74, 79, 92, 95, 109, 119, 120, 136, 140, 143, 155, 156, 158)
+"""Errors of the driver by which a GPU has failed, not a program (docs.nvidia.com/deploy/xid-errors,
+and EKS' node monitoring agent). infra/kubernetes/gpu-nodes/gpu-monitor.json has the same.
+"""
+_XIDS = " or ".join(f"DCGM_FI_DEV_XID_ERRORS == {xid}" for xid in HARDWARE_XIDS)
+_HPA = "max by (location, horizontalpodautoscaler) (kube_horizontalpodautoscaler_"
+_OF_WORKERS = '{horizontalpodautoscaler=~"(keda-hpa-)?worker-.+"})'
+_CLUSTER = (
+    Alert(
+        "autoscaler-blind",
+        "Autoscaler: it can't read its metrics",
+        "CRITICAL",
+        # Six failed reads, one each 5 s, and KEDA stands in with the present number (fallback).
+        "sum by (scaledObject) (increase(keda_scaler_detail_errors_total[5m])) > 6",
+        for_s=120,
+    ),
+    Alert(
+        "gpu-failed",
+        "GPU: it has failed",
+        "CRITICAL",
+        f"max by (Hostname, gpu) ({_XIDS})"
+        " or max by (Hostname, gpu) (increase(DCGM_FI_DEV_ECC_DBE_VOL_TOTAL[1h]) > 0)"
+        " or max by (Hostname, gpu) (DCGM_FI_DEV_ROW_REMAP_FAILURE > 0)"
+        " or sum by (worker) (increase(penstock_worker_lost_gpus_total[15m])) > 1",
+    ),
+    Alert(
+        "pods-pending",
+        "Workers: pods wait for a place",
+        "WARNING",
+        'sum by (location) (kube_pod_status_phase{phase="Pending",pod=~"worker-.+"}) > 0',
+        # A node takes some minutes, and longer if another type takes over.
+        for_s=1200,
+    ),
+    Alert(
+        "replicas-at-bound",
+        "Workers: as many as they may be",
+        "WARNING",
+        f"{_HPA}status_current_replicas{_OF_WORKERS} >= {_HPA}spec_max_replicas{_OF_WORKERS}"
+        f" and {_HPA}spec_max_replicas{_OF_WORKERS} > {_HPA}spec_min_replicas{_OF_WORKERS}",
+        for_s=900,
+    ),
+)
+"""Of GPUs, pods and autoscalers, wherever the cluster is."""
+
+_SHORT_OF_MEMORY = ("redis-memory", "Redis: short of memory")
+_OUTSIDE = ("outside-down", "Outside: the API does not answer")
+
+ON_GOOGLE = (
+    Alert(
+        *_OUTSIDE,
+        "CRITICAL",
+        # At two places of the world at least: one may be cut off itself.
+        "count by (check_id) (monitoring_googleapis_com:uptime_check_check_passed"
+        '{monitored_resource="uptime_url"} == 0) > 1',
+        for_s=120,
+    ),
+    Alert(
+        "pubsub-quota",
+        "Pub/Sub: a quota is used up",
+        "CRITICAL",
+        "sum by (quota_metric) (increase(serviceruntime_googleapis_com:quota_exceeded"
+        '{monitored_resource="consumer_quota",service="pubsub.googleapis.com"}[5m])) > 0'
+        " or sum by (topic_id) (increase(pubsub_googleapis_com:topic_send_request_count"
+        '{monitored_resource="pubsub_topic",response_code="resource_exhausted"}[5m])) > 0',
+    ),
+    Alert(
+        *_SHORT_OF_MEMORY,
+        "WARNING",
+        # Old results go first, at 80 % of a node. What is above can't go.
+        "max by (instance_id) (memorystore_googleapis_com:instance_memory_maximum_utilization"
+        '{monitored_resource="memorystore.googleapis.com/Instance"}) > 0.9',
+        for_s=600,
+    ),
+)
+"""Alerts on Google's own metrics."""
+
 OFF_GOOGLE = (
+    Alert(
+        *_OUTSIDE,
+        "CRITICAL",
+        # Of prometheus-community's blackbox_exporter.
+        'max by (instance) (probe_success{job="penstock-outside"}) < 1',
+        for_s=120,
+    ),
+    Alert(
+        *_SHORT_OF_MEMORY,
+        "WARNING",
+        # Of oliver006's redis_exporter: writes that were refused, as nothing could go.
+        'sum by (instance) (increase(redis_errors_total{err="OOM"}[15m])) > 0',
+    ),
     Alert(
         "dead-letters",
         "Dead letters",
@@ -166,7 +257,7 @@ OFF_GOOGLE = (
         for_s=300,
     ),
 )
-"""Alerts that replace those on Google's own metrics, and on what only runs there."""
+"""Alerts that replace those on Google's own metrics and on what is only there."""
 
 OF_FUNCTIONS = (
     Alert(

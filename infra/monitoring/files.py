@@ -18,7 +18,14 @@ import yaml
 
 from infra.local.ports import Ports
 from infra.monitoring import grafana, grafana_usage
-from infra.monitoring.alerts import OF_FUNCTIONS, OFF_GOOGLE, RUNBOOK, Alert, alerts
+from infra.monitoring.alerts import (
+    OF_FUNCTIONS,
+    OFF_GOOGLE,
+    ON_GOOGLE,
+    RUNBOOK,
+    Alert,
+    alerts,
+)
 from infra.monitoring.objectives import (
     DEFAULT_LEAST_BAD_EVENTS,
     DEFAULT_TARGETS,
@@ -76,7 +83,7 @@ def alerts_template() -> str:
                 "severity": alert.severity,
                 "title": alert.title,
             }
-            for alert in alerts(BOUNDS)
+            for alert in sorted([*alerts(BOUNDS), *ON_GOOGLE], key=lambda alert: alert.key)
         }
     )
 

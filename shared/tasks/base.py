@@ -222,12 +222,13 @@ class Task(ABC):
         return max(1, min(MAX_JOB_ITEMS, INLINE_LIMIT_BYTES // self.result_bytes(entry)))
 
     @abstractmethod
-    def usual_work(self, entry: CatalogEntry, tokens: float | None) -> float | None:
+    def usual_work(self, entry: CatalogEntry, units: float | None) -> float | None:
         """The work of a usual item, in the unit of the task. None: not known.
 
         Args:
             entry: of the catalog.
-            tokens: of a usual item, as the operator expects. None: not said.
+            units: of a usual item, as the operator expects, if it is tokens or work of a class.
+                None: not said.
         """
 
     @abstractmethod

@@ -270,9 +270,9 @@ class CustomTask(Task):
         """Not here: workers compare (workers/jobs/canary_comparison.py)."""
         return False
 
-    def usual_work(self, entry: CatalogEntry, tokens: float | None) -> float | None:
-        """One item."""
-        return 1
+    def usual_work(self, entry: CatalogEntry, units: float | None) -> float | None:
+        """What the class says, as the operator expects. One item, if it says nothing."""
+        return units or 1
 
     def sample_input(self, entry: CatalogEntry, size_bytes: int) -> TaskInput:
         """A text, or a file in the object store."""

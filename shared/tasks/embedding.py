@@ -144,9 +144,9 @@ class EmbeddingTask(Task):
         """A vector in base64, which takes a third more than its bytes."""
         return math.ceil((entry.dimensions or 1) * 4 / 3) * 4
 
-    def usual_work(self, entry: CatalogEntry, tokens: float | None) -> float | None:
+    def usual_work(self, entry: CatalogEntry, units: float | None) -> float | None:
         """Tokens, as the operator expects."""
-        return tokens
+        return units
 
     def sample_input(self, entry: CatalogEntry, size_bytes: int) -> TaskInput:
         """A text."""

@@ -119,7 +119,7 @@ class ImageTask(Task):
         """The least peak signal-to-noise ratio."""
         return entry.tolerance.psnr_db
 
-    def usual_work(self, entry: CatalogEntry, tokens: float | None) -> float | None:
+    def usual_work(self, entry: CatalogEntry, units: float | None) -> float | None:
         """Pixel-steps of an image with the defaults of the model."""
         return entry.image.width * entry.image.height * entry.image.steps
 

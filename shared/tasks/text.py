@@ -320,9 +320,9 @@ class GenerationTask(Task):
         """A generation of the most tokens."""
         return entry.generation.longest_tokens * TOKEN_BYTES
 
-    def usual_work(self, entry: CatalogEntry, tokens: float | None) -> float | None:
+    def usual_work(self, entry: CatalogEntry, units: float | None) -> float | None:
         """Tokens, as the operator expects."""
-        return tokens
+        return units
 
     def sample_input(self, entry: CatalogEntry, size_bytes: int) -> TaskInput:
         """A prompt."""

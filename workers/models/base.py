@@ -324,3 +324,15 @@ class Printer(Protocol):
 
 class OutOfMemory(ModelFailed):
     """The device has too little memory for this batch."""
+
+
+GPU_LOST_STATUS = 87
+"""Exit status of a model process that lost its GPU."""
+
+
+class GpuLost(BaseException):
+    """The process can't use its GPU any more. Not an error of the items: others can compute them.
+
+    Not an Exception, as these fail the items at the boundary to the model libraries. It ends the
+    process, so that the items are tried again.
+    """

@@ -19,7 +19,7 @@ from typing import TypeAlias
 import torch
 
 from shared.errors import ConfigurationError
-from workers.models.base import OutOfMemory
+from workers.models.base import GpuLost, OutOfMemory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -62,12 +62,16 @@ class Device:
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Translates torch's out-of-memory errors into OutOfMemory."""
+    """Translates torch's out-of-memory errors into OutOfMemory, and a lost GPU into GpuLost."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         torch.cuda.empty_cache()
         raise OutOfMemory(str(error)) from error
+    except torch.AcceleratorError as error:
+        # ECC, a GPU that fell off the bus, an illegal address: after any of them the context of
+        # this process computes nothing more, whatever it is asked.
+        raise GpuLost(str(error)) from error
     except RuntimeError as error:
         # The CPU allocator has no error class for this.
         if "can't allocate memory" in str(error):

@@ -13,7 +13,7 @@ from typing import Self
 import msgspec
 
 from shared.errors import ConfigurationError, ModelFailed
-from workers.models.base import Prepared
+from workers.models.base import GPU_LOST_STATUS, Prepared
 from workers.runtime.child_process import ChildProcess
 from workers.runtime.output import ChildOutput
 from workers.runtime.protocol import (
@@ -45,6 +45,11 @@ log = logging.getLogger(__name__)
 
 class ModelProcessDied(ModelFailed):
     """The model process died, hung or sent an invalid message while it had the batch."""
+
+
+def has_lost_gpu(reason: str) -> bool:
+    """Returns whether a model process ended for this reason: it lost its GPU."""
+    return f"(status {GPU_LOST_STATUS})" in reason
 
 
 OnProgress = Callable[[int, int], None]

@@ -29,7 +29,7 @@ from shared.errors import PenstockError
 from shared.inspection import deny_inspection
 from shared.logs import configure_logs
 from workers.models.backend import Backend
-from workers.models.base import LoadedModel
+from workers.models.base import GPU_LOST_STATUS, GpuLost, LoadedModel
 from workers.runtime import template
 from workers.runtime.execution import StepExecution, StepReporter, StepRoom, run_batch
 from workers.runtime.protocol import (
@@ -157,7 +157,13 @@ def serve(arguments: argparse.Namespace, loaded: Mapping[int, LoadedModel]) -> i
     connection = socket.socket(fileno=arguments.fd)
     threading.Thread(target=_exit_on_hangup, args=(arguments.fd,), daemon=True).start()
     rooms = [StepRoom(Model.model_validate_json(entry)) for entry in arguments.model]
-    return ModelServer(connection, _resident_models(arguments, loaded), rooms).run()
+    try:
+        return ModelServer(connection, _resident_models(arguments, loaded), rooms).run()
+    except GpuLost as error:
+        log.error("GPU lost", extra={"error": str(error)})
+        logging.shutdown()
+        # Without what the libraries do at an exit: it may wait for the GPU for ever.
+        os._exit(GPU_LOST_STATUS)
 
 
 class ModelServer:

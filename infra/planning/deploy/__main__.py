@@ -38,7 +38,9 @@ def text(plan: DeployPlan) -> str:
 
 def _sections(plan: DeployPlan) -> Iterator[str]:
     yield _headed("Models", _models(plan))
-    yield _headed("Nodes (mean and peak; max is Terraform's bound of each pool)", _nodes(plan))
+    yield _headed(
+        "Nodes (mean and peak, and the most; max is Terraform's bound of each pool)", _nodes(plan)
+    )
     yield _headed("API on Cloud Run", _api(plan))
     yield _headed("Pub/Sub", _pubsub(plan))
     if plan.changes:
@@ -51,7 +53,7 @@ def _sections(plan: DeployPlan) -> Iterator[str]:
         (one.name, one.place, _number(one.needed), one.default, one.note) for one in plan.quotas
     ]
     yield _headed(
-        "Quotas to request for the peak",
+        "Quotas to request, for what the autoscaler asks for at most",
         _table(("quota", "of", "needed", "default", ""), rows_of_quotas),
     )
     yield _headed(
@@ -90,6 +92,7 @@ def _models(plan: DeployPlan) -> str:
         "held",
         "processes",
         "pods",
+        "most",
         "GPU class",
     )
     rows = [
@@ -98,12 +101,13 @@ def _models(plan: DeployPlan) -> str:
             one.region,
             _number(one.requests_peak_per_s),
             f"{one.rate.hit_share:.0%}",
-            _number(one.service_s) if one.rate.seconds_per_item else "-",
+            _number(one.service_s) if one.rate.item_s else "-",
             one.batch,
             _number(one.answer_s) if one.processes_peak else "-",
             one.held_jobs,
             f"{one.processes_mean}-{one.processes_peak}",
             f"{one.pods_mean}-{one.pods_peak}",
+            one.pods_most,
             "none"
             if one.model.gpu.type == "none"
             else f"{one.model.gpu.type}, 1/{one.model.gpu.share}",
@@ -111,7 +115,7 @@ def _models(plan: DeployPlan) -> str:
         for one in _workers(plan)
     ]
     measured = dict.fromkeys(
-        _measured(one) for one in _workers(plan) if one.rate.seconds_per_item is not None
+        _measured(one) for one in _workers(plan) if one.rate.item_s is not None
     )
     return "\n".join([table(heads, rows), *measured])
 
@@ -119,7 +123,7 @@ def _models(plan: DeployPlan) -> str:
 def _measured(one: Workers) -> str:
     rate = one.rate
     shared = "" if one.model.gpu.type == "none" else f", {rate.measured_share} to a GPU"
-    return f"  {one.model.name}: {rate.seconds_per_item:g} s an item{shared}: {rate.measured}"
+    return f"  {one.model.name}: {rate.item_s:g} s an item{shared}: {rate.measured}"
 
 
 def _workers(plan: DeployPlan) -> list[Workers]:
@@ -138,10 +142,11 @@ def _nodes(plan: DeployPlan) -> str:
                 "general",
                 general.machine_type,
                 f"{site.general_mean}-{site.general_peak}",
+                site.general_most,
                 general.max,
             )
         )
-    return table(("region", "pool", "machine", "nodes", "max"), rows)
+    return table(("region", "pool", "machine", "nodes", "most", "max"), rows)
 
 
 def _pool_rows(plan: DeployPlan, site: Site, pool: Pool) -> Iterator[tuple[Any, ...]]:
@@ -149,18 +154,32 @@ def _pool_rows(plan: DeployPlan, site: Site, pool: Pool) -> Iterator[tuple[Any, 
     nodes = plan.platform.nodes
     variables = plan.platform.regions[site.region]
     most = plan.platform.regions[site.region].max_gpus or nodes.max_gpus
-    counts = f"{pool.nodes_mean}-{pool.nodes_peak}"
+    counts, highest = f"{pool.nodes_mean}-{pool.nodes_peak}", pool.nodes_most
     bound: object = "ComputeClass" if nodes.compute_classes else most
     instead = f"0-{pool.nodes_peak}, when out of stock"
     if pool.gpu.provisioning == "flex-start":
-        yield site.region, pool.name, pool.machine_type, f"{counts}, once there is capacity", bound
+        yield (
+            site.region,
+            pool.name,
+            pool.machine_type,
+            f"{counts}, once there is capacity",
+            highest,
+            bound,
+        )
         return
     if pool.gpu.type in variables.reservations:
-        yield site.region, f"{pool.name}-reserved", pool.machine_type, "what is reserved", bound
+        yield site.region, f"{pool.name}-reserved", pool.machine_type, "what is reserved", "", bound
     if nodes.spot:
-        yield site.region, f"{pool.name}-spot", pool.machine_type, counts, bound
+        yield site.region, f"{pool.name}-spot", pool.machine_type, counts, highest, bound
     if pool.node.on_demand:
-        yield site.region, pool.name, pool.machine_type, instead if nodes.spot else counts, bound
+        yield (
+            site.region,
+            pool.name,
+            pool.machine_type,
+            instead if nodes.spot else counts,
+            highest,
+            bound,
+        )
     overflow = plan.platform.overflow_in(site.region)
     if overflow not in (None, pool.gpu.type):
         yield (
@@ -168,6 +187,7 @@ def _pool_rows(plan: DeployPlan, site: Site, pool: Pool) -> Iterator[tuple[Any, 
             f"{pool.name}-on-{overflow}",
             f"with {overflow}",
             instead,
+            highest,
             bound,
         )
 
@@ -290,6 +310,7 @@ def _site_document(site: Site) -> dict[str, Any]:
             "machine_type": pool.machine_type,
             "nodes_mean": pool.nodes_mean,
             "nodes_peak": pool.nodes_peak,
+            "nodes_most": pool.nodes_most,
         }
         for pool in site.pools
     ]

@@ -19,6 +19,10 @@ GENERAL_DISK_GIB = 50
 """Boot disk, as infra/terraform/modules/cluster/nodes.tf has it. Others are in gpus.yaml."""
 SIDECAR_CPU, SIDECAR_GIB = 0.5, 0.25
 """The API's sidecar that collects metrics (infra/terraform/modules/region/api.tf)."""
+RUNNER_CPU = 1
+"""CPUs of a runner of batches (infra/terraform/platform/batches.tf)."""
+ARMOR_RULES = 4
+"""Rules of the policy (infra/terraform/platform/balancer.tf)."""
 REPLIES: Mapping[Replies, str] = {"direct": "direct replies", "slots": "replies to slots"}
 JOB_DELIVERIES = 2
 """A job goes to the workers' subscription and to that of `batch` priority.
@@ -53,9 +57,9 @@ def cost_table(
     bill = _Bill(prices)
     for site in sites:
         _region(bill, site, platform)
+    _runners(bill, platform)
     if platform.domain is not None:
-        bill.add("load balancer, forwarding rule", "", "hour", "balancer/rule", HOURS)
-        bill.add("Cloud Armor, policy and rules", "", "month", "armor/policy", 1)
+        _balancer(bill, volumes)
     _messages(bill, volumes, platform)
     _rows(bill, volumes, platform)
     _objects(bill, volumes, platform)
@@ -124,7 +128,7 @@ def _region(bill: _Bill, site: Site, platform: Platform) -> None:
         site.general_mean * HOURS,
         site.general_peak * HOURS,
     )
-    for type_, (mean, peak) in disks_gib(site).items():
+    for type_, (mean, peak, _) in disks_gib(site).items():
         bill.add(f"boot disks of nodes, {type_}", place, "GiB-month", f"disk/{type_}", mean, peak)
     bill.add("GKE, cluster", place, "hour", "gke/cluster", HOURS)
     cpu, memory = platform.api.cpu + SIDECAR_CPU, platform.api.memory_gib + SIDECAR_GIB
@@ -145,16 +149,41 @@ def _region(bill: _Bill, site: Site, platform: Platform) -> None:
     bill.add("Cloud NAT, gateway", place, "hour", "nat/gateway", HOURS)
 
 
-def disks_gib(site: Site) -> dict[str, tuple[float, float]]:
-    """Boot disks of a region's nodes at the mean and at the peak, by disk type."""
-    costs = {
-        "pd-balanced": (GENERAL_DISK_GIB * site.general_mean, GENERAL_DISK_GIB * site.general_peak)
-    }
+def _runners(bill: _Bill, platform: Platform) -> None:
+    """Runners of batches, a worker pool of Cloud Run in the home region."""
+    batches, place = platform.batches, platform.home
+    if batches.instances:
+        seconds = batches.instances * SECONDS
+        cpu, memory = RUNNER_CPU * seconds, batches.memory_gib * seconds
+        bill.add("batches on Cloud Run, CPU", place, "vCPU-second", "run-pool/cpu", cpu)
+        bill.add("batches on Cloud Run, memory", place, "GiB-second", "run-pool/memory", memory)
+
+
+def _balancer(bill: _Bill, volumes: Sequence[Volume]) -> None:
+    """What a domain costs besides the data."""
+    requests = sum(one.requests for one in volumes) / 1e6
+    bill.add("load balancer, forwarding rule", "", "hour", "balancer/rule", HOURS)
+    bill.add("Cloud Armor, policy", "", "month", "armor/policy", 1)
+    bill.add("Cloud Armor, rules", "", "month", "armor/rule", ARMOR_RULES)
+    bill.add("Cloud Armor, requests", "", "million", "armor/requests", requests)
+
+
+def disks_gib(site: Site) -> dict[str, tuple[float, float, float]]:
+    """Boot disks of a region's nodes at the mean and the peak, and at most, by disk type."""
+    general = (site.general_mean, site.general_peak, site.general_most)
+    disks = [("pd-balanced", GENERAL_DISK_GIB, general)]
     for pool in site.pools:
-        mean, peak = costs.get(pool.node.disk_type, (0, 0))
-        size = pool.node.disk_gb
-        costs[pool.node.disk_type] = mean + size * pool.nodes_mean, peak + size * pool.nodes_peak
-    return dict(costs)
+        nodes = (pool.nodes_mean, pool.nodes_peak, pool.nodes_most)
+        disks.append((pool.node.disk_type, pool.node.disk_gb, nodes))
+    totals: dict[str, tuple[float, float, float]] = {}
+    for type_, size_gib, (mean, peak, most) in disks:
+        before = totals.get(type_, (0, 0, 0))
+        totals[type_] = (
+            before[0] + size_gib * mean,
+            before[1] + size_gib * peak,
+            before[2] + size_gib * most,
+        )
+    return totals
 
 
 def _kind(pool: Pool, platform: Platform) -> str:
@@ -245,19 +274,19 @@ def _answers(
     unknown = [one.model for one in volumes if one.answered_bytes is None]
     lacks = _give("output_bytes", unknown)
     total = None if unknown else sum(one.answered_bytes or 0.0 for one in volumes) / GIB
+    unasked = [one.model for one in volumes if one.asked_bytes is None]
+    lacks_asked = _give("input_bytes", unasked)
+    asked = None if unasked else sum(one.asked_bytes or 0.0 for one in volumes) / GIB
     for site in sites:
         amount = None if total is None else total * site.share
         bill.add(
             "answers to the internet", site.region, "GiB", "egress/internet", amount, lacks=lacks
         )
         if platform.domain is not None:
+            data = "load balancer, requests and answers"
+            total_gib = None if amount is None or asked is None else amount + asked * site.share
             bill.add(
-                "load balancer, answers processed",
-                site.region,
-                "GiB",
-                "balancer/data",
-                amount,
-                lacks=lacks,
+                data, site.region, "GiB", "balancer/data", total_gib, lacks=lacks or lacks_asked
             )
 
 

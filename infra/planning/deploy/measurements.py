@@ -14,7 +14,10 @@ FIELD = "measurement"
 
 
 def with_measurements(document: Any, catalog: Catalog, folder: Path) -> Any:
-    """The rates with the figures of measured models of one's own that have no `seconds_per_item`.
+    """The rates with the figures of measured models of one's own whose seconds rates do not say.
+
+    The seconds of a class with `work` are those of a unit of its work, so that the work per item of
+    the rates may be another one than that of the measured inputs.
 
     Args:
         document: the rates, not checked yet.
@@ -41,18 +44,26 @@ def with_measurements(document: Any, catalog: Catalog, folder: Path) -> Any:
 def _filled(model: Model, rate: dict[str, Any], folder: Path) -> dict[str, Any]:
     said = {name: value for name, value in rate.items() if name != FIELD}
     path = _path_of(model, rate, folder)
-    if path is None or "seconds_per_item" in rate:
+    if path is None or rate.keys() & {"seconds_per_item", "seconds_per_work"}:
         return said
     measurement = read_measurement(path)
     _check(model, measurement, path)
     return {
-        "seconds_per_item": measurement.seconds_per_item(model.batch.max_items),
+        **_seconds(model, measurement),
         "measured": measurement.measured,
         "peak_memory_bytes": measurement.peak_memory_bytes,
         "input_bytes": measurement.input_bytes,
         "output_bytes": measurement.output_bytes,
         **said,
     }
+
+
+def _seconds(model: Model, measurement: ModelMeasurement) -> dict[str, float]:
+    seconds_per_item = measurement.seconds_per_item(model.batch.max_items)
+    work = measurement.work_per_item
+    if work is None:
+        return {"seconds_per_item": seconds_per_item}
+    return {"seconds_per_work": seconds_per_item / work, "work_per_item": work}
 
 
 def _path_of(model: Model, rate: dict[str, Any], folder: Path) -> Path | None:

@@ -67,9 +67,12 @@ def quotas(
     topic_count: int,
     subscription_count: int,
 ) -> list[CloudQuota]:
-    """The quotas to request before the first apply: of each region, then of the project."""
+    """The quotas to request before the first apply: of each region, then of the project.
+
+    They hold what the autoscaler asks for at most, not only what the peak needs on average.
+    """
     quotas = [quota for site in sites for quota in _region(site, platform, gpus)]
-    total = sum(pool.nodes_peak for site in sites for pool in site.pools)
+    total = sum(pool.nodes_most for site in sites for pool in site.pools)
     if total:
         quotas.append(CloudQuota("GPUS_ALL_REGIONS", "project", total, UNKNOWN, "spot or not"))
     limit = str(SUBSCRIPTIONS_OF_A_PROJECT)
@@ -104,8 +107,8 @@ def quotas(
 def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterator[CloudQuota]:
     for type_ in dict.fromkeys(pool.gpu.type for pool in site.pools):
         pools = [pool for pool in site.pools if pool.gpu.type == type_]
-        flex = sum(pool.nodes_peak for pool in pools if pool.gpu.provisioning == "flex-start")
-        nodes = sum(pool.nodes_peak for pool in pools) - flex
+        flex = sum(pool.nodes_most for pool in pools if pool.gpu.provisioning == "flex-start")
+        nodes = sum(pool.nodes_most for pool in pools) - flex
         metric = gpus[type_].quota
         if gpus[type_].on_demand and nodes:
             note = "takes over when spot is out" if platform.nodes.spot else ""
@@ -115,7 +118,7 @@ def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterato
             yield CloudQuota(f"PREEMPTIBLE_{metric}", site.region, preemptible, UNKNOWN)
     overflow = platform.overflow_in(site.region)
     if overflow is not None:
-        nodes = sum(pool.nodes_peak for pool in site.pools if pool.gpu.type != overflow)
+        nodes = sum(pool.nodes_most for pool in site.pools if pool.gpu.type != overflow)
         yield CloudQuota(
             gpus[overflow].quota,
             site.region,
@@ -123,7 +126,7 @@ def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterato
             UNKNOWN,
             "overflow, were all others out of stock",
         )
-    nodes = sum(pool.nodes_peak for pool in site.pools)
+    nodes = sum(pool.nodes_most for pool in site.pools)
     yield CloudQuota(
         "vCPUs of Compute Engine",
         site.region,
@@ -131,8 +134,8 @@ def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterato
         UNKNOWN,
         "CPUS; A2_CPUS for A100 and A3_CPUS for H100",
     )
-    yield CloudQuota("instances", site.region, nodes + site.general_peak, UNKNOWN)
-    for disk_type, (_, disks) in disks_gib(site).items():
+    yield CloudQuota("instances", site.region, nodes + site.general_most, UNKNOWN)
+    for disk_type, (*_, disks) in disks_gib(site).items():
         name = "SSD_TOTAL_GB" if disk_type == "pd-balanced" else "HDB_TOTAL_GB"
         yield CloudQuota(name, site.region, disks, UNKNOWN, f"boot disks are {disk_type}")
     yield CloudQuota(
@@ -154,8 +157,8 @@ def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterato
 
 
 def _vcpus(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> int:
-    general = _said_by_name(platform.nodes.general.machine_type) * site.general_peak
-    return general + sum(gpus[pool.gpu.type].vcpus * pool.nodes_peak for pool in site.pools)
+    general = _said_by_name(platform.nodes.general.machine_type) * site.general_most
+    return general + sum(gpus[pool.gpu.type].vcpus * pool.nodes_most for pool in site.pools)
 
 
 def _said_by_name(machine: str) -> int:
@@ -176,7 +179,7 @@ AUTO_PROVISIONED_GPUS = 64
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that is too low for the peak."""
+    """A setting that is too low for what the autoscaler asks for at the peak."""
 
     where: str
     setting: str
@@ -305,7 +308,7 @@ def _rate_of(model: Model, rates: DemandRates) -> ModelRate:
 
 
 def _changed(platform: Platform, sites: Sequence[Site]) -> tuple[Platform, list[Change]]:
-    """The variables that the peak asks for, and how they differ."""
+    """The variables that the autoscaler needs at the peak, and how they differ."""
     changes: list[Change] = []
 
     def at_least(setting: str, now: int, needed: int) -> int:
@@ -327,14 +330,14 @@ def _changed(platform: Platform, sites: Sequence[Site]) -> tuple[Platform, list[
             slots[name] = most_slots
             changes.append(Change("tfvars", f"inboxes.{name}", value, most_slots))
     nodes, regions = platform.nodes, dict(platform.regions)
-    most = max(site.general_peak for site in sites)
+    most = max(site.general_most for site in sites)
     general = nodes.general.model_copy(
         update={"max": at_least("nodes.general.max", nodes.general.max, most)}
     )
     max_gpus = nodes.max_gpus
     if not nodes.compute_classes:
         needed = {
-            site.region: max((pool.nodes_peak for pool in site.pools), default=0) for site in sites
+            site.region: max((pool.nodes_most for pool in site.pools), default=0) for site in sites
         }
         common = max(
             (count for name, count in needed.items() if regions[name].max_gpus is None), default=0
@@ -370,7 +373,7 @@ def _too_few_replicas(sites: Sequence[Site]) -> list[Change]:
     for one in (one for site in sites for one in site.workers):
         most[one.model.name] = (
             one.model.replicas.max,
-            max(one.pods_peak, most.get(one.model.name, (0, 0))[1]),
+            max(one.pods_most, most.get(one.model.name, (0, 0))[1]),
         )
     return [
         Change("models.yaml", f"{name}: replicas.max", now, needed)
@@ -401,7 +404,7 @@ def _notes(
     gpus: dict[str, int] = {}
     for pool in (pool for site in sites for pool in site.pools):
         key = f"{pool.gpu.type} in {pool.region}"
-        gpus[key] = gpus.get(key, 0) + pool.nodes_peak
+        gpus[key] = gpus.get(key, 0) + pool.nodes_most
     for place, count in gpus.items():
         if platform.nodes.compute_classes and count > AUTO_PROVISIONED_GPUS:
             notes.append(

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from infra.kubernetes.deployment import GpuReservation
+from infra.planning.entry import Entry, explained
 from shared.catalog_entry import GpuTypeName
 from shared.errors import ConfigurationError
 
@@ -22,34 +23,50 @@ MAX_REPLY_SUBSCRIPTIONS = 9000
 MAX_REGIONS = 16
 INBOX_STRIDE = 1000
 """A region's inboxes are numbered from this times its index. Terraform has the same stride."""
+MEMORY = r"^[0-9.]+(Gi|Mi)$"
 INSTANCES_TO_INBOXES = 2
 """Old and new revision of the API lease inboxes at the same time."""
 
 
-class _Variable(BaseModel):
+class _Variable(Entry):
     # What sizes nothing is kept, so that the variables with the plan's changes can be applied as
     # they are.
     model_config = ConfigDict(extra="allow", frozen=True)
 
 
+def _gib(memory: str) -> float:
+    return float(memory[:-2]) / (1 if memory.endswith("Gi") else 1024)
+
+
 class ApiVariable(_Variable):
     """Terraform's `api`."""
 
+    KEPT: ClassVar = frozenset(
+        {
+            "idempotency_keep_s",
+            "image",
+            "keys_in_redis",
+            "max_in_flight",
+            "prediction_keep_s",
+            "timeout_s",
+        }
+    )
     concurrency: int = Field(80, ge=1, le=1000)
     cpu: float = Field(2, gt=0)
     max_instances: int = Field(4, ge=1)
-    memory: str = Field("1Gi", pattern=r"^[0-9.]+(Gi|Mi)$")
+    memory: str = Field("1Gi", pattern=MEMORY)
     min_instances: int = Field(1, ge=1)
 
     @property
     def memory_gib(self) -> float:
         """Memory of one instance's main container."""
-        return float(self.memory[:-2]) / (1 if self.memory.endswith("Gi") else 1024)
+        return _gib(self.memory)
 
 
 class CacheVariable(_Variable):
     """Terraform's `cache`."""
 
+    KEPT: ClassVar = frozenset({"engine_version"})
     node_type: str = "STANDARD_SMALL"
     replicas: int = Field(1, ge=0)
 
@@ -57,6 +74,7 @@ class CacheVariable(_Variable):
 class RecordsVariable(_Variable):
     """Terraform's `records`: a Redis of their own, where several regions share them."""
 
+    KEPT: ClassVar = frozenset({"engine_version"})
     apart: bool | None = None
     node_type: str = "STANDARD_SMALL"
     replicas: int = Field(1, ge=0)
@@ -92,7 +110,12 @@ class BatchesVariable(_Variable):
     """Terraform's `batches`: each runner leases an inbox, as an instance of the API does."""
 
     instances: int = Field(0, ge=0)
-    memory: str = "1Gi"
+    memory: str = Field("1Gi", pattern=MEMORY)
+
+    @property
+    def memory_gib(self) -> float:
+        """Memory of one runner."""
+        return _gib(self.memory)
 
 
 class GeneralNodes(_Variable):
@@ -115,6 +138,7 @@ class GeneralNodes(_Variable):
 class Nodes(_Variable):
     """Terraform's `nodes`."""
 
+    KEPT: ClassVar = frozenset({"binary_authorization", "preloaded_images", "release_channel"})
     compute_classes: bool = False
     general: GeneralNodes = GeneralNodes()
     max_gpus: int = Field(8, ge=1)
@@ -125,6 +149,7 @@ class Nodes(_Variable):
 class ObjectsDays(_Variable):
     """Terraform's `objects_days`, of the folders that requests fill."""
 
+    KEPT: ClassVar = frozenset({"answers", "batches", "files"})
     inputs: int = Field(8, ge=1)
     results: int = Field(7, ge=1)
 
@@ -132,11 +157,12 @@ class ObjectsDays(_Variable):
 class Region(_Variable):
     """One entry of Terraform's `regions`."""
 
+    KEPT: ClassVar = frozenset({"drained"})
     index: int = Field(0, ge=0, lt=MAX_REGIONS)
     max_gpus: int | None = Field(None, ge=1)
     overflow: Literal[GpuTypeName, "none"] | None = None
     """Instead of nodes.overflow."""
-    reservations: dict[GpuTypeName, GpuReservation] = {}
+    reservations: dict[GpuTypeName, GpuReservation] = Field({})
     """Reservations by GPU type. They are used up first."""
     zones: list[str] | None = None
 
@@ -144,6 +170,31 @@ class Region(_Variable):
 class Platform(_Variable):
     """The variables that size the `platform` stage."""
 
+    KEPT: ClassVar = frozenset(
+        {
+            "alert_tokens",
+            "alerts",
+            "analysts",
+            "armor",
+            "budget",
+            "dataset",
+            "deletion_protection",
+            "delivery",
+            "gpu_hour_usd",
+            "keep_messages_in_regions",
+            "labels",
+            "models_file",
+            "namespace",
+            "network_cidr",
+            "outside",
+            "prefix",
+            "project_id",
+            "secrets_version",
+            "slos",
+            "traces",
+            "weights",
+        }
+    )
     api: ApiVariable = ApiVariable()
     batches: BatchesVariable = BatchesVariable()
     cache: CacheVariable = CacheVariable()
@@ -209,9 +260,7 @@ def read_platform(path: Path | None) -> Platform:
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except ValidationError as error:  # before ValueError, which it is too
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "file"
-        raise ConfigurationError(f"{path}: {field}: {first['msg']}", field=field) from error
+        raise explained(error, str(path)) from error
     except ValueError as error:
         raise ConfigurationError(
             f"{path}: not JSON ({error}); variables come as .tfvars.json"

@@ -7,19 +7,16 @@ from pathlib import Path
 from typing import Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from infra.planning.entry import Entry, explained
 from shared.errors import ConfigurationError
 
 PRICES_FILE = Path(__file__).parent / "prices.yaml"
 ANYWHERE = "any"
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Source(_Entry):
+class Source(Entry):
     """The source of the prices."""
 
     url: str = Field(pattern=r"^https?://.+")
@@ -30,7 +27,7 @@ class Source(_Entry):
     note: str = ""
 
 
-class Step(_Entry):
+class Step(Entry):
     """A price from the previous step up to an amount. Without `up_to` for everything above."""
 
     up_to: float | None = Field(None, gt=0)
@@ -41,14 +38,14 @@ Usd = dict[str, float | tuple[Step, ...]]
 """Prices by region or location. `any`: all others."""
 
 
-class EarlierPrice(_Entry):
+class EarlierPrice(Entry):
     """The price of one unit from a day on (UTC), until the next price."""
 
     since: datetime.date
     usd: Usd = Field(min_length=1)
 
 
-class ListPrice(_Entry):
+class ListPrice(Entry):
     """The price of one unit."""
 
     unit: str
@@ -111,7 +108,7 @@ def _cost_up_to(amount: float, steps: tuple[Step, ...]) -> float:
     return cost
 
 
-class Prices(_Entry):
+class Prices(Entry):
     """All prices, in US dollars before tax, discounts and commitments."""
 
     sources: dict[str, Source]
@@ -152,6 +149,4 @@ def _read(path: Path) -> Prices:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "file"
-        raise ConfigurationError(f"{path}: {where}: {first['msg']}", field=where) from error
+        raise explained(error, str(path)) from error

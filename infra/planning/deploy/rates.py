@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from infra.planning.deploy.measurements import with_measurements
+from infra.planning.entry import Entry, explained
+from infra.planning.item_load import ItemLoad, check_work
 from shared.catalog import Catalog
 from shared.errors import ConfigurationError
 
@@ -27,12 +29,11 @@ HOW_TO_MEASURE = (
 )
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+class ModelRate(ItemLoad):
+    """The requests of one model, and what one of its items takes.
 
-
-class ModelRate(_Entry):
-    """The requests of one model, and the cost of one of its items."""
+    Seconds are required if there are requests.
+    """
 
     mean_per_s: float = Field(ge=0)
     """Requests a second, averaged over a month."""
@@ -41,22 +42,8 @@ class ModelRate(_Entry):
     items_per_request: float = Field(1.0, ge=1)
     hit_share: float = Field(0.0, ge=0, le=1)
     """The share of all items that the cache answers."""
-    seconds_per_item: float | None = Field(None, gt=0)
-    """Seconds of one worker per item, in full batches. Required if there are requests.
-
-    A text that is written alone takes many times its part of a full worker.
-    """
-    measured: str = ""
-    """The source of seconds_per_item: command, GPU and day."""
     measured_share: int = Field(1, ge=1, le=48)
     """Workers that were busy on the same GPU while it was measured."""
-    kept_when_sharing: float = Field(1.0, gt=0, le=1)
-    """The share of a GPU's rate that is left when workers share it, measured by bench.gpu."""
-    tokens_per_item: float | None = Field(None, gt=0)
-    """With it, batch.max_tokens bounds the batch. Without it, batch.max_items.
-
-    Of a text that is written: its prompt and its `max_tokens`.
-    """
     input_bytes: int | None = Field(None, ge=0)
     """Size of one item, as the caller sends it."""
     output_bytes: int | None = Field(None, ge=0)
@@ -72,7 +59,7 @@ class ModelRate(_Entry):
 
     @model_validator(mode="after")
     def _seconds_are_measured(self) -> Self:
-        if self.peak > 0 and self.seconds_per_item is None:
+        if self.peak > 0 and self.item_s is None:
             raise ValueError(f"seconds_per_item is missing: {HOW_TO_MEASURE}")
         if self.peak > 0 and not self.measured:
             raise ValueError(
@@ -87,14 +74,12 @@ class ModelRate(_Entry):
         return self.mean_per_s if self.peak_per_s is None else self.peak_per_s
 
 
-class DemandRates(_Entry):
+class DemandRates(Entry):
     """The rates of all models, how they spread over regions, and how much slack is wanted."""
 
     models: dict[str, ModelRate] = Field(min_length=1)
-    regions: dict[str, float] = {}
+    regions: dict[str, float] = Field({})
     """The share of requests of each region. Default: equal shares."""
-    target_utilization: float = Field(0.7, gt=0, lt=1)
-    """Share of its time that a worker may be busy at the peak."""
     late_share: float = Field(0.001, gt=0, lt=1)
     """The share of requests at the peak that may wait past the deadline."""
     api_requests_per_s: float | None = Field(None, gt=0)
@@ -180,19 +165,13 @@ def _checked(document: object, catalog: Catalog, where: str, folder: Path = Path
     try:
         rates = DemandRates.model_validate(with_measurements(document, catalog, folder))
     except ValidationError as error:
-        raise _explained(error, where) from error
-    known = {model.name for model in catalog.models}
-    for name in rates.models:
+        raise explained(error, where) from error
+    known = {model.name: model for model in catalog.models}
+    for name, rate in rates.models.items():
         if name not in known:
             served = ", ".join(sorted(known))
             raise ConfigurationError(
                 f"{where}: models.{name}: not in the catalog; it has: {served}", field=name
             )
+        check_work(known[name], rate, f"{where}: models.{name}")
     return rates
-
-
-def _explained(error: ValidationError, where: str) -> ConfigurationError:
-    first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"]) or "file"
-    reason = first["msg"].removeprefix("Value error, ")
-    return ConfigurationError(f"{where}: {field}: {reason}", field=field)

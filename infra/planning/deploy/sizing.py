@@ -1,6 +1,7 @@
 """From rates to workers, GPUs, nodes and API instances, per model, region and node class.
 
-The number of workers follows from the load, a target utilization and waits within the deadline.
+The number of workers follows from the load, the utilization that the autoscaler keeps (decision
+43), and waits within the deadline. Quotas and bounds also have what it asks for by chance.
 Workers of one model are the servers of one queue, as all of them pull from one subscription.
 Arrivals are taken as Poisson and service times as exponential (M/M/c). Batches of one model differ
 less than that, and M/D/c waits less than M/M/c at the same load, so the result is on the safe side.
@@ -16,8 +17,10 @@ from dataclasses import dataclass
 
 from infra.kubernetes.deployment import GpuType, gpu_class, zones_with
 from infra.kubernetes.placement import CPU_ONLY, is_standard
+from infra.planning.autoscaled import gpu_nodes, most_workers, usual_workers
 from infra.planning.deploy.platform_variables import INSTANCES_TO_INBOXES, Platform
 from infra.planning.deploy.rates import DemandRates, ModelRate
+from infra.planning.item_load import batch_items
 from shared.catalog import Model
 from shared.catalog_entry import Gpu
 from shared.errors import ConfigurationError
@@ -29,7 +32,6 @@ def servers_needed(
     service_s: float,
     wait_s: float,
     *,
-    utilization: float,
     late_share: float,
     places: int = 1,
 ) -> int:
@@ -39,7 +41,6 @@ def servers_needed(
         load: offered load in Erlangs: arrivals per second x seconds of one server that each takes.
         service_s: seconds for which one server is taken at a time, or one of its places.
         wait_s: seconds that an arrival may wait for a server. Above 0.
-        utilization: the share of its time that a server may be busy, between 0 and 1.
         late_share: the share of arrivals that may wait longer.
         places: of a server whose items join and leave one by one. An arrival waits for any place of
             any server, each of which does its part of the server's work.
@@ -49,8 +50,7 @@ def servers_needed(
     """
     if load <= 0:
         return 0
-    # A load that fills its servers exactly must not need one more because of the last bit.
-    servers = max(1, math.ceil(load / utilization * (1 - 1e-12)))
+    servers = max(1, usual_workers(load))
     while late(servers * places, load * places, service_s, wait_s) > late_share:
         servers += 1
     return servers
@@ -107,6 +107,8 @@ class Workers:
     processes_peak: int
     pods_mean: int
     pods_peak: int
+    pods_most: int
+    """What the autoscaler asks for at the peak by chance, and while it catches up."""
     answer_s: float
     """Seconds from request to answer at the peak, without hits: network, mean wait, one batch."""
     held_jobs: int
@@ -126,13 +128,14 @@ class Workers:
 
 @dataclass(frozen=True)
 class Pool:
-    """A class of GPU nodes in one region: machines, and how many at the mean and the peak."""
+    """A class of GPU nodes in one region: machines, and how many at mean, peak and most."""
 
     region: str
     gpu: Gpu
     node: GpuType
     nodes_mean: int
     nodes_peak: int
+    nodes_most: int
 
     @property
     def machine_type(self) -> str:
@@ -159,6 +162,7 @@ class Site:
     pools: tuple[Pool, ...]
     general_mean: int
     general_peak: int
+    general_most: int
     api_mean: int
     api_peak: int
 
@@ -190,13 +194,13 @@ def size_workers(
             load,
             batch * service_s,
             spare_s,
-            utilization=rates.target_utilization,
             late_share=rates.late_share,
             places=places,
         )
 
     peak_per_s, mean_per_s = rate.peak * share, rate.mean_per_s * share
     computed_per_s = peak_per_s * rate.items_per_request * (1 - rate.hit_share)
+    computed_requests_per_s = peak_per_s * (1 - rate.hit_share)
     at_peak, at_mean = processes(peak_per_s), processes(mean_per_s)
     load = computed_per_s * service_s / hand.most_busy
     wait_s = mean_wait_s(at_peak * places, load * places, batch * service_s)
@@ -213,6 +217,8 @@ def size_workers(
         processes_peak=at_peak,
         pods_mean=max(model.replicas.min, _pods(model, at_mean)),
         pods_peak=max(model.replicas.min, _pods(model, at_peak)),
+        # It counts processes: a worker without a GPU has two, and is counted as one here.
+        pods_most=max(model.replicas.min, at_peak, most_workers(load, computed_requests_per_s)),
         answer_s=trips_s + wait_s + batch * service_s,
         held_jobs=hand.jobs,
         most_busy=hand.most_busy,
@@ -253,7 +259,7 @@ def _hand(
 def _service_s(model: Model, rate: ModelRate) -> float:
     """Seconds for an item on the model's share of a GPU, which may not be the one measured."""
     share = model.gpu.share if model.gpu.type != "none" else 1
-    service_s = rate.seconds_per_item or 0.0
+    service_s = rate.item_s or 0.0
     if share == rate.measured_share:
         return service_s
     return service_s * share / rate.measured_share / rate.kept_when_sharing
@@ -271,16 +277,6 @@ def _spare_s(model: Model, batch: int, batch_s: float, trips_s: float) -> float:
             field=f"models.{model.name}.seconds_per_item",
         )
     return spare_s
-
-
-def batch_items(model: Model, rate: ModelRate) -> int:
-    """Items of a full batch: the usual items that fit the budget, at most max_items."""
-    one = model.definition.usual_work(model, rate.tokens_per_item)
-    return (
-        max(1, min(model.batch.max_items, int(model.budget // one)))
-        if one
-        else model.batch.max_items
-    )
 
 
 def _pods(model: Model, processes: int) -> int:
@@ -322,6 +318,7 @@ def size_site(
         pools=pools,
         general_mean=least + math.ceil(sum(one.pods_mean for one in without) / fits),
         general_peak=least + math.ceil(sum(one.pods_peak for one in without) / fits),
+        general_most=least + math.ceil(sum(one.pods_most for one in without) / fits),
         api_mean=_api_instances(workers, rates, platform, at_peak=False),
         api_peak=_api_instances(workers, rates, platform, at_peak=True),
     )
@@ -363,9 +360,13 @@ def _check_gpus(
 
 def _pool(region: str, members: Sequence[Workers], gpus: dict[str, GpuType], buffer: int) -> Pool:
     gpu = members[0].model.gpu
-    mean = math.ceil((sum(one.pods_mean for one in members) + buffer) / gpu.share)
-    peak = math.ceil((sum(one.pods_peak for one in members) + buffer) / gpu.share)
-    return Pool(region, gpu, gpus[gpu.type], mean, peak)
+    mean, peak, most = (
+        gpu_nodes(pods, buffer, gpu.share)
+        for pods in zip(
+            *((one.pods_mean, one.pods_peak, one.pods_most) for one in members), strict=True
+        )
+    )
+    return Pool(region, gpu, gpus[gpu.type], mean, peak, most)
 
 
 def _cpu_workers_per_node(machine_type: str) -> int:

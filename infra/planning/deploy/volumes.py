@@ -71,6 +71,8 @@ class Volume:
     """Size of the inputs that are too large for a message."""
     results_bytes: float | None
     """Size of the results that are too large for a message."""
+    asked_bytes: float | None
+    """Size of the inputs, as callers send them."""
     answered_bytes: float | None
 
 
@@ -100,6 +102,7 @@ def volume(model: Model, rate: ModelRate) -> Volume:
         results_bytes=None
         if replies[model.replies] is None
         else computed * _apart(model, rate.output_bytes, model.reply_limit_bytes),
+        asked_bytes=None if rate.input_bytes is None else items * rate.input_bytes,
         answered_bytes=None if rate.output_bytes is None else items * rate.output_bytes,
     )
 

@@ -6,7 +6,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from infra.planning.simulation.streams import Arrivals, Entry, Seconds
+from infra.planning.entry import Entry
+from infra.planning.item_load import ItemLoad
+from infra.planning.simulation.streams import Arrivals, Seconds
 
 
 class StepsLoad(Entry):
@@ -38,20 +40,16 @@ class StepsLoad(Entry):
         return self.first_s + self.count * self.step_s(slots) / slots
 
 
-class ModelLoad(Entry):
-    """The requests for one model, and what its workers take."""
+class ModelLoad(ItemLoad):
+    """The requests for one model, and what its workers take for an item, alone on their GPU."""
 
     arrivals: tuple[Arrivals, ...] = Field(min_length=1)
-    seconds_per_item: float | None = Field(None, gt=0)
-    """Seconds of one worker for an item in a full batch, alone on its GPU. Or there are `steps`."""
     steps: StepsLoad | None = None
     """Step times with continuous batching. None if a worker computes whole batches."""
     fixed_s: Seconds = 0.0
     """Seconds of a batch that do not depend on its items."""
-    measured: str
+    measured: str = Field(min_length=1)
     """The source of the seconds: command, GPU and day."""
-    kept_when_sharing: float = Field(1.0, gt=0, le=1)
-    """The share of a GPU's rate that is left when several workers use it at once."""
     spread: Literal["none", "exponential"] = "none"
     """The distribution of batch seconds. `exponential` is for comparisons with theory."""
     items_per_request: int = Field(1, ge=1, le=16)
@@ -64,11 +62,15 @@ class ModelLoad(Entry):
 
     @model_validator(mode="after")
     def _takes_time(self) -> Self:
-        if (self.seconds_per_item is None) == (self.steps is None):
-            raise ValueError("a model has either seconds_per_item or steps")
+        if (self.item_s is None) == (self.steps is None):
+            raise ValueError("a model has one of seconds_per_item, seconds_per_work and steps")
         return self
+
+    def full_item_s(self, batch: int) -> float:
+        """Seconds that an item takes of a worker that is full, alone on its GPU."""
+        return self.batch_s(batch) / batch if self.steps is None else self.steps.item_s(batch)
 
     def batch_s(self, items: int) -> float:
         """Seconds of a worker that is alone on its GPU for a batch."""
-        assert self.seconds_per_item is not None, "checked when it was read; this is a bug"
-        return self.fixed_s + self.seconds_per_item * items
+        assert self.item_s is not None, "checked when it was read; this is a bug"
+        return self.fixed_s + self.item_s * items

@@ -294,6 +294,9 @@ class _Compiler:
             return lambda at: only(vector(inner(at)))
         if name == "time":
             return lambda at: at.at_s
+        if name == "absent":
+            inner = self.compiled(arguments[0])
+            return lambda at: {} if vector(inner(at)) else {(): 1.0}
         if name in ("rate", "increase", *OVER_TIME):
             return self._over_range(name, arguments[-1])
         if name in OF_EACH:

@@ -24,6 +24,8 @@ class FleetCost:
     gpu_busy_s: float
     dollars_per_h: float | None
     """Price of one node. None if no price is known there."""
+    most_nodes: int
+    """Nodes for which quota and bounds have to have room (infra/planning/autoscaled.py)."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class RunSummary:
 
     models: tuple[ModelSummary, ...]
     gpus_most: int
+    gpus_to_request: int
+    """What `penstock deploy plan` asks a quota for at the highest rate of this load."""
     gpus_mean: float
     gpu_hours: float
     gpu_busy_share: float
@@ -101,6 +105,7 @@ class SimulationResult:
         return RunSummary(
             models=tuple(self._of_model(model) for model in self.scenario.models),
             gpus_most=max(gpus.values(), default=0),
+            gpus_to_request=sum(fleet.most_nodes for fleet in self.fleets),
             gpus_mean=hours * HOUR_S / self.scenario.duration_s,
             gpu_hours=hours,
             gpu_busy_share=busy_s / (hours * HOUR_S) if hours else 0.0,

@@ -9,8 +9,9 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from infra.planning.deploy.platform_variables import ApiVariable
+from infra.planning.entry import Entry, explained
 from infra.planning.simulation.model_load import ModelLoad
-from infra.planning.simulation.streams import Entry, Seconds
+from infra.planning.simulation.streams import Seconds
 from shared.errors import ConfigurationError
 
 SHIPPED = Path(__file__).parent / "scenarios"
@@ -247,10 +248,7 @@ def scenario_of(document: object, where: str = "scenario") -> Scenario:
     try:
         return Scenario.model_validate(document)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "file"
-        reason = first["msg"].removeprefix("Value error, ")
-        raise ConfigurationError(f"{where}: {field}: {reason}", field=field) from error
+        raise explained(error, where) from error
 
 
 def _changed(document: Any, change: str) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import simpy
 
+from infra.planning.item_load import batch_items
 from infra.planning.simulation.api_site import ApiSite, SimulatedJob
 from infra.planning.simulation.model_load import ModelLoad
 from infra.planning.simulation.recorder import ModelRecord, RequestEnd
@@ -55,7 +56,7 @@ class WholeBatches:
         self._load = load
         self._chance = chance
         self._on_ended = on_ended
-        self._most_items = model.batch.max_items
+        self._most_items = batch_items(model, load)
         self._batches = 0
 
     def start(self, worker: SimulatedWorker) -> None:
@@ -144,7 +145,7 @@ class SteppedBatches:
         self._kept_when_sharing = load.kept_when_sharing
         self._chance = chance
         self._on_ended = on_ended
-        self._slots = model.batch.max_items
+        self._slots = batch_items(model, load)
         self._fixed_share = SHARED_WEIGHTS_SHARE if model.definition.shares_weights else 0.0
 
     def start(self, worker: SimulatedWorker) -> None:

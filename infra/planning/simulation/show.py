@@ -71,6 +71,7 @@ def _model_row(one: ModelSummary) -> tuple[object, ...]:
 
 _GPU_HEADS = (
     "GPUs at the peak",
+    "GPUs to request, by the rule of deploy plan",
     "GPUs on average",
     "GPU hours",
     "GPU busy, share of what is paid",
@@ -84,6 +85,7 @@ _GPU_HEADS = (
 def _gpu_row(summary: RunSummary) -> tuple[object, ...]:
     return (
         summary.gpus_most,
+        summary.gpus_to_request,
         _rounded(summary.gpus_mean, 1),
         _rounded(summary.gpu_hours, 1),
         _rounded(summary.gpu_busy_share, 3),

@@ -6,22 +6,21 @@ collectors bring them: at intervals, late, and not always. Parts are found by mo
 
 from __future__ import annotations
 
-import math
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import simpy
 import yaml
-from numpy.typing import NDArray
 
 from infra.kubernetes.deployment import Deployment, gpu_class, read_gpu_types
-from infra.load.trace import read_times
+from infra.planning.autoscaled import gpu_nodes, most_workers
 from infra.planning.deploy.platform_variables import GeneralNodes
 from infra.planning.deploy.prices import Prices, read_prices
+from infra.planning.item_load import batch_items, check_work
 from infra.planning.simulation.api_site import ApiSite, SimulatedJob
 from infra.planning.simulation.fleet import Fleet
 from infra.planning.simulation.hpa import SYNC_S
@@ -42,7 +41,7 @@ from infra.planning.simulation.scenario import (
     StockOut,
 )
 from infra.planning.simulation.service import Service
-from infra.planning.simulation.streams import Arrivals, Burst, Constant, StepArrivals, Trace, Wave
+from infra.planning.simulation.streams import Arrivals, arrival_times, peak_per_s
 from infra.planning.simulation.timeseries import TimeSeries
 from infra.planning.simulation.worker import Steps
 from shared.catalog import Catalog, Model, read_catalog
@@ -171,79 +170,6 @@ class Scraper:
             yield self._env.timeout(self._metrics.pubsub_sample_s)
 
 
-CHUNK_S = 10.0
-"""Seconds in which a wave's rate counts as constant. Steps and bursts are cut exactly."""
-
-Times = NDArray[np.float64]
-
-
-def arrival_times(
-    stream: Arrivals, duration_s: float, generator: np.random.Generator
-) -> Iterator[Times]:
-    """The times of a stream in order, in chunks.
-
-    Args:
-        stream: the arrivals.
-        duration_s: duration of the scenario.
-        generator: the source of chance.
-
-    Raises:
-        ConfigurationError: a trace can't be read.
-    """
-    until_s = duration_s if stream.until_s is None else min(duration_s, stream.until_s)
-    if isinstance(stream, Trace):
-        times = np.asarray(read_times(stream.file), dtype=np.float64) + stream.from_s
-        yield times[(times >= stream.from_s) & (times < until_s)]
-        return
-    rate, edges_s = _rate_of(stream)
-    left = 0.0
-    for start_s, end_s in _chunks(stream.from_s, until_s, edges_s):
-        expected = rate((start_s + end_s) / 2) * (end_s - start_s)
-        if stream.spacing == "poisson":
-            count = generator.poisson(expected)
-            yield np.sort(generator.uniform(start_s, end_s, count))
-        elif expected > 0:
-            # The k-th request comes when the sum of the rate passes k.
-            first = math.floor(left) + 1
-            due = np.arange(first, math.floor(left + expected) + 1, dtype=np.float64)
-            yield start_s + (due - left) / expected * (end_s - start_s)
-            left += expected
-
-
-def _rate_of(
-    stream: Constant | Wave | StepArrivals | Burst,
-) -> tuple[Callable[[float], float], tuple[float, ...]]:
-    """The rate at a time, and the times at which it jumps."""
-    if isinstance(stream, Constant):
-        per_s = stream.per_s
-        return lambda at_s: per_s, ()
-    if isinstance(stream, StepArrivals):
-        step = stream
-        return lambda at_s: step.before_per_s if at_s < step.at_s else step.after_per_s, (
-            step.at_s,
-        )
-    if isinstance(stream, Burst):
-        burst, end_s = stream, stream.at_s + stream.for_s
-        return lambda at_s: burst.burst_per_s if burst.at_s <= at_s < end_s else burst.base_per_s, (
-            burst.at_s,
-            end_s,
-        )
-    middle = (stream.most_per_s + stream.least_per_s) / 2
-    swing, period_s = (stream.most_per_s - stream.least_per_s) / 2, stream.period_s
-    return lambda at_s: middle - swing * math.cos(2 * math.pi * at_s / period_s), ()
-
-
-def _chunks(
-    from_s: float, until_s: float, edges_s: tuple[float, ...]
-) -> Iterator[tuple[float, float]]:
-    start_s = from_s
-    while start_s < until_s:
-        end_s = min(start_s + CHUNK_S, until_s)
-        end_s = min([end_s, *(edge_s for edge_s in edges_s if edge_s > start_s)])
-        yield start_s, end_s
-        start_s = end_s
-
-
 def happen(env: simpy.Environment, event: Event, parts: Parts, scraper: Scraper) -> Steps:
     """The process of one event."""
     yield env.timeout(event.at_s)
@@ -370,9 +296,11 @@ def deployed_rules(scenario: Scenario, models_file: Path | None = None) -> tuple
             path = Path(folder) / "models.yaml"
             path.write_text(yaml.safe_dump(entries), encoding="utf-8")
         catalog = read_catalog(path)
-        for name in scenario.models:
-            if name not in {model.name for model in catalog.models}:
+        known = {model.name: model for model in catalog.models}
+        for name, load in scenario.models.items():
+            if name not in known:
                 raise ConfigurationError(f"models: {name!r} is not in the catalog", field="models")
+            check_work(known[name], load, f"models.{name}")
         deployments = {region: _deployment(scenario, region) for region in scenario.regions}
         return catalog, {
             region: read_rules(catalog, path, deployment)
@@ -579,7 +507,23 @@ class World:
         for (pool, region), fleet in self.parts.fleets.items():
             price = self._prices.prices.get(_machine_price(pool, self.scenario.cluster.spot))
             per_h = None if price is None else price.cost_usd(region, 1.0)
-            yield FleetCost(pool, region, fleet.node_s, fleet.gpu_busy_s, per_h)
+            most = self._most_nodes(pool, region, fleet)
+            yield FleetCost(pool, region, fleet.node_s, fleet.gpu_busy_s, per_h, most)
+
+    def _most_nodes(self, pool: str, region: str, fleet: Fleet) -> int:
+        """Nodes for which quota and bounds have to have room, as `penstock deploy plan` counts."""
+        share = self.scenario.regions[region].share
+        members = [model for model in self.models.values() if gpu_class(model.gpu) == pool]
+        workers = []
+        for model in members:
+            load = self.scenario.models[model.name]
+            requests_per_s = share * peak_per_s(load.arrivals, self.scenario.duration_s)
+            item_s = load.full_item_s(batch_items(model, load))
+            if fleet.places > 1:
+                item_s *= fleet.places / load.kept_when_sharing
+            asked = most_workers(requests_per_s * load.items_per_request * item_s, requests_per_s)
+            workers.append(max(model.replicas.min, asked))
+        return gpu_nodes(workers, fleet.buffer, fleet.places)
 
 
 def _machine_price(pool: str, is_spot: bool) -> str:

@@ -4,6 +4,8 @@
 locals {
   models = {
     for entry in local._deployed : entry.name => {
+      # As infra/kubernetes/overlay.py says it.
+      compiles = try(entry.task, "") == "image" && try(entry.gpu.type, "none") != "none" && try(entry.image.compile, "auto") != "never"
       gpu = {
         provisioning = try(entry.gpu.provisioning, "standard")
         share        = try(entry.gpu.share, 1)

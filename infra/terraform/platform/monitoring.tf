@@ -14,7 +14,7 @@ locals {
   # Before there is an API, no metrics arrive from it.
   _alerts = {
     for key, alert in jsondecode(templatefile("${local._monitoring}/alerts.json.tftpl", local._objectives)) :
-    key => alert if key != "metrics-missing" || module.options.api.image != null
+    key => alert if !contains(["metrics-missing", "outside-down"], key) || module.options.api.image != null
   }
   _gpu_hour_usd = merge(
     { none = 0 },
@@ -49,7 +49,16 @@ locals {
       title               = "${name}: jobs wait too long"
     } },
   )
-  channels = [for channel in google_monitoring_notification_channel.email : channel.id]
+  # Everything that fires, and what wakes somebody.
+  channels = concat(
+    [for channel in google_monitoring_notification_channel.email : channel.id],
+    [for channel in google_monitoring_notification_channel.slack : channel.id],
+  )
+  pagers = [for channel in google_monitoring_notification_channel.pagerduty : channel.id]
+  # Where callers come in: the domain, or each region.
+  _outside = module.options.api.image == null ? {} : (
+    var.domain != null ? { domain = var.domain } : { for name, region in module.region : name => trimprefix(region.api.uri, "https://") }
+  )
 }
 
 resource "google_monitoring_notification_channel" "email" {
@@ -63,13 +72,69 @@ resource "google_monitoring_notification_channel" "email" {
   depends_on = [google_project_service.default]
 }
 
+resource "google_monitoring_notification_channel" "slack" {
+  for_each = toset(module.options.alerts.slack)
+
+  project      = var.project_id
+  display_name = each.key
+  type         = "slack"
+  labels       = { channel_name = each.key }
+
+  sensitive_labels {
+    auth_token_wo         = var.alert_tokens.slack
+    auth_token_wo_version = module.options.alerts.tokens_version
+  }
+
+  depends_on = [google_project_service.default]
+}
+
+resource "google_monitoring_notification_channel" "pagerduty" {
+  for_each = toset(module.options.alerts.pagerduty)
+
+  project      = var.project_id
+  display_name = each.key
+  type         = "pagerduty"
+
+  sensitive_labels {
+    service_key_wo         = try(var.alert_tokens.pagerduty[each.key], null)
+    service_key_wo_version = module.options.alerts.tokens_version
+  }
+
+  depends_on = [google_project_service.default]
+}
+
+# From outside, through DNS, certificate and balancer. Google's front end
+# answers /healthz itself, and Cloud Armor keeps /readyz to those who run the API.
+resource "google_monitoring_uptime_check_config" "outside" {
+  for_each = local._outside
+
+  project      = var.project_id
+  display_name = "${var.prefix}-${each.key}"
+  period       = "60s"
+  timeout      = "10s"
+
+  http_check {
+    path         = "/livez"
+    port         = 443
+    use_ssl      = true
+    validate_ssl = true
+  }
+
+  monitored_resource {
+    type   = "uptime_url"
+    labels = { project_id = var.project_id, host = each.value }
+  }
+
+  depends_on = [google_project_service.default]
+}
+
 resource "google_monitoring_alert_policy" "default" {
   for_each = local.alerts
 
   project               = var.project_id
   display_name          = "${var.prefix}: ${each.value.title}"
   combiner              = "OR"
-  notification_channels = local.channels
+  notification_channels = concat(local.channels, each.value.severity == "CRITICAL" ? local.pagers : [])
   severity              = each.value.severity
   user_labels           = merge(var.labels, { alert = each.key })
 

@@ -58,6 +58,31 @@ resource "google_storage_bucket" "weights" {
     enabled = true
   }
 
+  # Kernels of a GPU, a driver or a torch that nobody has any more. Those that
+  # are in use are compiled again, once.
+  lifecycle_rule {
+    action {
+      type = "Delete"
+    }
+
+    condition {
+      age            = 90
+      matches_prefix = ["kernels/"]
+    }
+  }
+
+  lifecycle_rule {
+    action {
+      type = "Delete"
+    }
+
+    condition {
+      days_since_noncurrent_time = 1
+      matches_prefix             = ["kernels/"]
+      with_state                 = "ARCHIVED"
+    }
+  }
+
   # checkov:skip=CKV_GCP_62: read by workers at their start only; Cloud Audit Logs say who wrote
   depends_on = [google_project_service.default]
 }
@@ -77,4 +102,22 @@ resource "google_storage_bucket_iam_member" "weights" {
   bucket = google_storage_bucket.weights.name
   role   = "roles/storage.objectViewer"
   member = each.value
+}
+
+# What a model's workers compile, for those of them that start later. It is code
+# that they run: nobody else may write it.
+resource "google_storage_bucket_iam_member" "kernels" {
+  for_each = {
+    for name, model in local.models : name => model.slug
+    if module.options.weights.prefetched && model.compiles && startswith(model.source, "hf:")
+  }
+
+  bucket = google_storage_bucket.weights.name
+  role   = "roles/storage.objectUser"
+  member = local._worker_members[each.key].gke
+
+  condition {
+    title      = "kernels of ${each.value}"
+    expression = "resource.name.startsWith(\"projects/_/buckets/${google_storage_bucket.weights.name}/objects/kernels/${each.value}/\")"
+  }
 }

@@ -1,5 +1,21 @@
+variable "alert_tokens" {
+  description = "What alerts.slack and alerts.pagerduty are told with: Slack's OAuth token, and the integration key of each PagerDuty service. In no plan and no state: an apply that makes a channel, or raises alerts.tokens_version, needs them."
+  type = object({
+    pagerduty = optional(map(string), {})
+    slack     = optional(string)
+  })
+  default   = {}
+  ephemeral = true
+  nullable  = false
+
+  validation {
+    condition     = alltrue([for token in concat([var.alert_tokens.slack], values(var.alert_tokens.pagerduty)) : token == null ? true : can(regex("^[!-~]+$", token))])
+    error_message = "alert_tokens are written without spaces or line ends."
+  }
+}
+
 variable "alerts" {
-  description = "Who is told, and where the runbook can be read (a URL of docs/how-to/operations.md; null: notifications name its part only). oldest_job_s: the age at which a waiting job is told of."
+  description = "Who is told: emails and Slack channels of everything, PagerDuty services of what is critical. And where the runbook can be read (a URL of docs/how-to/operations.md; null: notifications name its part only). oldest_job_s: the age at which a waiting job is told of."
   type        = any
   default     = {}
   nullable    = false

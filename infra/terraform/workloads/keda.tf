@@ -17,6 +17,8 @@ resource "helm_release" "keda" {
     crds        = { install = true }
     operator    = { replicaCount = each.value.replicas }
     podIdentity = { gcp = { enabled = true } }
+    # Scraped by infra/kubernetes/cluster/pod-monitoring.yaml: an alert says when its reads fail.
+    prometheus = { operator = { enabled = true, port = 8080 } }
     # Its metrics server and webhooks hold what every scaling waits for.
     metricsServer = { replicaCount = each.value.replicas }
     resources = {

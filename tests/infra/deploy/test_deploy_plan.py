@@ -112,9 +112,9 @@ def test_too_small_settings_are_raised_and_told() -> None:
     assert reported == {
         "api.max_instances": (4, site.api_peak),
         "inboxes.per_region": (8, 2 * site.api_peak),
-        "nodes.general.max": (2, site.general_peak),
-        "nodes.max_gpus": (8, site.pools[0].nodes_peak),
-        "slow: replicas.max": (3, site.workers[1].pods_peak),
+        "nodes.general.max": (2, site.general_most),
+        "nodes.max_gpus": (8, site.pools[0].nodes_most),
+        "slow: replicas.max": (3, site.workers[1].pods_most),
     }
     wanted = plan.platform
     assert (wanted.api.max_instances, wanted.inboxes.per_region) == (
@@ -158,14 +158,17 @@ def test_slots_of_the_old_revision_count_until_they_are_gone() -> None:
     assert {change.setting: change.needed for change in plan.changes} == {"inboxes.kept_slots": 44}
 
 
-def test_quotas_are_those_of_the_peak() -> None:
+def test_quotas_hold_the_peak_and_what_chance_adds() -> None:
     platform = Platform.model_validate({"nodes": {"overflow": "a100"}, "domain": "api.example.com"})
     plan = plan_of(entry(), rates={"texts": rate(10, peak_per_s=1000)}, platform=platform)
     needed = {(quota.name, quota.place): quota.needed for quota in plan.quotas}
+    # 10 Erlangs: 15 workers. 4 standard deviations of 90,000 arrivals, all of them at 0.9: 17.
+    (pool,) = plan.sites[0].pools
+    assert (pool.nodes_peak, pool.nodes_most) == (15, 17)
     for gpus in ("NVIDIA_L4_GPUS", "PREEMPTIBLE_NVIDIA_L4_GPUS", "NVIDIA_A100_GPUS"):
-        assert needed[gpus, "europe-west4"] == 15
-    assert needed["GPUS_ALL_REGIONS", "project"] == 15
-    assert needed["vCPUs of Compute Engine", "europe-west4"] == 15 * 8 + 4
+        assert needed[gpus, "europe-west4"] == 17
+    assert needed["GPUS_ALL_REGIONS", "project"] == 17
+    assert needed["vCPUs of Compute Engine", "europe-west4"] == 17 * 8 + 4
     assert needed["Pub/Sub subscriptions", "project"] == len(plan.subscriptions)
     assert needed["static addresses", "global"] == 1
 
@@ -187,7 +190,7 @@ def test_flex_start_and_reservations_are_planned() -> None:
     )
     needed = {quota.name: quota.needed for quota in plan.quotas}
     assert "NVIDIA_H100_GPUS" not in needed
-    assert needed["PREEMPTIBLE_NVIDIA_H100_GPUS"] == plan.sites[0].pools[1].nodes_peak
+    assert needed["PREEMPTIBLE_NVIDIA_H100_GPUS"] == plan.sites[0].pools[1].nodes_most
     assert "machine/a3-highgpu-1g/flex-start" in {cost.price_key for cost in plan.costs}
     shown = text(plan)
     assert "once there is capacity" in shown
@@ -223,11 +226,23 @@ def test_flex_start_and_reservations_are_planned() -> None:
         ),
         (
             f"models: {{{MINILM}: {{mean_per_s: 1, hits: 1}}}}",
-            f"models.{MINILM}.hits: Extra inputs",
+            f"models.{MINILM}.hits: unknown; accepted here: hit_share, input_bytes, items_per",
         ),
         (
             f"models: {{{MINILM}: {{mean_per_s: 0}}}}\nregions: {{a: 0.5}}",
             "the shares of the regions",
+        ),
+        (
+            f"models: {{{MINILM}: {{mean_per_s: 0}}}}\ntarget_utilization: 0.8",
+            "target_utilization: unknown; accepted here: api_requests_per_s, broker_round_trip_s",
+        ),
+        (
+            f"models: {{{MINILM}: {{mean_per_s: 1, seconds_per_work: 2, measured: x}}}}",
+            f"models.{MINILM}: work_per_item is missing",
+        ),
+        (
+            f"models: {{{MINILM}: {{mean_per_s: 0, work_per_item: 2}}}}",
+            f"models.{MINILM}.work_per_item: the model has no `work`; leave it out",
         ),
         ("models: {}", "models: Dictionary should have at least 1 item"),
         ("", "file: Input should be"),
@@ -295,6 +310,21 @@ def test_wrong_words_are_refused_with_the_reason(
             "nodes.general.machine_type: 'custom' does not end in",
         ),
         ({"regions": {"a": {}, "b": {}}}, "every region needs an index of its own"),
+        (
+            {"node": {"max_gpus": 9}},
+            "node: unknown; accepted here: alert_tokens, alerts, analysts, api, ",
+        ),
+        ({"nodes": {"max_gpu": 9}}, "nodes.max_gpu: unknown; accepted here: binary_authorization"),
+        ({"api": {"cpus": 4}}, "api.cpus: unknown; accepted here: concurrency, cpu, "),
+        (
+            {"nodes": {"general": {"type": "e2"}}},
+            "nodes.general.type: unknown; accepted here: machine_type, max, min",
+        ),
+        (
+            {"regions": {"europe-west4": {"maxgpus": 1}}},
+            "regions.europe-west4.maxgpus: unknown; accepted here: drained, index, max_gpus",
+        ),
+        ({"batches": {"memory": "much"}}, "batches.memory: String should match"),
     ],
 )
 def test_wrong_variables_are_refused_with_field_and_reason(

@@ -221,10 +221,11 @@ def test_places_are_held_by_what_gives_way(objects: Objects) -> None:
 
 
 def test_containers_run_as_nobody_on_a_file_system_they_cannot_write(objects: Objects) -> None:
-    for deployment in of_kind(objects, "Deployment").values():
+    for name, deployment in of_kind(objects, "Deployment").items():
         spec = pod(deployment)
         assert spec["securityContext"]["runAsNonRoot"] is True
-        assert spec["automountServiceAccountToken"] is False
+        # Only what empties nodes asks the API server.
+        assert spec["automountServiceAccountToken"] is (name == "gpu-nodes")
         for container in spec["containers"]:
             security = container["securityContext"]
             assert (security["readOnlyRootFilesystem"], security["capabilities"]) == (
@@ -308,7 +309,7 @@ def test_compute_classes_and_capacity_buffers(tmp_path: Path) -> None:
         of_kind(objects, "PodTemplate")
     )
     assert {found["spec"]["replicas"] for found in buffers.values()} == {2}
-    assert set(of_kind(objects, "Deployment")) == set(workers(objects))
+    assert set(of_kind(objects, "Deployment")) == {*workers(objects), "gpu-nodes"}
 
 
 def test_what_is_reserved_goes_first(tmp_path: Path) -> None:

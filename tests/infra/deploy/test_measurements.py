@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from infra.planning.deploy.__main__ import main
+from infra.planning.simulation.scenario import scenario_of
+from infra.planning.simulation.world import simulate
+from shared.errors import ConfigurationError
 from shared.model_interface import ModelInterface
 from shared.model_measurement import ModelMeasurement
 
@@ -155,3 +158,95 @@ def test_more_memory_than_a_worker_has_is_noted(
     words = ["--models", str(catalog(folder)), "--rate", "mine=2"]
     notes = plan(capsys, *words)["notes"]
     assert any("mine: 2 processes of a worker take up to 6,144 MiB" in note for note in notes)
+
+
+@pytest.fixture
+def weighing(folder: Path) -> Path:
+    """A class that says what an input weighs: 4 at a time take a second, and weigh 10 each."""
+    changed = INTERFACE.model_dump() | {"weighs": True, "batches": True}
+    interface = ModelInterface.model_validate(changed)
+    (folder / "mine" / "schema.json").write_text(interface.as_json)
+    write_measured(folder / "mine" / "measured.json", work_per_item=10)
+    return folder
+
+
+def planned(
+    folder: Path, capsys: pytest.CaptureFixture[str], rate: str, **more: Any
+) -> tuple[float, int, int]:
+    """Seconds of an item, items of a batch, and processes at the peak."""
+    rates = folder / "rates.yaml"
+    rates.write_text(f"models: {{mine: {rate}}}")
+    entry = {"batch": {"max_items": 4, "max_work": 60}, "work": {"max": 1000}} | more
+    words = ["--models", str(catalog(folder, **entry)), "--rates", str(rates)]
+    (found,) = plan(capsys, *words)["models"]
+    return found["service_s"], found["batch"], found["processes_peak"]
+
+
+def test_items_count_by_their_work(weighing: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(weighing, capsys, "{mean_per_s: 10}") == (0.25, 4, 4)
+    # Three times the work of what was measured: three times as long, and two in a batch.
+    assert planned(weighing, capsys, "{mean_per_s: 10, work_per_item: 30}") == (0.75, 2, 11)
+    given = "{mean_per_s: 10, work_per_item: 30, seconds_per_work: 0.1, measured: x}"
+    assert planned(weighing, capsys, given) == (3.0, 2, 43)
+    given = "{mean_per_s: 10, work_per_item: 30, seconds_per_item: 0.5, measured: x}"
+    assert planned(weighing, capsys, given) == (0.5, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("rate", "more", "said"),
+    [
+        (
+            "{mean_per_s: 1, seconds_per_item: 1, measured: x}",
+            {},
+            "models.mine.work_per_item is missing: what `work` of the class returns",
+        ),
+        (
+            "{mean_per_s: 1, work_per_item: 2000}",
+            {},
+            "models.mine.work_per_item: above work.max of the catalog (1000)",
+        ),
+        (
+            "{mean_per_s: 1, seconds_per_work: 1, measured: x}",
+            {},
+            "models.mine: work_per_item is missing: with it, seconds_per_work says seconds",
+        ),
+        (
+            "{mean_per_s: 1, seconds_per_work: 1, seconds_per_item: 1, work_per_item: 1}",
+            {},
+            "models.mine: seconds_per_work: there is seconds_per_item; leave one of them out",
+        ),
+    ],
+)
+def test_work_that_does_not_fit_is_refused(
+    weighing: Path,
+    capsys: pytest.CaptureFixture[str],
+    rate: str,
+    more: dict[str, Any],
+    said: str,
+) -> None:
+    rates = weighing / "rates.yaml"
+    rates.write_text(f"models: {{mine: {rate}}}")
+    entry = {"batch": {"max_items": 4, "max_work": 60}, "work": {"max": 1000}} | more
+    models = str(catalog(weighing, **entry))
+    assert said in refusal(capsys, "--models", models, "--rates", str(rates))
+
+
+def test_a_simulation_counts_the_same_work(weighing: Path) -> None:
+    entry = {"batch": {"max_items": 4, "max_work": 60}, "work": {"max": 1000}}
+    models = catalog(weighing, **entry)
+    load = {
+        "arrivals": [{"kind": "constant", "per_s": 4.0}],
+        "work_per_item": 30,
+        "seconds_per_work": 0.01,
+        "measured": "a test",
+        "start_replicas": 4,
+    }
+    document = {"duration_s": 600, "settle_s": 0, "catalog": models, "models": {"mine": load}}
+    # Two items of 0.3 s are a full batch, and 1.2 Erlangs keep 4 workers at 30 %.
+    result = simulate(scenario_of(document))
+    (summary,) = result.summary.models
+    assert summary.served == pytest.approx(2400, rel=0.1)
+    assert result.recorder.worker_busy_s == pytest.approx(summary.served * 0.3, rel=0.02)
+    del load["work_per_item"]
+    with pytest.raises(ConfigurationError, match="work_per_item is missing"):
+        scenario_of(document)

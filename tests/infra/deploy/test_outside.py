@@ -55,7 +55,12 @@ def plan_with_outside(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 def test_nothing_of_gke_is_asked_for(outside: Objects, objects: Objects) -> None:
     kinds = {found["kind"] for found in outside}
     assert kinds == {found["kind"] for found in objects} - {
+        "ClusterPodMonitoring",
+        "ClusterRole",
+        "ClusterRoleBinding",
         "PodMonitoring",
+        "Role",
+        "RoleBinding",
         "ScaledObject",
         "TriggerAuthentication",
     }

@@ -16,6 +16,7 @@ from infra.planning.deploy import __main__, costs, platform_variables
 from infra.planning.deploy.plan import DeployPlan
 from infra.planning.deploy.platform_variables import Platform
 from infra.planning.deploy.topology import gpu_pools, redis
+from infra.planning.entry import Entry
 from shared.catalog import read_catalog
 from tests.infra.deploy.planning import plan_of, rate
 from tests.infra.deploy.terraform import REGIONS, Plan, plan_platform
@@ -149,6 +150,31 @@ def test_defaults_are_those_of_terraform(variable: str, model: Any, file: Path) 
     shared = defaults.keys() & own.keys()
     assert len(shared) >= 2
     assert {name: own[name] for name in shared} == {name: defaults[name] for name in shared}
+
+
+def test_names_are_those_of_terraform() -> None:
+    """A misspelt variable is refused, and none that Terraform takes is."""
+    names = set(re.findall(r'^variable "(\w+)"', PLATFORM.read_text(), flags=re.MULTILINE))
+    accepted = Platform.model_fields.keys() | Platform.KEPT
+    assert accepted == names
+    typed: dict[str, type[Entry]] = {
+        "api": platform_variables.ApiVariable,
+        "batches": platform_variables.BatchesVariable,
+        "cache": platform_variables.CacheVariable,
+        "functions": platform_variables.FunctionsVariable,
+        "inboxes": platform_variables.Inboxes,
+        "nodes": platform_variables.Nodes,
+        "objects_days": platform_variables.ObjectsDays,
+        "records": platform_variables.RecordsVariable,
+        "regions": platform_variables.Region,
+    }
+    for variable, model in typed.items():
+        written = re.search(
+            r"^  type += .*?^  \S", _block(variable, OPTIONS), re.DOTALL | re.MULTILINE
+        )
+        assert written is not None
+        names = set(re.findall(r"^    (\w+) += ", written[0], flags=re.MULTILINE))
+        assert model.model_fields.keys() | model.KEPT == names, variable
 
 
 @pytest.mark.parametrize("variable", ["dataset_location", "storage_location"])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from infra.planning.deploy.sizing import erlang_c, late, mean_wait_s, servers_needed
 
-needed = partial(servers_needed, utilization=0.7, late_share=0.001)
+needed = partial(servers_needed, late_share=0.001)
 loads = st.floats(0.001, 200)
 
 

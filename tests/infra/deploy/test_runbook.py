@@ -22,7 +22,7 @@ import shared.usage.writer
 import workers.functions.dependencies
 import workers.functions.main
 import workers.metrics
-from infra.monitoring.alerts import OF_FUNCTIONS, OFF_GOOGLE, alerts
+from infra.monitoring.alerts import OF_FUNCTIONS, OFF_GOOGLE, ON_GOOGLE, alerts
 from infra.monitoring.objectives import DEFAULT_LEAST_BAD_EVENTS, DEFAULT_TARGETS, bounds_of
 from shared.catalog import read_catalog
 from tests.infra.deploy.terraform import Plan, plan_platform
@@ -68,6 +68,8 @@ def test_every_alert_has_its_line(plan: Plan) -> None:
         made = {title.replace(f"{model.name}:", "MODEL:") for title in made}
     explained = re.findall(r"^### (.+)$", part("What each alert means"), re.MULTILINE)
     off_google = {alert.title for alert in OFF_GOOGLE} - {"Dead letters"}  # several there
+    on_google = {alert.title for alert in ON_GOOGLE}
+    assert on_google <= made
     # That of exported keys is there with keys in Redis only.
     assert sorted(explained) == sorted(made | {"Budget", "Keys: the export fails"} | off_google)
 

@@ -63,6 +63,7 @@ LEFT_ALONE: dict[type[Settings], set[str]] = {
         # Only where no node is a spot node.
         "PENSTOCK_SPOT",
         # Only where prefetched weights are mounted.
+        "PENSTOCK_KERNELS_DIR",
         "PENSTOCK_WEIGHTS_DIR",
         # The image sets it, because it has the environments.
         "PENSTOCK_ENVIRONMENTS_DIR",

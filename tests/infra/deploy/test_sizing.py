@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.planning.deploy.platform_variables import Platform
-from infra.planning.deploy.sizing import batch_items
+from infra.planning.item_load import batch_items
 from shared.errors import ConfigurationError
 from tests.infra.deploy.planning import entry, plan_of, rate
 

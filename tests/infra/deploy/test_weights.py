@@ -127,6 +127,62 @@ def test_only_models_of_the_hub_have_weights_mounted(tmp_path: Path) -> None:
     assert "PENSTOCK_WEIGHTS_DIR" not in settings_of(objects, deployment)
 
 
+IMAGES = {
+    "name": "painter",
+    "task": "image",
+    "source": "hf:org/painter",
+    "batch": {"max_pixel_steps": 10_000_000},
+    "gpu": {"type": "l4", "share": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "bucket", "is_kept"),
+    [
+        ({}, BUCKET, True),
+        ({}, None, False),
+        ({"gpu": {"type": "none"}}, BUCKET, False),
+        ({"image": {"compile": "never"}}, BUCKET, False),
+    ],
+    ids=["compiled", "no bucket", "no GPU", "never compiled"],
+)
+def test_compiled_kernels_are_kept_in_the_bucket_of_the_weights(
+    tmp_path: Path, change: dict[str, Any], bucket: str | None, is_kept: bool
+) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(yaml.safe_dump({"models": [IMAGES | change]}))
+    objects = render(tmp_path / "out", file, weights_bucket=bucket)
+    deployment = worker(objects, "painter")
+    settings, found = settings_of(objects, deployment), volumes(deployment)
+    assert ("PENSTOCK_KERNELS_DIR" in settings) == ("kernels" in found) == is_kept
+    if not is_kept:
+        return
+    assert settings["PENSTOCK_KERNELS_DIR"] == mounts(deployment)["kernels"]
+    csi = found["kernels"]["csi"]
+    assert csi["volumeAttributes"]["bucketName"] == BUCKET
+    options = csi["volumeAttributes"]["mountOptions"].split(",")
+    user = pod(deployment)["securityContext"]["runAsUser"]
+    assert {"only-dir=kernels", f"uid={user}", f"gid={user}"} <= set(options)
+    assert "readOnly" not in csi
+    assert found["weights"]["csi"]["readOnly"]
+
+
+def test_workers_write_the_kernels_of_their_own_model_only(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    other = IMAGES | {"name": "Other.Painter", "gpu": {"type": "none"}}
+    file.write_text(yaml.safe_dump({"models": [IMAGES, other]}))
+    made = plan_platform(tmp_path, models_file=str(file), weights={"prefetched": True})
+    (right,) = (
+        one
+        for one in made.of("google_storage_bucket_iam_member")
+        if one["bucket"] == BUCKET and one["role"] == "roles/storage.objectUser"
+    )
+    assert right["member"].endswith("/subject/ns/penstock/sa/worker-painter")
+    (condition,) = right["condition"]
+    where = f"projects/_/buckets/{BUCKET}/objects/kernels/painter/"
+    assert condition["expression"] == f'resource.name.startsWith("{where}")'
+
+
 def test_the_token_is_a_file_and_not_in_the_environment(tmp_path: Path) -> None:
     objects = render(tmp_path / "out", models_file(tmp_path), hub_token=SECRET)
     deployment = worker(objects, "of-the-hub")

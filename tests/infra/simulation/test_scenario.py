@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from infra.planning.simulation.scenario import SHIPPED, read_scenario
-from infra.planning.simulation.streams import Burst, Constant, StepArrivals, Wave
-from infra.planning.simulation.world import arrival_times, simulate
+from infra.planning.simulation.streams import Burst, Constant, StepArrivals, Wave, arrival_times
+from infra.planning.simulation.world import simulate
 from shared.errors import ConfigurationError
 
 GIVEN = """
@@ -36,7 +36,10 @@ def written(folder: Path, text: str = GIVEN) -> str:
         ("duration_s=0", "duration_s"),
         ("models.all-MiniLM-L6-v2.seconds_per_item=-1", "all-MiniLM-L6-v2.seconds_per_item"),
         ("models.all-MiniLM-L6-v2.arrivals.0.per_s=often", "arrivals.0.constant.per_s"),
-        ("cluster.nodes=3", "cluster.nodes"),
+        ("cluster.nodes=3", "cluster.nodes: unknown; accepted here: buffer, node_idle_s"),
+        ("duration=3", "duration: unknown; accepted here: about, api, broker, catalog, cluster"),
+        ("models.all-MiniLM-L6-v2.work_per_items=3", "work_per_items: unknown; accepted here: "),
+        ("models.all-MiniLM-L6-v2.seconds_per_work=3", "there is seconds_per_item; leave one"),
         ("regions.us-east4.share=0.5", "shares of the regions"),
         ("events=[{kind: region_loss, at_s: 1, for_s: 1, region: mars}]", "mars"),
         ("events=[{kind: rollout, at_s: 1, model: other}]", "other"),

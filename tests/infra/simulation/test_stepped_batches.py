@@ -86,5 +86,7 @@ def test_batch_priority_leaves_places_to_callers() -> None:
 
 
 def test_a_model_takes_time_in_one_way() -> None:
-    with pytest.raises(ConfigurationError, match="either seconds_per_item or steps"):
+    with pytest.raises(
+        ConfigurationError, match="one of seconds_per_item, seconds_per_work and steps"
+    ):
         scenario(load={"seconds_per_item": None})

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shared.catalog import LOCAL, Model
+from shared.catalog_entry import MAX_WORK
 from shared.errors import BadInput, ConfigurationError, PenstockError
 from shared.messages import PrintedLogs
 from shared.model_interface import FILE_FORMAT, ModelInterface
@@ -25,6 +26,7 @@ from shared.model_measurement import CPU, ModelMeasurement
 from shared.tasks import Result
 from shared.tasks.custom import CUSTOM, CustomResult
 from workers.models.base import PreparedCustom, PreparedFile
+from workers.models.custom.aside import AsideClass
 from workers.models.custom.batches import CustomBatchModel
 from workers.models.custom.model import CustomModel
 from workers.models.custom.trial import read_assignments, read_file
@@ -84,11 +86,13 @@ def measure(
         peak_bytes = _peak_bytes()
     finally:
         model.close()
+    work_per_item = _work_per_item(entry, folder, inputs) if interface.weighs else None
     return ModelMeasurement(
         measured=_measured(device, conditions, len(inputs), load),
         device=device,
         setup_s=_rounded(setup_s),
         batches={items: _rounded(seconds) for items, seconds in batches.items()},
+        work_per_item=work_per_item,
         peak_memory_bytes=peak_bytes or _peak_of_children_bytes(),
         input_bytes=round(statistics.fmean(map(_input_bytes, inputs))),
         output_bytes=round(statistics.fmean(map(_output_bytes, results))),
@@ -99,8 +103,10 @@ def measure(
 def _entry(folder: Path, interface: ModelInterface) -> Model:
     """The entry of the catalog, with the largest batches that the class takes.
 
-    One with `predict_batch` takes any: here, as many as an entry has by default.
+    One with `predict_batch` takes any: here, as many as an entry has by default. An input may weigh
+    what it likes.
     """
+    work = {"max": MAX_WORK} if interface.weighs else {}
     batch = {} if interface.batches else {"max_items": interface.concurrency}
     return Model.model_validate(
         {
@@ -109,8 +115,18 @@ def _entry(folder: Path, interface: ModelInterface) -> Model:
             "source": f"{LOCAL}{folder}",
             "interface": interface,
             "batch": batch,
+            "work": work,
         }
     )
+
+
+def _work_per_item(entry: Model, folder: Path, inputs: Sequence[PreparedCustom]) -> float:
+    """What the class says that an input weighs, on average."""
+    aside = AsideClass(entry, folder)
+    try:
+        return statistics.fmean(map(aside.weigh, inputs))
+    finally:
+        aside.close()
 
 
 def _sizes(most: int) -> list[int]:
@@ -354,6 +370,11 @@ def report(measurement: ModelMeasurement) -> str:
         *(
             f"  {items} at a time: {seconds:g} s, {seconds / items:.3g} s an item"
             for items, seconds in measurement.batches.items()
+        ),
+        *(
+            [f"  an input weighs {measurement.work_per_item:g}"]
+            if measurement.work_per_item is not None
+            else []
         ),
         f"  {measurement.input_bytes:,} bytes in, {measurement.output_bytes:,} bytes out",
     ]

@@ -113,7 +113,7 @@ resource "google_container_cluster" "default" {
   }
 
   monitoring_config {
-    enable_components = ["SYSTEM_COMPONENTS", "DCGM", "POD", "DEPLOYMENT"]
+    enable_components = ["SYSTEM_COMPONENTS", "DCGM", "POD", "DEPLOYMENT", "HPA"]
 
     managed_prometheus {
       enabled = true

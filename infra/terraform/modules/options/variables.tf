@@ -1,9 +1,12 @@
 variable "alerts" {
   description = "The stage's `alerts`, with its types and defaults."
   type = object({
-    emails       = optional(list(string), [])
-    oldest_job_s = optional(number, 60)
-    runbook_url  = optional(string)
+    emails         = optional(list(string), [])
+    oldest_job_s   = optional(number, 60)
+    pagerduty      = optional(list(string), [])
+    runbook_url    = optional(string)
+    slack          = optional(list(string), [])
+    tokens_version = optional(number, 1)
   })
   default  = {}
   nullable = false
@@ -11,6 +14,21 @@ variable "alerts" {
   validation {
     condition     = alltrue([for email in var.alerts.emails : can(regex("^[^@ ]+@[^@ ]+[.][^@ ]+$", email))])
     error_message = "Each of alerts.emails is an address, as oncall@example.com."
+  }
+
+  validation {
+    condition     = alltrue([for channel in var.alerts.slack : can(regex("^#[a-z0-9_-]{1,79}$", channel))])
+    error_message = "Each of alerts.slack is a channel, as #oncall."
+  }
+
+  validation {
+    condition     = length(distinct(var.alerts.pagerduty)) == length(var.alerts.pagerduty) && alltrue([for service in var.alerts.pagerduty : can(regex("^[A-Za-z0-9 _-]{1,60}$", service))])
+    error_message = "Each of alerts.pagerduty names a service once, as inference."
+  }
+
+  validation {
+    condition     = var.alerts.tokens_version >= 1 && floor(var.alerts.tokens_version) == var.alerts.tokens_version
+    error_message = "alerts.tokens_version counts from 1."
   }
 
   validation {

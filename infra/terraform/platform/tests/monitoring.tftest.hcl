@@ -30,6 +30,50 @@ run "usual_objectives" {
   }
 }
 
+run "nobody_is_told_unless_named" {
+  command = plan
+
+  assert {
+    condition     = length(local.channels) + length(local.pagers) == 0
+    error_message = "No channel."
+  }
+
+  assert {
+    condition     = keys(google_monitoring_uptime_check_config.outside) == ["europe-west4"]
+    error_message = "Without a domain each region is asked."
+  }
+}
+
+run "who_is_told_of_what" {
+  command = plan
+
+  variables {
+    alert_tokens = { slack = "xoxb-0", pagerduty = { inference = "0" } }
+    alerts       = { emails = ["ops@example.com"], pagerduty = ["inference"], slack = ["#inference"] }
+    domain       = "api.example.com"
+  }
+
+  assert {
+    condition = google_monitoring_notification_channel.slack["#inference"].labels.channel_name == "#inference" && (
+      google_monitoring_notification_channel.slack["#inference"].type == "slack" &&
+      google_monitoring_notification_channel.pagerduty["inference"].type == "pagerduty"
+    )
+    error_message = "Slack has a channel, PagerDuty a service."
+  }
+
+  assert {
+    condition     = length(local.channels) == 2 && length(local.pagers) == 1
+    error_message = "E-mail and Slack get everything, PagerDuty what is critical."
+  }
+
+  assert {
+    condition = google_monitoring_uptime_check_config.outside["domain"].monitored_resource[0].labels.host == "api.example.com" && (
+      google_monitoring_uptime_check_config.outside["domain"].http_check[0].path == "/livez"
+    )
+    error_message = "From outside, by the way of callers."
+  }
+}
+
 run "own_objectives_and_prices" {
   command = plan
 

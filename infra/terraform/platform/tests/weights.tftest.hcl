@@ -11,7 +11,7 @@ run "from_the_hub" {
 
   assert {
     condition = output.deployments["europe-west4"].weights_bucket == null && output.deployments["europe-west4"].hub_token == null && (
-      length(google_secret_manager_secret.hub_token) == 0
+      length(google_secret_manager_secret.hub_token) == 0 && length(google_storage_bucket_iam_member.kernels) == 0
     )
     error_message = "Nothing is mounted unless asked."
   }
@@ -33,7 +33,14 @@ run "prefetched_with_a_token" {
   }
 
   assert {
-    condition     = keys(google_secret_manager_secret_iam_member.hub_token) == ["gated", "gated.canary"]
+    condition = keys(google_storage_bucket_iam_member.kernels) == ["painter"] && (
+      endswith(google_storage_bucket_iam_member.kernels["painter"].condition[0].expression, "/objects/kernels/painter/\")")
+    )
+    error_message = "Who compiles writes its own kernels, and nobody else."
+  }
+
+  assert {
+    condition     = keys(google_secret_manager_secret_iam_member.hub_token) == ["gated", "gated.canary", "painter"]
     error_message = "Workers of hub models read the token, others do not."
   }
 }

@@ -32,6 +32,15 @@ class Predictor(BasePredictor):
         time.sleep(seconds)
         return "x" * 1000
 """
+WEIGHS = """
+class Predictor(BasePredictor):
+    def predict(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "done"
+
+    def work(self, input: Any) -> int:
+        return round(input.seconds * 100)
+"""
 TOGETHER = """
 class Predictor(BasePredictor):
     async def predict(self, seconds: float) -> str:
@@ -68,6 +77,15 @@ def test_setup_items_memory_and_bytes_are_measured(tmp_path: Path) -> None:
     assert measured.device == "cpu"
     assert "inputs: 2, repeats: 3" in measured.measured
     assert measured.sources_sha256 == interface.sources_sha256
+
+
+def test_work_of_inputs_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "inputs.jsonl").write_text('{"seconds": 0.02}\n{"seconds": 0.06}\n')
+    folder = write_class(tmp_path, WEIGHS)
+    _, measured = found(folder, lines=tmp_path / "inputs.jsonl")
+    assert measured.work_per_item == 4
+    _, measured = found(write_class(tmp_path, SLEEPS), "seconds=0.01")
+    assert measured.work_per_item is None
 
 
 def test_what_a_class_computes_together_is_measured_together(tmp_path: Path) -> None:

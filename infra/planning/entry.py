@@ -1,0 +1,49 @@
+"""The entries of files that plans and scenarios are read from.
+
+Nothing in them is unknown or infinite.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from shared.errors import ConfigurationError
+
+_UNKNOWN = "unknown_key"
+
+
+class Entry(BaseModel):
+    """A part of such a file. A key that is misspelt is refused, with those that are accepted."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    KEPT: ClassVar[frozenset[str]] = frozenset()
+    """Keys that are accepted and kept, and that change no figure. They need `extra="allow"`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_are_known(cls, entry: object) -> object:
+        accepted = sorted(cls.model_fields.keys() | cls.KEPT)
+        for key in entry if isinstance(entry, dict) else ():
+            if key not in accepted:
+                context = {"key": str(key), "accepted": ", ".join(accepted)}
+                raise PydanticCustomError(_UNKNOWN, "unknown; accepted here: {accepted}", context)
+        return entry
+
+
+def explained(error: ValidationError, where: str) -> ConfigurationError:
+    """The first reason for which an entry is refused, with the name of its field.
+
+    Args:
+        error: of the entry.
+        where: the file or option that it was read from.
+    """
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"]]
+    if first["type"] == _UNKNOWN:
+        place.append(first["ctx"]["key"])
+    field = ".".join(place) or "file"
+    reason = first["msg"].removeprefix("Value error, ")
+    return ConfigurationError(f"{where}: {field}: {reason}", field=field)

@@ -1,0 +1,95 @@
+"""A worker whose GPU fails answers nothing with an error: it leaves, and another one computes all
+that it held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+from prometheus_client import REGISTRY
+
+from shared.errors import ModelFailed
+from shared.in_memory_broker import InMemoryBroker
+from tests.limits import WAIT_LIMIT_S
+from tests.workers.worker_harness import MODEL, running_worker
+from workers.runtime.pool import HostedModel, ModelPool
+
+pytestmark = pytest.mark.anyio
+
+BROKEN = """
+import sys
+from pathlib import Path
+from shared.tasks.embedding import EmbeddingResult
+from workers.models.base import GpuLost
+from workers.runtime import server as model_process
+
+TIMES = Path(sys.argv.pop(1))
+
+class Letters:
+    device_name, pads = "letters", False
+    def setup(self): pass
+    def warmup(self): pass
+    def groups(self, batch): return [list(range(len(batch)))]
+    def computed_work(self, lengths): return sum(lengths)
+    def predict(self, batch, on_step):
+        if left := TIMES.read_text():
+            TIMES.write_text(left[1:])
+            raise GpuLost("CUDA error: uncorrectable ECC error encountered")
+        return [EmbeddingResult(item.ids, len(item.ids)) for item in batch]
+
+model_process.model_for = lambda *given, **named: Letters()
+sys.exit(model_process.main())
+"""
+"""Fails as often as a file has letters."""
+NAMES = [f"n{letter}" for letter in "abcdefgh"]
+
+
+def lost() -> float:
+    return REGISTRY.get_sample_value("penstock_worker_lost_gpus_total") or 0.0
+
+
+async def test_what_a_worker_with_a_broken_gpu_held_is_computed_by_another(
+    redis_url: str, tmp_path: Path
+) -> None:
+    times, broker, before = tmp_path / "times", InMemoryBroker(), lost()
+    times.write_text("x" * 1000)
+    command = (sys.executable, "-c", BROKEN, str(times))
+    async with (
+        ModelPool(
+            [HostedModel(MODEL, tmp_path)], device="cpu", processes=1, command=command
+        ) as pool,
+        running_worker(redis_url, tmp_path, drain_s=0, pool=pool, broker=broker) as sick,
+    ):
+        for name in NAMES:
+            await sick.send(name * 3, request_id=name)
+        assert sick.running is not None
+        with pytest.raises(ModelFailed, match="its GPU fails"):
+            await asyncio.wait_for(asyncio.shield(sick.running), WAIT_LIMIT_S)
+        assert len(sick.rows) == 0, "nobody got an error"
+    assert lost() - before == 2
+    async with running_worker(redis_url, tmp_path, broker=broker) as healthy:
+        ends = {}
+        for _ in NAMES:
+            reply = await healthy.reply()
+            ends[reply.request_id] = reply.body.outcomes[0].status
+    assert ends == dict.fromkeys(NAMES, "succeeded")
+
+
+async def test_a_gpu_that_fails_once_is_tried_again(redis_url: str, tmp_path: Path) -> None:
+    """What one input did to the context does not cost the worker."""
+    times = tmp_path / "times"
+    times.write_text("x")
+    command = (sys.executable, "-c", BROKEN, str(times))
+    async with (
+        ModelPool(
+            [HostedModel(MODEL, tmp_path)], device="cpu", processes=1, command=command
+        ) as pool,
+        running_worker(redis_url, tmp_path, pool=pool) as harness,
+    ):
+        for name in NAMES:
+            assert await harness.ask(name, request_id=name) == [("succeeded", name.encode())]
+        times.write_text("x")
+        assert await harness.ask("last", request_id="last") == [("succeeded", b"last")]

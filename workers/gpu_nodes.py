@@ -1,0 +1,248 @@
+"""`python -m workers.gpu_nodes`: empties nodes whose GPU has failed, one deployment per cluster.
+
+A device plugin or node-problem-detector says so in a condition of the node. Nobody acts on it:
+GKE's node auto-repair looks at `Ready` and disks only, and a pod that fails is started again on the
+same GPU. So such a node is cordoned and its pods are evicted, as `kubectl drain` does it. Evictions
+keep to the disruption budgets, pods drain and hand back what they hold, and their successors go
+elsewhere. The cluster autoscaler deletes a node that is empty.
+
+A tenth of all GPU nodes may be cordoned at a time, at least one: a driver that calls every GPU
+broken must not empty the cluster. A node whose condition is gone serves again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import ssl
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shared.logs import configure_logs
+
+CONDITIONS = ("XidCriticalError",)
+"""Conditions of a node, as GKE's device plugin sets it, and node-problem-detector elsewhere
+(infra/kubernetes/gpu-nodes/gpu-monitor.json).
+"""
+ANNOTATION = "penstock.dev/gpu-failed"
+"""On nodes that were cordoned here. What others cordoned is theirs."""
+SELECTOR = "app.kubernetes.io/name in (penstock-worker,penstock-balloon)"
+GPU = "nvidia.com/gpu"
+MAX_SHARE = 0.1
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+REQUEST_LIMIT_S = 20.0
+PAGE = 500
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+
+class KubernetesApi:
+    """The few calls that are needed, with the identity of the pod.
+
+    Args:
+        url: of the API server.
+        token_file: read for each call, since the kubelet renews it.
+        ca_file: of the API server. None: plain HTTP.
+    """
+
+    def __init__(self, url: str, token_file: Path, ca_file: Path | None) -> None:
+        self._url = url
+        self._token_file = token_file
+        self._context = None if ca_file is None else ssl.create_default_context(cafile=str(ca_file))
+
+    def items(self, path: str, **query: str) -> Iterator[Json]:
+        """Yields the objects of a list, page by page.
+
+        Raises:
+            OSError: the API server can't be reached, or refuses.
+        """
+        after = ""
+        while True:
+            asked = {**query, "limit": str(PAGE)} | ({"continue": after} if after else {})
+            page = self.call("GET", f"{path}?{urllib.parse.urlencode(asked)}")
+            yield from page["items"]
+            after = page.get("metadata", {}).get("continue") or ""
+            if not after:
+                return
+
+    def call(self, method: str, path: str, body: Json | None = None) -> Json:
+        """Sends a request, and returns the answer.
+
+        Raises:
+            OSError: the API server can't be reached, or refuses (urllib.error.HTTPError).
+        """
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        request = urllib.request.Request(
+            self._url + path,
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={
+                "Authorization": f"Bearer {self._token_file.read_text(encoding='ascii').strip()}",
+                "Content-Type": kind,
+            },
+        )
+        with urllib.request.urlopen(
+            request, timeout=REQUEST_LIMIT_S, context=self._context
+        ) as answer:
+            decoded: Json = json.load(answer)
+            return decoded
+
+
+@dataclass
+class Round:
+    """What one look at the nodes found and did: names of nodes, and of pods."""
+
+    cordoned: list[str] = field(default_factory=list)
+    evicted: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    """Pods whose disruption budget does not allow an eviction yet."""
+    waiting: list[str] = field(default_factory=list)
+    """Nodes that would be too many."""
+    released: list[str] = field(default_factory=list)
+
+
+class GpuNodes:
+    """Empties nodes whose GPU has failed.
+
+    Args:
+        api: of the cluster.
+        namespace: of the pods to evict.
+        conditions: of nodes, by which a GPU has failed.
+    """
+
+    def __init__(
+        self, api: KubernetesApi, namespace: str, conditions: Sequence[str] = CONDITIONS
+    ) -> None:
+        self._api = api
+        self._namespace = namespace
+        self._conditions = frozenset(conditions)
+
+    def look(self) -> Round:
+        """Looks at all nodes once.
+
+        Raises:
+            OSError: the API server can't be reached, or refuses.
+        """
+        done = Round()
+        nodes = [node for node in self._api.items("/api/v1/nodes") if _has_gpu(node)]
+        ours = {_name(node) for node in nodes if ANNOTATION in _annotations(node)}
+        failed = sorted(
+            (since, _name(node))
+            for node in nodes
+            if (since := self._failed_since(node)) is not None
+        )
+        names = {name for _, name in failed}
+        for name in sorted(ours - names):
+            self._mark(name, reason=None)
+            done.released.append(name)
+        most, cordoned = max(1, int(len(nodes) * MAX_SHARE)), len(ours & names)
+        for since, name in failed:
+            if name not in ours:
+                if cordoned >= most:
+                    done.waiting.append(name)
+                    continue
+                cordoned += 1
+                self._mark(name, reason=since)
+                done.cordoned.append(name)
+            self._evict_from(name, done)
+        return done
+
+    def _failed_since(self, node: Json) -> str | None:
+        """The time since when its GPU has failed. None: it has not."""
+        times = [
+            str(one.get("lastTransitionTime", ""))
+            for one in node.get("status", {}).get("conditions", ())
+            if one["type"] in self._conditions and one["status"] == "True"
+        ]
+        return min(times, default=None)
+
+    def _mark(self, name: str, reason: str | None) -> None:
+        """Cordons a node, or uncordons it without a reason."""
+        body = {
+            "metadata": {"annotations": {ANNOTATION: reason}},
+            "spec": {"unschedulable": True if reason is not None else None},
+        }
+        self._api.call("PATCH", f"/api/v1/nodes/{name}", body)
+        log.warning("node released" if reason is None else "node cordoned", extra={"node": name})
+
+    def _evict_from(self, node: str, done: Round) -> None:
+        pods = f"/api/v1/namespaces/{self._namespace}/pods"
+        for pod in self._api.items(
+            pods, labelSelector=SELECTOR, fieldSelector=f"spec.nodeName={node}"
+        ):
+            name = _name(pod)
+            if pod["metadata"].get("deletionTimestamp"):
+                continue
+            metadata = {"name": name, "namespace": self._namespace}
+            body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata}
+            try:
+                self._api.call("POST", f"{pods}/{name}/eviction", body)
+            except urllib.error.HTTPError as error:
+                if error.code == 429:  # the disruption budget says: not yet
+                    done.refused.append(name)
+                elif error.code != 404:  # gone meanwhile
+                    raise
+                continue
+            log.warning("pod evicted", extra={"pod": name, "node": node})
+            done.evicted.append(name)
+
+
+def _name(one: Json) -> str:
+    return str(one["metadata"]["name"])
+
+
+def _annotations(node: Json) -> Json:
+    return node["metadata"].get("annotations") or {}
+
+
+def _has_gpu(node: Json) -> bool:
+    # `allocatable` goes to 0 when the plugin withdraws a broken GPU.
+    return int(node.get("status", {}).get("capacity", {}).get(GPU, 0)) > 0
+
+
+def _url() -> str:
+    host, port = (os.environ.get(f"KUBERNETES_SERVICE_{part}", "") for part in ("HOST", "PORT"))
+    return f"https://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Looks at the nodes again and again, until it is stopped."""
+    parser = argparse.ArgumentParser(prog="workers.gpu_nodes", description=__doc__)
+    parser.add_argument("--url", default=_url(), help="default: of the cluster that it runs in")
+    parser.add_argument("--account", type=Path, default=ACCOUNT, help="folder of the identity")
+    parser.add_argument("--condition", action="append", help=f"default: {CONDITIONS[0]}")
+    parser.add_argument("--every-s", type=float, default=15.0)
+    parser.add_argument("--once", action="store_true")
+    options = parser.parse_args(argv)
+    configure_logs("INFO")
+    ca_file = options.account / "ca.crt"
+    api = KubernetesApi(
+        options.url, options.account / "token", ca_file if options.url.startswith("https") else None
+    )
+    namespace = (options.account / "namespace").read_text(encoding="ascii").strip()
+    nodes = GpuNodes(api, namespace, options.condition or CONDITIONS)
+    while True:
+        try:
+            done = nodes.look()
+        except OSError as error:
+            log.warning("the API server does not answer", extra={"error": str(error)})
+        else:
+            if done.waiting:
+                log.error("too many GPUs have failed at once", extra={"nodes": done.waiting})
+        if options.once:
+            return
+        time.sleep(options.every_s)
+
+
+if __name__ == "__main__":
+    main()

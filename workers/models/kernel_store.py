@@ -1,0 +1,181 @@
+"""Compiled kernels that outlive their worker: one archive for each model, GPU, driver and torch.
+
+Inductor, Triton and the CUDA driver keep what they compile in folders of their own, of thousands of
+small files that they rename and lock. A mounted bucket is bad at that, and good at one large file.
+So a new worker unpacks the archive before it loads the model, and packs it again if its warm-up has
+compiled more. Another GPU, driver or torch is another archive. Kernels in it are found by what they
+compute, so an old one is useless at worst.
+
+Who may write the archive can run code in the workers that read it: each model has a folder of its
+own, which only its workers may write (infra/terraform/platform/storage.tf).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import re
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from shared.kubernetes_names import slug
+
+MAX_BYTES = 512 * 1024 * 1024
+"""Of the files in an archive. SD 1.5 with four batch sizes compiles to a fraction of it."""
+_NOT_KEPT = ("locks", "tmp")
+"""Folders of what is only of one process."""
+_FOLDERS = {"triton": "TRITON_CACHE_DIR", "cuda": "CUDA_CACHE_PATH"}
+"""Folders besides Inductor's, by the variable that says where they are. Triton's is in Inductor's,
+and the driver's is not kept, if the variable is missing.
+"""
+
+log = logging.getLogger(__name__)
+
+
+def kernel_key(device: torch.device) -> str:
+    """Names what compiled kernels depend on: the GPU or CPU, its driver, and torch.
+
+    A version of torch brings its versions of Triton and CUDA.
+    """
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        major, minor = torch.cuda.get_device_capability(device)
+        parts = [name, f"sm{major}{minor}", f"driver-{_driver()}"]
+    else:
+        parts = [_cpu(), torch.backends.cpu.get_cpu_capability(), platform.libc_ver()[1]]
+    parts.append(f"torch-{torch.__version__}")
+    return "-".join(re.sub(r"[^A-Za-z0-9.+-]+", "_", part).strip("_") for part in parts)
+
+
+def _driver() -> str:
+    """The version of NVIDIA's driver. Where it is not told, kernels are kept by CUDA's version."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    version = re.search(r"\b\d{3}\.\d+(?:\.\d+)?\b", text)
+    return version[0] if version else f"cuda-{torch.version.cuda}"
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+class KernelStore:
+    """The archive of one model, on the device that it runs on.
+
+    Args:
+        folder: where archives are. None: nowhere, so nothing is unpacked or kept.
+        model: the model's name.
+        device: that its kernels are compiled for.
+        max_bytes: of the files in the archive.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        model: str,
+        device: torch.device,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._archive = folder and folder / slug(model) / f"{kernel_key(device)}.tar"
+        self._restored: frozenset[str] = frozenset()
+
+    def restore(self) -> int:
+        """Unpacks what an earlier worker compiled. Never fails: what is missing is compiled.
+
+        Returns:
+            The number of files.
+        """
+        if self._archive is None:
+            return 0
+        try:
+            with tarfile.open(self._archive) as archive:
+                self._restored = frozenset(self._unpacked(archive))
+        except FileNotFoundError:
+            return 0
+        except (OSError, tarfile.TarError) as error:
+            log.warning("compiled kernels can't be read; compiling", extra={"error": str(error)})
+            return 0
+        log.info("compiled kernels restored", extra={"files": len(self._restored)})
+        return len(self._restored)
+
+    def _unpacked(self, archive: tarfile.TarFile) -> Iterator[str]:
+        folders, left_bytes = _folders(), self._max_bytes
+        for member in archive:
+            top, _, rest = member.name.partition("/")
+            left_bytes -= member.size
+            if top not in folders or not rest or not member.isfile() or left_bytes < 0:
+                continue
+            # Never outside the folder, whatever the archive says.
+            safe = member.replace(name=rest, deep=False)
+            archive.extract(safe, folders[top], filter="data")
+            yield member.name
+
+    def keep(self) -> bool:
+        """Packs what is compiled, if that is more than was unpacked. Never fails.
+
+        If all of it is too large, only what this worker compiled is kept.
+
+        Returns:
+            Whether an archive was written.
+        """
+        if self._archive is None:
+            return False
+        files = dict(_files())
+        fresh = {name: path for name, path in files.items() if name not in self._restored}
+        if not fresh:
+            return False
+        for chosen in (files, fresh):
+            if sum(path.stat().st_size for path in chosen.values()) <= self._max_bytes:
+                return self._written(self._archive, chosen)
+        log.warning("compiled kernels are too large to keep", extra={"max_bytes": self._max_bytes})
+        return False
+
+    def _written(self, path: Path, files: dict[str, Path]) -> bool:
+        # In a bucket an object appears as a whole when its file is closed.
+        part = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tarfile.open(part, "w") as archive:
+                for name, file in files.items():
+                    archive.add(file, name, recursive=False)
+            part.replace(path)
+        except OSError as error:
+            log.warning("compiled kernels can't be kept", extra={"error": str(error)})
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            return False
+        log.info("compiled kernels kept", extra={"files": len(files)})
+        return True
+
+
+def _folders() -> dict[str, Path]:
+    """Folders of compiled kernels, by their name in the archive."""
+    others = {
+        name: Path(os.environ[variable])
+        for name, variable in _FOLDERS.items()
+        if os.environ.get(variable)
+    }
+    return {"inductor": Path(cache_dir()), **others}
+
+
+def _files() -> Iterator[tuple[str, Path]]:
+    """Yields the files of all folders, each with its name in the archive."""
+    for name, folder in _folders().items():
+        for path in sorted(folder.rglob("*")):
+            below = path.relative_to(folder)
+            if path.is_file() and not path.is_symlink() and below.parts[0] not in _NOT_KEPT:
+                yield str(PurePosixPath(name, *below.parts)), path
