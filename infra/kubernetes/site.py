@@ -315,8 +315,8 @@ def site_schema() -> dict[str, Any]:
     Alternatives are conditions on `kind`, so that a validator names the wrong field of the one that
     was chosen, and not that none of them fits.
     """
-    schema = SelfHostedSite.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | _conditional(schema)
+    schema: dict[str, Any] = _conditional(SelfHostedSite.model_json_schema())
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
 
 
 def _conditional(schema: Any) -> Any:

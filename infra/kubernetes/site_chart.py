@@ -35,7 +35,7 @@ from shared.errors import ConfigurationError
 RENDER_LIMIT_S = 120.0
 Objects = list[dict[str, Any]]
 
-_OWN = {
+_OWN: dict[str, Any] = {
     "namespace": "zz-namespace",
     "region": "zz-region",
     "dataset": "zz_dataset",
