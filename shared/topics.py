@@ -141,19 +141,24 @@ async def make_jobs(admin: Admin, model: str) -> None:
     Raises:
         PenstockError: as the admin's calls do.
     """
+    topics = jobs_topic_id(model), dead_letter_topic_id(model)
+    await _all(admin.ensure_topic(topic) for topic in topics)
+    await _all(
+        admin.ensure_subscription(subscription_id, settings)
+        for subscription_id, settings in jobs_subscriptions(model).items()
+    )
+
+
+def jobs_subscriptions(model: str) -> dict[str, SubscriptionSettings]:
+    """The subscriptions of a model's jobs and dead letters by id."""
     jobs, dead = jobs_topic_id(model), dead_letter_topic_id(model)
-    await _all(admin.ensure_topic(topic) for topic in (jobs, dead))
-    subscriptions = {
+    return {
         workers_subscription_id(model): _for_workers(jobs, dead, INTERACTIVE_FILTER),
         batch_subscription_id(model): _for_workers(jobs, dead, BATCH_FILTER),
         dead_letter_subscription_id(model): SubscriptionSettings(
             dead, retention_s=DEAD_LETTER_RETENTION_S
         ),
     }
-    await _all(
-        admin.ensure_subscription(subscription_id, settings)
-        for subscription_id, settings in subscriptions.items()
-    )
 
 
 def _for_workers(jobs: str, dead: str, priority_filter: str) -> SubscriptionSettings:

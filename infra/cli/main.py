@@ -181,11 +181,32 @@ def monitoring(
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="a deployed cluster, by kubectl and gcloud")
+    ] = False,
+    context: Annotated[
+        str, typer.Option(metavar="NAME", help="context of kubectl (default: the current one)")
+    ] = "",
+    namespace: Annotated[str, typer.Option(metavar="NAME", help="of the workers")] = "penstock",
+    ack_deadline_s: Annotated[
+        int, typer.Option(min=10, max=600, help="delivery.ack_deadline_s in Terraform")
+    ] = 10,
+    as_json: AsJson = False,
+) -> None:
     """Find missing software and unreachable services, and suggest fixes."""
-    from infra.local.doctor import examine
+    from infra.local.doctor import examine, report
 
-    raise typer.Exit(examine(as_json=as_json))
+    if not cluster:
+        raise typer.Exit(report(examine(), as_json=as_json))
+    from infra.cli.cluster_doctor import ClusterDoctor, Kubectl
+    from shared.catalog import read_catalog
+    from shared.settings import Settings, read_settings
+
+    own = read_settings(Settings)
+    kubectl, catalog = Kubectl(namespace, context), read_catalog(own.models_file)
+    doctor = ClusterDoctor(kubectl, catalog, own, ack_deadline_s)
+    raise typer.Exit(report(doctor.findings(), as_json=as_json))
 
 
 @app.command(context_settings=_FORWARDED)

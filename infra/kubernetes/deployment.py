@@ -88,6 +88,8 @@ class Deployment(BaseModel):
     """The audience of the workers' tokens. Empty on GKE, which needs no tokens."""
     is_self_hosted: bool = False
     """True if the whole deployment is in a cluster outside Google (self_hosted.py)."""
+    time_slicing: bool = False
+    """Nodes outside Google have the label that says how many workers share their GPUs."""
     settings: dict[str, str] = {}
     """Further variables of the workers."""
     models: tuple[str, ...] | None = None

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 TREE = Path(__file__).parent
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes strings that are numbers to Kubernetes, which reads YAML 1.2, as PyYAML reads 1.1."""
+
+
+_NUMBER = re.compile(r"[-+]?(0o[0-7]+|(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?)$")
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
+
+
+def dump_yaml(content: object, *, width: int = 80) -> str:
+    """Returns YAML that Go and Python read alike, with lines folded at `width`."""
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=width)
 
 
 def node_affinity(accelerators: tuple[str, ...]) -> dict[str, Any]:
@@ -46,15 +60,10 @@ def write_kustomization(
     folder: Path, resources: list[str], *, patches: list[dict[str, Any]], **fields: Any
 ) -> None:
     """Writes one kustomization.yaml. A patch without a target is a strategic merge."""
-    written = [
-        patch if "target" in patch else {"patch": yaml.safe_dump(patch, sort_keys=False)}
-        for patch in patches
-    ]
+    written = [patch if "target" in patch else {"patch": dump_yaml(patch)} for patch in patches]
     head = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
     content = head | {"resources": resources} | fields | {"patches": written}
-    (folder / "kustomization.yaml").write_text(
-        yaml.safe_dump(content, sort_keys=False), encoding="utf-8"
-    )
+    (folder / "kustomization.yaml").write_text(dump_yaml(content), encoding="utf-8")
 
 
 def path_up_to(folder: Path, part: str) -> str:

@@ -30,6 +30,7 @@ from infra.kubernetes.autoscaling import hpa_patch, keda_patch
 from infra.kubernetes.deployment import Deployment, GpuType, gpu_class, read_gpu_types
 from infra.kubernetes.kustomization import (
     deployment_patch,
+    dump_yaml,
     image_override,
     node_affinity,
     path_up_to,
@@ -322,7 +323,7 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
             that is not an overlay.
     """
     models = _chosen(catalog, deployment)
-    clear_overlay(out)
+    clear_folder(out)
     gpu_types = read_gpu_types()
     entries = {
         entry["name"]: entry
@@ -365,7 +366,7 @@ def _write_cluster(folder: Path, deployment: Deployment) -> None:
     folder.mkdir()
     to = [{"ipBlock": {"cidr": cidr}} for cidr in deployment.redis_cidrs]
     redis = [{"op": "replace", "path": "/spec/egress/2/to", "value": to}]
-    patch = {"target": {"kind": "NetworkPolicy", "name": "workers"}, "patch": yaml.safe_dump(redis)}
+    patch = {"target": {"kind": "NetworkPolicy", "name": "workers"}, "patch": dump_yaml(redis)}
     components = ["components/cluster-outside"] if deployment.is_outside else []
     write_kustomization(
         folder,
@@ -400,15 +401,20 @@ def _write_gpu_nodes(folder: Path, deployment: Deployment) -> str:
     return folder.name
 
 
-def clear_overlay(out: Path) -> None:
+def clear_folder(out: Path, mark: str = "kustomization.yaml", kind: str = "an overlay") -> None:
     """Empties the folder of an overlay, or makes it.
 
+    Args:
+        out: the folder.
+        mark: the file that each folder of its kind has.
+        kind: its kind, for the message.
+
     Raises:
-        ConfigurationError: it is a folder that is not an overlay.
+        ConfigurationError: it is a folder of another kind.
     """
     if out.exists() and any(out.iterdir()):
-        if not (out / "kustomization.yaml").is_file():
-            raise ConfigurationError(f"{out} holds something else than an overlay")
+        if not (out / mark).is_file():
+            raise ConfigurationError(f"{out} holds something else than {kind}")
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)
 

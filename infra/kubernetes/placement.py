@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from infra.kubernetes.deployment import Deployment, GpuType, gpu_class, zones_with
+from infra.kubernetes.kustomization import dump_yaml
 from shared.catalog import Model
 from shared.catalog_entry import Gpu
 
@@ -29,6 +30,11 @@ SPOT_KUBELET = {
     "shutdownGracePeriodSeconds": SPOT_SHUTDOWN_S,
     "shutdownGracePeriodCriticalPodsSeconds": SPOT_SYSTEM_S,
 }
+PLUGIN_CONFIG = "nvidia.com/device-plugin.config"
+"""The node label that names the configuration of NVIDIA's device plugin on that node. See
+https://github.com/NVIDIA/k8s-device-plugin#updating-per-node-configuration-with-a-node-label
+"""
+TIME_SLICING = "penstock-time-slicing"
 CPU_ONLY = {"cpu": "2", "memory": "4Gi", "ephemeral-storage": "10240Mi"}
 
 
@@ -81,7 +87,8 @@ def place(model: Model, deployment: Deployment, gpu_types: dict[str, GpuType]) -
         settings["PENSTOCK_SPOT"] = "false"  # otherwise a pod can't know
     resources = _resources(share_of(model.gpu, gpu_types), gpu=gpu_types[model.gpu.type])
     if deployment.is_outside:
-        return Placement(("gpu-outside",), {}, (), resources, settings, grace_s)
+        chosen = {PLUGIN_CONFIG: shared_by(model.gpu)} if deployment.time_slicing else {}
+        return Placement(("gpu-outside",), chosen, (), resources, settings, grace_s)
     packed = ("packed",) if model.gpu.share > 1 else ()
     if deployment.compute_classes:
         chosen = {"cloud.google.com/compute-class": f"workers-{gpu_class(model.gpu)}"}
@@ -95,6 +102,29 @@ def place(model: Model, deployment: Deployment, gpu_types: dict[str, GpuType]) -
     types = dict.fromkeys(type_ for type_ in (model.gpu.type, overflow) if type_)
     accelerators = tuple(gpu_types[type_].accelerator for type_ in types)
     return Placement(components, chosen, accelerators, resources, settings, grace_s)
+
+
+def shared_by(gpu: Gpu) -> str:
+    """The name of the device plugin's configuration on nodes that offer each GPU so often."""
+    return f"shared-by-{gpu.share}"
+
+
+def time_slicing(models: Iterable[Model]) -> dict[str, Any]:
+    """A ConfigMap with configurations of NVIDIA's device plugin, one for each share of the models.
+
+    Without a namespace: that of the plugin is not ours.
+    """
+    gpus = {gpu.share: gpu for gpu in (model.gpu for model in models) if gpu.type != "none"}
+    sharing = {"failRequestsGreaterThanOne": True, "renameByDefault": False}
+    data = {}
+    for share, gpu in sorted(gpus.items()):
+        config: dict[str, Any] = {"version": "v1", "flags": {"migStrategy": "none"}}
+        if share > 1:
+            resources = [{"name": "nvidia.com/gpu", "replicas": share}]
+            config["sharing"] = {"timeSlicing": sharing | {"resources": resources}}
+        data[shared_by(gpu)] = dump_yaml(config)
+    head = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": TIME_SLICING}}
+    return head | {"data": data}
 
 
 def memory_fraction(gpu: Gpu) -> float:

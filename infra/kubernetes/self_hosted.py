@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from infra.kubernetes.deployment import Deployment, OwnPrometheus
 from infra.kubernetes.kustomization import (
     deployment_patch,
+    dump_yaml,
     image_override,
     path_up_to,
     write_kustomization,
 )
-from infra.kubernetes.overlay import clear_overlay, write_overlay
+from infra.kubernetes.overlay import clear_folder, write_overlay
+from infra.kubernetes.placement import time_slicing
 from infra.kubernetes.site import (
     BucketObjects,
     EmbeddedBroker,
@@ -100,7 +100,7 @@ def write_server(
                 *(image if name == "redis" else ("penstock-servers", site.images.servers))
             )
         ],
-        patches=[{"target": {"kind": "StatefulSet", "name": name}, "patch": yaml.safe_dump(patch)}],
+        patches=[{"target": {"kind": "StatefulSet", "name": name}, "patch": dump_yaml(patch)}],
     )
 
 
@@ -134,7 +134,7 @@ def write_network(folder: Path, site: SelfHostedSite) -> None:
 def _policy_patch(name: str, patch: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "target": {"kind": "NetworkPolicy", "name": name},
-        "patch": yaml.safe_dump(patch),
+        "patch": dump_yaml(patch),
     }
 
 
@@ -161,8 +161,8 @@ def write_ingress(folder: Path, namespace: str, ingress: Ingress) -> None:
         [path_up_to(folder, f"{TREE}/ingress")],
         namespace=namespace,
         patches=[
-            {"target": {"kind": "Ingress"}, "patch": yaml.safe_dump(way_in)},
-            {"target": {"kind": "NetworkPolicy"}, "patch": yaml.safe_dump(policy)},
+            {"target": {"kind": "Ingress"}, "patch": dump_yaml(way_in)},
+            {"target": {"kind": "NetworkPolicy"}, "patch": dump_yaml(policy)},
         ],
     )
 
@@ -212,6 +212,7 @@ def worker_deployment(site: SelfHostedSite) -> Deployment:
         compute_classes=False,
         image=site.images.worker,
         is_self_hosted=True,
+        time_slicing=site.time_slicing,
         settings=_endpoints(site),
         prometheus=_prometheus(site),
     )
@@ -228,9 +229,9 @@ def _prometheus(site: SelfHostedSite) -> OwnPrometheus | None:
 
 
 def series_labels(site: SelfHostedSite) -> dict[str, str]:
-    """The labels that select the series of a site in its Prometheus."""
+    """The labels that select the series of a site in its Prometheus, by name."""
     labels = site.autoscaling.labels if site.autoscaling is not None else None
-    return {"namespace": site.namespace} if labels is None else labels
+    return {"namespace": site.namespace} if labels is None else dict(sorted(labels.items()))
 
 
 def _objects_url(site: SelfHostedSite) -> str:
@@ -389,6 +390,7 @@ def _provisioning(site: SelfHostedSite) -> dict[str, Any]:
 
 
 SCRAPE_FILE = "scrape.yaml"
+TIME_SLICING_FILE = "time-slicing.yaml"
 INTERVAL = "10s"
 """Scrape interval, that of Managed Prometheus. The queries look at a minute of samples."""
 _LABEL = "__meta_kubernetes_pod_label_"
@@ -397,8 +399,14 @@ _PORT = "__meta_kubernetes_pod_container_port_name"
 
 def write_scraping(folder: Path, site: SelfHostedSite) -> None:
     """Writes the configuration into the folder of an overlay, which does not apply it."""
-    text = yaml.safe_dump({"scrape_configs": [_job(site)]}, sort_keys=False)
+    text = dump_yaml({"scrape_configs": [_job(site)]})
     (folder / SCRAPE_FILE).write_text(text, encoding="utf-8")
+
+
+def write_time_slicing(folder: Path, catalog: Catalog) -> None:
+    """Writes the configuration of NVIDIA's device plugin into a folder, which does not apply it."""
+    text = dump_yaml(time_slicing(catalog.deployed))
+    (folder / TIME_SLICING_FILE).write_text(text, encoding="utf-8")
 
 
 def _job(site: SelfHostedSite) -> dict[str, Any]:
@@ -455,7 +463,7 @@ def write_self_hosted(out: Path, site: SelfHostedSite, catalog: Catalog, models_
     Raises:
         ConfigurationError: as `write_overlay`.
     """
-    clear_overlay(out)
+    clear_folder(out)
     write_overlay(out / "workers", catalog, models_file, worker_deployment(site))
     write_clients(out / "clients", site, models_file)
     servers = server_patches(site)
@@ -468,10 +476,12 @@ def write_self_hosted(out: Path, site: SelfHostedSite, catalog: Catalog, models_
         folders.append("ingress")
     if isinstance(site.objects, VolumeObjects):
         claim = objects_claim(site.namespace, site.objects)
-        (out / "objects.yaml").write_text(yaml.safe_dump(claim), encoding="utf-8")
+        (out / "objects.yaml").write_text(dump_yaml(claim), encoding="utf-8")
         folders.append("objects.yaml")
     if site.autoscaling is not None:
         write_scraping(out, site)
+    if site.time_slicing:
+        write_time_slicing(out, catalog)
     write_kustomization(out, folders, patches=_patches_of_all(site))
 
 
@@ -495,7 +505,7 @@ def _patches_of_all(site: SelfHostedSite) -> list[dict[str, Any]]:
     }
     patch = [{"op": "add", "path": places[place], "value": value} for place, value in added]
     # Every Deployment is one of these. The servers are StatefulSets.
-    return [{"target": {"kind": "Deployment"}, "patch": yaml.safe_dump(patch)}] if patch else []
+    return [{"target": {"kind": "Deployment"}, "patch": dump_yaml(patch)}] if patch else []
 
 
 if __name__ == "__main__":

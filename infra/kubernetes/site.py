@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 from zoneinfo import available_timezones
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from shared.errors import ConfigurationError
 
@@ -33,12 +41,29 @@ Size = Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$")]
 Cores = Annotated[str, Field(pattern=r"^([1-9][0-9]*m?|[0-9]+\.[0-9]+)$")]
 LabelName = Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]*$")]
 LabelValue = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/-]+$")]
-Network = Annotated[str, AfterValidator(_is_network)]
+_OCTET = "(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])"
+_IPV4 = rf"({_OCTET}\.){{3}}{_OCTET}(/(3[0-2]|[12]?[0-9]))?"
+_IPV6 = "[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(/[0-9]{1,3})?"
+_NETWORK = f"^({_IPV4}|{_IPV6})$"
+"""A regular expression can't see that no bit of the host is set. Kubernetes takes those too."""
+Network = Annotated[
+    str, AfterValidator(_is_network), WithJsonSchema({"type": "string", "pattern": _NETWORK})
+]
+Zone = Annotated[
+    str,
+    AfterValidator(_is_zone),
+    WithJsonSchema({"type": "string", "enum": sorted(available_timezones())}),
+]
 BUCKET = r"^(gs|s3)://[a-z0-9][a-z0-9._-]*[a-z0-9](/[A-Za-z0-9._/-]*)?$"
 
 
+def _with(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of an object that has this property, which fits that schema."""
+    return {"type": "object", "properties": {name: schema}, "required": [name]}
+
+
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class Images(_Part):
@@ -71,6 +96,13 @@ class EmbeddedBroker(_Part):
 class GoogleBroker(_Part):
     """Google's Pub/Sub, whose topics and functions Terraform makes."""
 
+    # What `_has_a_pool_to_begin` asks, as a schema.
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": _with("inbox_first", {"minimum": 1}),
+            "then": _with("inbox_pool", {"minimum": 1}),
+        }
+    )
     kind: Literal["google"]
     inbox_pool: int = Field(0, ge=0, le=1000)
     """Reply inboxes that Terraform made for this cluster. 0: each API makes its own, which its
@@ -208,6 +240,19 @@ class Google(_Part):
 class SelfHostedSite(_Part):
     """A whole deployment off Google, in one namespace."""
 
+    # What `_can_reach_google` asks, as a schema.
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": {
+                "anyOf": [
+                    _with("broker", _with("kind", {"const": "google"})),
+                    _with("rows", _with("kind", {"const": "google"})),
+                    _with("objects", _with("url", {"pattern": "^gs:"})),
+                ]
+            },
+            "then": {"required": ["google"], "properties": {"google": {"type": "object"}}},
+        }
+    )
     namespace: Name = "penstock"
     region: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")] = "local"
     """Region name in rows, traces and status."""
@@ -222,13 +267,17 @@ class SelfHostedSite(_Part):
     signing_secret: Name = "penstock-signing"
     """Has PENSTOCK_SECRET and PENSTOCK_WEBHOOK_SECRETS, as variables."""
     api: SiteApi = SiteApi()
-    billing_tz: Annotated[str, AfterValidator(_is_zone)] = "UTC"
+    billing_tz: Zone = "UTC"
     """The time zone in which days of scheduled reports and invoices begin."""
     batches: bool = True
     """True if a batch runner runs."""
     ingress: Ingress | None = None
     """None: no Ingress is made, and the Service `api` is reached in another way."""
     google: Google | None = None
+    time_slicing: bool = False
+    """True if nodes with GPUs have the label `nvidia.com/device-plugin.config`, which says how many
+    workers share one. Otherwise workers go to any node with a GPU.
+    """
     autoscaling: Autoscaling | None = None
     """None: each model has `replicas.min` workers, at least one."""
 
@@ -249,6 +298,48 @@ class SelfHostedSite(_Part):
         parts = self.broker.kind, self.rows.kind
         in_bucket = isinstance(self.objects, BucketObjects) and self.objects.url.startswith("gs:")
         return in_bucket or "google" in parts
+
+
+KINDS: dict[str, dict[str, type[BaseModel]]] = {
+    "broker": {"embedded": EmbeddedBroker, "google": GoogleBroker, "rabbitmq": RabbitBroker},
+    "rows": {"embedded": EmbeddedRows, "google": GoogleRows},
+    "redis": {"embedded": EmbeddedRedis, "given": GivenRedis},
+    "objects": {"volume": VolumeObjects, "bucket": BucketObjects},
+}
+"""The models of the parts whose `kind` is chosen."""
+
+
+def site_schema() -> dict[str, Any]:
+    """The JSON schema (2020-12) of a site file. It accepts what `read_site` does.
+
+    Alternatives are conditions on `kind`, so that a validator names the wrong field of the one that
+    was chosen, and not that none of them fits.
+    """
+    schema: dict[str, Any] = _conditional(SelfHostedSite.model_json_schema())
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
+
+
+def _conditional(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_conditional(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "discriminator" in schema:
+        kinds = schema["discriminator"]["mapping"]
+        chosen = _with("kind", {"enum": sorted(kinds)})
+        rules = [
+            {"if": _with("kind", {"const": kind}), "then": {"$ref": target}}
+            for kind, target in kinds.items()
+        ]
+        return chosen | {"allOf": rules}
+    if "patternProperties" in schema:
+        # Pydantic refuses other names, and leaves that out of its schema.
+        schema = schema | {"additionalProperties": False}
+    optional = [one for one in schema.get("anyOf", ()) if one != {"type": "null"}]
+    if len(optional) == 1 and len(schema["anyOf"]) == 2:
+        rest = {key: value for key, value in schema.items() if key != "anyOf"}
+        return rest | {"if": {"not": {"type": "null"}}, "then": _conditional(optional[0])}
+    return {key: _conditional(value) for key, value in schema.items()}
 
 
 def read_site(path: Path) -> SelfHostedSite:

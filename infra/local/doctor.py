@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -96,10 +96,10 @@ class Diagnosis:
     fix: str = ""
 
 
-def examine(*, as_json: bool = False) -> int:
+def report(diagnoses: Iterable[Diagnosis], *, as_json: bool = False) -> int:
     """Prints every finding. Returns 1 when one of them needs a fix."""
     missing, findings = 0, list[dict[str, str]]()
-    for finding in _findings():
+    for finding in diagnoses:
         missing += bool(finding.fix)
         if as_json:
             findings.append(asdict(finding))
@@ -120,7 +120,8 @@ def _show(finding: Diagnosis) -> None:
         typer.echo(f"{'':<18} fix: {finding.fix}")
 
 
-def _findings() -> Iterator[Diagnosis]:
+def examine() -> Iterator[Diagnosis]:
+    """Yields every finding about this machine."""
     yield _python()
     yield _packages()
     yield _torch_build()

@@ -132,6 +132,23 @@ class PubSubAdmin:
         subscriptions = await self._list("Subscriber", "Subscriptions", "subscriptions")
         return [subscription.name.rpartition("/")[2] for subscription in subscriptions]
 
+    async def subscriptions(self) -> dict[str, SubscriptionSettings]:
+        """All subscriptions of the project by id, as they are now.
+
+        Of the settings, those that a subscription does not show are at their defaults.
+        """
+        return {
+            one.name.rpartition("/")[2]: SubscriptionSettings(
+                one.topic.rpartition("/")[2],
+                filter=one.filter,
+                ack_deadline_s=one.ack_deadline_seconds,
+                retention_s=one.message_retention_duration.seconds,
+                dead_letter_topic_id=one.dead_letter_policy.dead_letter_topic.rpartition("/")[2],
+                push_endpoint=one.push_config.push_endpoint,
+            )
+            for one in await self._list("Subscriber", "Subscriptions", "subscriptions")
+        }
+
     async def _create(self, path: str, response: Any, request: RawMessage) -> bool:
         try:
             await self._call(Method(self._channel, path, response, "name"), request)

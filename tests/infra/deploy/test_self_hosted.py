@@ -17,6 +17,7 @@ from infra.kubernetes.site import SelfHostedSite, read_site
 from infra.row_archive.archive import RowArchiveSettings
 from shared.catalog import read_catalog
 from shared.errors import ConfigurationError
+from shared.kubernetes_names import slug
 from shared.settings import ApiSettings, Settings, WorkerSettings
 from tests.infra.deploy.dockerfiles import image
 from tests.infra.deploy.manifests import Objects, of_kind, pod, workers
@@ -61,6 +62,32 @@ def archived(tmp_path_factory: pytest.TempPathFactory) -> Objects:
         rows={"kind": "embedded", "archive": True},
         objects=GIVEN["objects"],
     )
+
+
+def test_workers_go_to_nodes_whose_gpus_are_shared_so(tmp_path: Path) -> None:
+    objects = rendered(tmp_path / "site", time_slicing=True)
+    config = yaml.safe_load((tmp_path / "site/time-slicing.yaml").read_text(encoding="utf-8"))
+    offered = {
+        name: yaml.safe_load(text).get("sharing", {}).get("timeSlicing", {}).get("resources", [])
+        for name, text in config["data"].items()
+    }
+    for model in read_catalog(MODELS).models:
+        (label,) = pod(workers(objects)[f"worker-{slug(model.name)}"])["nodeSelector"].items()
+        assert label[0] == "nvidia.com/device-plugin.config"
+        wanted = [{"name": "nvidia.com/gpu", "replicas": model.gpu.share}]
+        assert offered[label[1]] == (wanted if model.gpu.share > 1 else [])
+    assert len(offered) == 2
+
+
+def test_without_labels_workers_go_to_any_node(inside: Objects) -> None:
+    assert all("nodeSelector" not in pod(worker) for worker in workers(inside).values())
+
+
+def test_names_that_go_reads_as_numbers_stay_names(tmp_path: Path) -> None:
+    objects = rendered(tmp_path / "site", namespace="12e3", keys_secret="0o17")
+    assert "12e3" in of_kind(objects, "Namespace")
+    volumes = {one["name"]: one for one in pods_of(objects)["api"]["volumes"]}
+    assert volumes["keys"]["secret"]["secretName"] == "0o17"
 
 
 def test_every_part_is_there(inside: Objects) -> None:

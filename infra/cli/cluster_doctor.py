@@ -1,0 +1,590 @@
+"""`penstock doctor --cluster`: checks a deployed cluster from an operator's machine.
+
+It asks the cluster by kubectl, and Google by the operator's own credentials, and changes nothing.
+What a deployment should have is read from the deployment itself (its Deployments and ConfigMaps),
+and from this release (its topics and tables). Where the operator may not look, the finding says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from infra.local.doctor import Diagnosis
+from infra.reports.tables import check_bigquery
+from shared.catalog import Catalog
+from shared.errors import PenstockError
+from shared.pubsub.admin import PubSubAdmin
+from shared.settings import Settings
+from shared.topics import jobs_subscriptions
+from shared.transport import SubscriptionSettings
+
+CALL_LIMIT_S = 30.0
+"""The limit of one command. kubectl has a shorter one for each of its requests."""
+REQUEST_LIMIT_S = 10
+GPU = "nvidia.com/gpu"
+GPU_LABELS = (
+    "cloud.google.com/gke-accelerator",
+    "nvidia.com/gpu.present",
+    "nvidia.com/device-plugin.config",
+)
+"""Labels of nodes that have GPUs, whether a driver and the plugin offer them or not."""
+KEDA_CRDS = ("scaledobjects.keda.sh", "triggerauthentications.keda.sh")
+METRICS_API = "v1beta1.external.metrics.k8s.io"
+MODEL_LABEL = "penstock.dev/model"
+IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName")
+PING = """
+import os, redis, sys
+for name in "PENSTOCK_REDIS_URL", "PENSTOCK_RECORDS_URL":
+    try:
+        if url := os.environ.get(name):
+            redis.Redis.from_url(url, socket_timeout=4, socket_connect_timeout=4).ping()
+    except Exception as error:
+        sys.exit(f"{name}: {error}")
+"""
+"""Every image has a Python with this library."""
+TAKES_FUNCTIONS = ["python", "-m", "workers.functions"]
+"""The command of functions that take jobs from RabbitMQ."""
+PRIORITIES = "docs/how-to/operations.md#priorities-and-how-to-add-them-to-an-older-deployment"
+
+Manifest = Mapping[str, Any]
+
+
+class CommandFailed(Exception):
+    """A program refused or could not. Its text is the program's last line."""
+
+
+@dataclass(frozen=True)
+class Kubectl:
+    """kubectl for one namespace of one cluster."""
+
+    namespace: str
+    context: str = ""
+    """A context of the kubeconfig. Empty: the current one."""
+
+    @property
+    def words(self) -> list[str]:
+        """The beginning of every command, to run or to show."""
+        context = ["--context", self.context] if self.context else []
+        return ["kubectl", *context, "-n", self.namespace]
+
+    def shown(self, command: str) -> str:
+        """A command for the operator to type."""
+        return " ".join([*self.words, command])
+
+    def shown_outside(self, command: str) -> str:
+        """A command for the operator that is not about our namespace."""
+        return " ".join([*self.words[:-2], command])
+
+    def run(self, *words: str) -> str:
+        """Returns what kubectl prints.
+
+        Raises:
+            CommandFailed: it refused, or did not end in time.
+        """
+        return run([*self.words, f"--request-timeout={REQUEST_LIMIT_S}s", *words])
+
+    def read(self, *words: str) -> dict[str, Any]:
+        """Returns one object or a list.
+
+        Raises:
+            CommandFailed: as `run`.
+        """
+        answer: dict[str, Any] = json.loads(self.run("get", *words, "-o", "json"))
+        return answer
+
+    def items(self, *words: str) -> list[dict[str, Any]]:
+        """Returns the objects of a list.
+
+        Raises:
+            CommandFailed: as `run`.
+        """
+        items: list[dict[str, Any]] = self.read(*words)["items"]
+        return items
+
+
+def run(command: Sequence[str]) -> str:
+    """Runs a program and returns its output.
+
+    Raises:
+        CommandFailed: it could not, refused, or did not end in time.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=CALL_LIMIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CommandFailed(f"{command[0]}: {error}") from error
+    if done.returncode:
+        # After the words of what ran in a pod, kubectl says that it failed.
+        lines = [
+            line
+            for line in done.stderr.splitlines()
+            if line.strip() and not line.startswith("command terminated with exit code")
+        ]
+        raise CommandFailed(lines[-1] if lines else f"{command[0]} ended with {done.returncode}")
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class ClusterDoctor:
+    """The checks of one deployment."""
+
+    kubectl: Kubectl
+    catalog: Catalog
+    own: Settings
+    """The operator's settings. Those that are set come before the deployment's."""
+    ack_deadline_s: int = 10
+    """That of workers' subscriptions, as `delivery.ack_deadline_s` in Terraform."""
+
+    def findings(self) -> Iterator[Diagnosis]:
+        """Yields every finding. The cluster comes first: its settings say where the rest is."""
+        access = self._access()
+        yield access
+        checks: dict[str, Callable[[], Iterator[Diagnosis]]] = {}
+        if not access.fix:
+            checks |= {
+                "autoscaler": self._keda,
+                "GPU nodes": self._nodes,
+                "device plugin": self._plugin,
+                "pods": self._pods,
+                "secrets": self._named,
+                "images": self._images,
+                "Redis": self._redis,
+                "Google": self._google,
+            }
+        elif "project" in self.own.model_fields_set:
+            checks = {"Pub/Sub": self._own_topics, "BigQuery": self._own_tables}
+        for name, check in checks.items():
+            try:
+                yield from check()
+            except CommandFailed as error:
+                yield Diagnosis(name, str(error), self._fix_of(error))
+
+    def _access(self) -> Diagnosis:
+        if shutil.which("kubectl") is None:
+            return Diagnosis(
+                "kubectl", "not installed", "install it: gcloud components install kubectl"
+            )
+        try:
+            version = json.loads(self.kubectl.run("version", "-o", "json"))
+            self.kubectl.read("namespace", self.kubectl.namespace)
+        except CommandFailed as error:
+            return Diagnosis("cluster", str(error), self._fix_of(error))
+        server = version["serverVersion"]["gitVersion"]
+        return Diagnosis("cluster", f"Kubernetes {server}, namespace {self.kubectl.namespace}")
+
+    def _fix_of(self, error: CommandFailed) -> str:
+        text = str(error)
+        if "context" in text and "does not exist" in text:
+            return "choose one with --context: kubectl config get-contexts"
+        if "orbidden" in text:
+            return "ask for the rights to look: " + self.kubectl.shown("auth can-i --list")
+        if "namespaces" in text and "not found" in text:
+            return "deploy the workers, or name it with --namespace: kubectl get namespaces"
+        if "nauthorized" in text or "logged in" in text:
+            return "log in again: gcloud auth login --update-adc"
+        if "onnect" in text or "imeout" in text or "no such host" in text or "refused" in text:
+            return (
+                "get the cluster's address: gcloud container clusters get-credentials "
+                "penstock-REGION --location REGION --dns-endpoint"
+            )
+        return self.kubectl.shown("get all")
+
+    @cached_property
+    def _deployments(self) -> list[dict[str, Any]]:
+        return self.kubectl.items("deployments")
+
+    @cached_property
+    def _running(self) -> list[dict[str, Any]]:
+        return self.kubectl.items("pods")
+
+    @cached_property
+    def _all_nodes(self) -> list[dict[str, Any]]:
+        return self.kubectl.items("nodes")
+
+    @cached_property
+    def _settings(self) -> dict[str, str]:
+        """The settings of the deployed processes, from the ConfigMaps of a Deployment's pods."""
+        for deployment in self._deployments:
+            settings: dict[str, str] = {}
+            for name in _references(_pod_spec(deployment))["configmap"]:
+                if self._exists("configmap", name):
+                    settings |= self.kubectl.read("configmap", name).get("data", {})
+            if "PENSTOCK_PROJECT" in settings:
+                return settings
+        return {}
+
+    def _keda(self) -> Iterator[Diagnosis]:
+        scaled = self.kubectl.items("hpa")
+        crds = set(self.kubectl.run("get", "crds", "-o", "name").split())
+        missing = [
+            name
+            for name in KEDA_CRDS
+            if f"customresourcedefinition.apiextensions.k8s.io/{name}" not in crds
+        ]
+        if missing and any(MODEL_LABEL in one["metadata"].get("labels", {}) for one in scaled):
+            yield Diagnosis("autoscaler", "the cluster's own (HPA), without KEDA")
+            return
+        if missing and not self._is_on_gke():
+            facts = "KEDA is missing: that is right if the site has no `autoscaling`"
+            yield Diagnosis("autoscaler", facts)
+            return
+        if missing:
+            yield Diagnosis(
+                "autoscaler",
+                f"KEDA is missing ({', '.join(missing)}), so nothing changes the number of workers",
+                "apply infra/terraform/workloads, or: helm upgrade --install keda kedacore/keda "
+                "--namespace keda --create-namespace",
+            )
+            return
+        yield self._metrics_api()
+        for one in self.kubectl.items("scaledobjects"):
+            yield from self._scaled_object(one)
+
+    def _is_on_gke(self) -> bool:
+        return any(
+            label.startswith("cloud.google.com/gke-")
+            for node in self._all_nodes
+            for label in node["metadata"].get("labels", {})
+        )
+
+    def _metrics_api(self) -> Diagnosis:
+        try:
+            service = self.kubectl.read("apiservice", METRICS_API)
+        except CommandFailed as error:
+            if "not found" not in str(error):
+                raise
+            facts = f"KEDA's metrics server is not registered ({METRICS_API})"
+            return Diagnosis("autoscaler", facts, self.kubectl.shown_outside("-n keda get pods"))
+        condition = _condition(service, "Available")
+        if condition.get("status") == "True":
+            return Diagnosis("autoscaler", "KEDA, and its metrics server answers")
+        return Diagnosis(
+            "autoscaler",
+            f"KEDA's metrics server does not answer: {condition.get('message', 'no reason')}",
+            self.kubectl.shown_outside("-n keda logs deployment/keda-operator-metrics-apiserver"),
+        )
+
+    def _scaled_object(self, one: Manifest) -> Iterator[Diagnosis]:
+        name = one["metadata"]["name"]
+        ready, fallback, paused = (
+            _condition(one, kind) for kind in ("Ready", "Fallback", "Paused")
+        )
+        show = self.kubectl.shown(f"describe scaledobject {name}")
+        if ready.get("status") == "False":
+            yield Diagnosis("autoscaler", f"{name}: {ready.get('message', 'not ready')}", show)
+        if fallback.get("status") == "True":
+            facts = f"{name}: its metrics are lost, so its number of workers stays"
+            yield Diagnosis("autoscaler", facts, show)
+        if paused.get("status") == "True":
+            resume = f"annotate scaledobject {name} autoscaling.keda.sh/paused-replicas-"
+            yield Diagnosis("autoscaler", f"{name}: paused", self.kubectl.shown(resume))
+
+    def _nodes(self) -> Iterator[Diagnosis]:
+        nodes = self._all_nodes
+        equipped = [
+            node
+            for node in nodes
+            if any(label in node["metadata"].get("labels", {}) for label in GPU_LABELS)
+        ]
+        offered = {
+            node["metadata"]["name"]: int(node["status"].get("allocatable", {}).get(GPU, "0"))
+            for node in nodes
+        }
+        for node in equipped:
+            name = node["metadata"]["name"]
+            if _condition(node, "Ready").get("status") != "True":
+                reason = _condition(node, "Ready").get("message", "no reason")
+                show = self.kubectl.shown_outside(f"describe node {name}")
+                yield Diagnosis("GPU nodes", f"{name} is not ready: {reason}", show)
+            elif not offered[name]:
+                facts = (
+                    f"{name} has a GPU by its labels, and offers no {GPU}: driver or plugin fails"
+                )
+                on_it = f"get pods -A -o wide --field-selector spec.nodeName={name}"
+                yield Diagnosis("GPU nodes", facts, self.kubectl.shown_outside(on_it))
+        total = sum(offered.values())
+        having = sum(map(bool, offered.values()))
+        yield Diagnosis("GPU nodes", f"{having} of {len(nodes)} nodes offer {total} {GPU}")
+
+    def _plugin(self) -> Iterator[Diagnosis]:
+        plugins = [
+            one
+            for one in self.kubectl.items("daemonsets", "-A")
+            if re.search("nvidia.*device-plugin|device-plugin.*nvidia", one["metadata"]["name"])
+        ]
+        wants_gpu = any(
+            GPU in container.get("resources", {}).get("limits", {})
+            for deployment in self._deployments
+            for container in _pod_spec(deployment)["containers"]
+        )
+        if wants_gpu and not plugins:
+            yield Diagnosis(
+                "device plugin",
+                f"none runs, so no node offers {GPU}",
+                "install NVIDIA's: docs/how-to/self-hosting.md, Workers that share a GPU",
+            )
+        for one in plugins:
+            name, status = one["metadata"]["name"], one["status"]
+            ready, wanted = status.get("numberReady", 0), status.get("desiredNumberScheduled", 0)
+            facts = f"{name}: {ready} of {wanted} pods are ready"
+            namespace = one["metadata"]["namespace"]
+            show = self.kubectl.shown_outside(f"-n {namespace} describe daemonset {name}")
+            yield Diagnosis("device plugin", facts, show if ready < wanted else "")
+
+    def _pods(self) -> Iterator[Diagnosis]:
+        troubles = [trouble for pod in self._running for trouble in self._pod(pod)]
+        phases = Counter(pod["status"].get("phase", "Unknown") for pod in self._running)
+        counts = ", ".join(f"{count} {phase}" for phase, count in sorted(phases.items()))
+        yield Diagnosis("pods", counts or "none")
+        yield from troubles
+
+    def _pod(self, pod: Manifest) -> Iterator[Diagnosis]:
+        name, status = pod["metadata"]["name"], pod["status"]
+        scheduled = _condition(pod, "PodScheduled")
+        if scheduled.get("status") == "False":
+            facts = f"{name} is pending: {scheduled.get('message', 'no reason')}"
+            events = self.kubectl.shown("get events --sort-by=.lastTimestamp")
+            yield Diagnosis("pods", facts, f"{events} (docs/how-to/operations.md#gpu-stock-out)")
+        containers = [
+            *status.get("initContainerStatuses", ()),
+            *status.get("containerStatuses", ()),
+        ]
+        for container in containers:
+            waiting = container.get("state", {}).get("waiting", {})
+            reason, message = waiting.get("reason", ""), waiting.get("message", "")
+            if reason in ("", "PodInitializing", "ContainerCreating"):
+                continue
+            facts = f"{name}: {reason}{f': {message}' if message else ''}"
+            kind = "images" if reason in IMAGE_REASONS else "pods"
+            yield Diagnosis(kind, facts, self._fix_of_waiting(name, container["name"], reason))
+
+    def _fix_of_waiting(self, pod: str, container: str, reason: str) -> str:
+        if reason in IMAGE_REASONS:
+            return "push the image, or let the nodes' account read the registry: " + (
+                self.kubectl.shown(f"describe pod {pod}")
+            )
+        if reason == "CrashLoopBackOff":
+            return self.kubectl.shown(f"logs {pod} -c {container} --previous")
+        return self.kubectl.shown(f"describe pod {pod}")
+
+    def _named(self) -> Iterator[Diagnosis]:
+        """Secrets and ConfigMaps that pods name. Their contents stay where they are."""
+        wanted: dict[str, set[str]] = {"secret": set(), "configmap": set()}
+        for deployment in self._deployments:
+            for kind, names in _references(_pod_spec(deployment)).items():
+                wanted[kind] |= names
+        for kind, names in wanted.items():
+            there = [name for name in sorted(names) if self._exists(kind, name)]
+            for name in sorted(names - set(there)):
+                if kind == "secret":
+                    command = f"create secret generic {name} --from-…=…"
+                    fix = f"{self.kubectl.shown(command)} (docs/how-to/self-hosting.md)"
+                else:
+                    fix = "apply the overlay or the release again: it makes them"
+                yield Diagnosis(f"{kind}s", f"{name} is missing", fix)
+            yield Diagnosis(f"{kind}s", f"{len(there)} of {len(names)} that pods name exist")
+
+    def _exists(self, kind: str, name: str) -> bool:
+        return bool(self.kubectl.run("get", kind, name, "-o", "name", "--ignore-not-found").strip())
+
+    def _images(self) -> Iterator[Diagnosis]:
+        """Looks for images of Artifact Registry, which may be gone though pods still run."""
+        images = {
+            container["image"]
+            for deployment in self._deployments
+            for container in _pod_spec(deployment)["containers"]
+        }
+        ours = sorted(image for image in images if "-docker.pkg.dev/" in image)
+        if ours and shutil.which("gcloud") is None:
+            facts = f"gcloud is missing, so {len(ours)} images were not looked for"
+            yield Diagnosis("images", facts, "install the Google Cloud CLI")
+            return
+        for image in ours:
+            words = ["gcloud", "artifacts", "docker", "images", "describe", image]
+            try:
+                run([*words, "--format=value(image_summary.digest)"])
+            except CommandFailed as error:
+                yield Diagnosis("images", f"{image}: {error}", " ".join(words))
+            else:
+                yield Diagnosis("images", f"{image} is in its registry")
+
+    def _redis(self) -> Iterator[Diagnosis]:
+        """Asks Redis from a pod, with the pod's settings and through its network policies."""
+        pods = [
+            pod
+            for pod in self._running
+            if re.match(
+                "penstock-(worker|api)$",
+                pod["metadata"].get("labels", {}).get("app.kubernetes.io/name", ""),
+            )
+            and _condition(pod, "Ready").get("status") == "True"
+        ]
+        if not pods:
+            show = self.kubectl.shown("get pods")
+            yield Diagnosis("Redis", "not tried: no worker or API is ready there", show)
+            return
+        name = pods[0]["metadata"]["name"]
+        try:
+            self.kubectl.run("exec", name, "--", "python", "-c", PING)
+        except CommandFailed as error:
+            fix = "look at the policies and at Redis: " + self.kubectl.shown("get networkpolicies")
+            yield Diagnosis("Redis", f"out of reach from {name}: {error}", fix)
+        else:
+            yield Diagnosis("Redis", f"answers {name}")
+
+    def _google(self) -> Iterator[Diagnosis]:
+        """Topics and tables of the project that the deployment names."""
+        deployed = {
+            name: self._settings[variable]
+            for name in ("project", "dataset")
+            if (variable := f"PENSTOCK_{name.upper()}") in self._settings
+        }
+        own = {name: getattr(self.own, name) for name in self.own.model_fields_set}
+        if "project" not in deployed | own:
+            facts = "no Deployment says what its project is"
+            yield Diagnosis("Google", facts, "set PENSTOCK_PROJECT, or deploy the workers")
+            return
+        settings = self.own.model_copy(update=deployed | own)
+        if self._takes_from_rabbitmq():
+            yield Diagnosis("RabbitMQ", "not looked at: penstock doctor does, with PENSTOCK_BROKER")
+        elif place := self._place_inside("PENSTOCK_PUBSUB_ENDPOINT", settings.pubsub_endpoint):
+            yield self._not_looked_at("Pub/Sub", "PENSTOCK_PUBSUB_ENDPOINT", place)
+        else:
+            yield from self._topics(settings)
+        variable = "PENSTOCK_BIGQUERY_ENDPOINT"
+        if place := self._place_inside(variable, settings.bigquery_endpoint):
+            yield self._not_looked_at("BigQuery", variable, place)
+        else:
+            yield _tables(settings)
+
+    def _own_topics(self) -> Iterator[Diagnosis]:
+        yield from self._topics(self.own)
+
+    def _own_tables(self) -> Iterator[Diagnosis]:
+        yield _tables(self.own)
+
+    def _topics(self, settings: Settings) -> Iterator[Diagnosis]:
+        try:
+            there = asyncio.run(_subscriptions(settings))
+        except PenstockError as error:
+            login = "gcloud auth application-default login"
+            yield Diagnosis("Pub/Sub", f"{settings.project}: {error.message}", login)
+            return
+        wanted = {
+            name: subscription
+            for model in self.catalog.deployed
+            for name, subscription in jobs_subscriptions(model.name).items()
+        }
+        right = 0
+        for name, subscription in wanted.items():
+            if subscription.dead_letter_topic_id:
+                subscription = replace(subscription, ack_deadline_s=self.ack_deadline_s)
+            facts, fix = _difference(name, subscription, there.get(name))
+            right += not facts
+            if facts:
+                yield Diagnosis("Pub/Sub", f"{name} {facts}", fix)
+        facts = f"{settings.project}: {right} of {len(wanted)} subscriptions of jobs are right"
+        yield Diagnosis("Pub/Sub", facts)
+
+    def _takes_from_rabbitmq(self) -> bool:
+        return any(
+            container.get("command") == TAKES_FUNCTIONS
+            for deployment in self._deployments
+            for container in _pod_spec(deployment)["containers"]
+        )
+
+    def _place_inside(self, variable: str, own: str) -> str:
+        """The address of an embedded server in the cluster, if the operator names no other."""
+        return "" if own else self._settings.get(variable, "")
+
+    def _not_looked_at(self, service: str, variable: str, place: str) -> Diagnosis:
+        scheme, _, address = place.rpartition("://")
+        host, _, port = address.partition(":")
+        local = f"{scheme}{'://' if scheme else ''}127.0.0.1:{port}"
+        forward = self.kubectl.shown(f"port-forward service/{host} {port}")
+        facts = f"not looked at, as it is in the cluster: {forward}, then set {variable}={local}"
+        return Diagnosis(service, facts)
+
+
+def _tables(settings: Settings) -> Diagnosis:
+    place = f"{settings.project}.{settings.dataset}"
+    try:
+        check_bigquery(settings, REQUEST_LIMIT_S)
+    except PenstockError as error:
+        fix = "apply the platform of this release before its workers: terraform apply"
+        return Diagnosis("BigQuery", f"{place}: {error.message}", fix)
+    return Diagnosis("BigQuery", f"{place}: all tables have the columns of this release")
+
+
+def _pod_spec(deployment: Manifest) -> Manifest:
+    spec: Manifest = deployment["spec"]["template"]["spec"]
+    return spec
+
+
+def _condition(manifest: Manifest, kind: str) -> Mapping[str, str]:
+    conditions: Iterable[Mapping[str, str]] = manifest.get("status", {}).get("conditions", ())
+    return next((one for one in conditions if one["type"] == kind), {})
+
+
+def _references(pod: Manifest) -> dict[str, set[str]]:
+    """The Secrets and ConfigMaps that a pod can't start without."""
+    names: dict[str, set[str]] = {"secret": set(), "configmap": set()}
+    for container in (*pod.get("initContainers", ()), *pod["containers"]):
+        for source in container.get("envFrom", ()):
+            for kind, key in (("secret", "secretRef"), ("configmap", "configMapRef")):
+                if key in source and not source[key].get("optional"):
+                    names[kind].add(source[key]["name"])
+    for volume in pod.get("volumes", ()):
+        if "secret" in volume and not volume["secret"].get("optional"):
+            names["secret"].add(volume["secret"]["secretName"])
+        if "configMap" in volume and not volume["configMap"].get("optional"):
+            names["configmap"].add(volume["configMap"]["name"])
+    return names
+
+
+async def _subscriptions(settings: Settings) -> dict[str, SubscriptionSettings]:
+    async with PubSubAdmin(
+        settings.project, settings.pubsub_endpoint, timeout_s=REQUEST_LIMIT_S
+    ) as admin:
+        return await admin.subscriptions()
+
+
+def _difference(
+    name: str, wanted: SubscriptionSettings, there: SubscriptionSettings | None
+) -> tuple[str, str]:
+    """Returns how a subscription differs from the one of this release, and the next command."""
+    apply = "terraform apply (docs/how-to/operations.md#add-a-model)"
+    if there is None:
+        return "is missing", apply
+    if there.topic_id != wanted.topic_id:
+        facts = f"is on the topic {there.topic_id}, not {wanted.topic_id}"
+        return facts, f"gcloud pubsub subscriptions delete {name}, then {apply}"
+    if there.filter != wanted.filter:
+        facts = f"has the filter {there.filter!r}, not {wanted.filter!r}"
+        return facts, f"keep its jobs in a snapshot first: {PRIORITIES}"
+    if there.ack_deadline_s != wanted.ack_deadline_s:
+        facts = (
+            f"has an ack deadline of {there.ack_deadline_s} s, not {wanted.ack_deadline_s} s: that "
+            "long a job waits after its worker died"
+        )
+        update = f"gcloud pubsub subscriptions update {name} --ack-deadline"
+        return facts, f"{update}={wanted.ack_deadline_s}"
+    if there.dead_letter_topic_id != wanted.dead_letter_topic_id:
+        facts = f"sends dead letters to {there.dead_letter_topic_id or 'no topic'}"
+        return f"{facts}, not to {wanted.dead_letter_topic_id}", apply
+    return "", ""
