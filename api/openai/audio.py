@@ -160,7 +160,7 @@ async def _only_file(form: FormData) -> _Recording:
 
 
 def _transcribed(
-    form: TranslationForm, model: Model, recording: _Recording, task: Task
+    form: TranslationForm, model: Model, recording: _Recording, mode: Task
 ) -> CustomInput:
     """Returns the input of a transcriber, with the bytes of its file.
 
@@ -171,7 +171,7 @@ def _transcribed(
     values = {
         "prompt": form.prompt,
         "temperature": form.temperature,
-        "task": task if task != "transcribe" else None,
+        "task": mode if mode != "transcribe" else None,
     }
     if isinstance(form, TranscriptionForm):
         values |= {"language": form.language, "word_timestamps": form.wants_words or None}
@@ -280,7 +280,7 @@ def _vtt(transcript: _Transcript) -> str:
 
 
 def _verbose(
-    form: TranslationForm, transcript: _Transcript, task: Task
+    form: TranslationForm, transcript: _Transcript, mode: Task
 ) -> VerboseTranscriptionReply:
     wanted: Sequence[str] = ("segment",)
     if isinstance(form, TranscriptionForm):
@@ -288,7 +288,7 @@ def _verbose(
     first = transcript.elements[0] if transcript.elements else TranscribedElement(0.0, 0.0, "")
     fields = TranscribedSegment.__struct_fields__
     reply = VerboseTranscriptionReply(
-        "transcribe" if task == "transcribe" else "translate",
+        "transcribe" if mode == "transcribe" else "translate",
         first.language,
         first.duration,
         transcript.text,
@@ -304,7 +304,7 @@ def _verbose(
     return reply
 
 
-def _answer(form: TranslationForm, transcript: _Transcript, task: Task) -> Response:
+def _answer(form: TranslationForm, transcript: _Transcript, mode: Task) -> Response:
     """Returns a transcript in the requested format."""
     match form.response_format:
         case "text":
@@ -314,7 +314,7 @@ def _answer(form: TranslationForm, transcript: _Transcript, task: Task) -> Respo
         case "vtt":
             return Response(_vtt(transcript), media_type="text/vtt")
         case "verbose_json":
-            body = _encode(_verbose(form, transcript, task))
+            body = _encode(_verbose(form, transcript, mode))
         case "json":
             body = _encode(TranscriptionReply(transcript.text, transcript.usage))
     return Response(body, media_type="application/json")
@@ -442,17 +442,17 @@ def _model_of(call: ApiRequest, api: ServedApi, name: str | None) -> Model:
 
 
 async def _transcribe(
-    call: ApiRequest, form: TranslationForm, recording: _Recording, task: Task
+    call: ApiRequest, form: TranslationForm, recording: _Recording, mode: Task
 ) -> Response:
     model = _model_of(call, "transcription", form.model)
     with _in_words_of_the_form(model, FILE, "seconds"):
-        one = _transcribed(form, model, recording, task)
+        one = _transcribed(form, model, recording, mode)
         call.check_room(model, 1)
         one = one.with_sources([await call.dependencies.source_images.stored(one.files[0])])
         if one.is_streamed:
             return await _stream(call, form, model, one)
         async with call.inferred(model, [one], is_repeatable=model.deterministic) as response:
-            return _answer(form, _Transcript(response.outcomes, model), task)
+            return _answer(form, _Transcript(response.outcomes, model), mode)
 
 
 async def _stream(

@@ -41,7 +41,6 @@ from shared.catalog import Catalog, Model
 from shared.catalog_entry import Gpu
 from shared.errors import ConfigurationError
 from shared.kubernetes_names import slug
-from shared.tasks.image import IMAGE
 
 HUB = "hf:"
 WEIGHTS_DIR = "/var/cache/penstock-weights"
@@ -130,7 +129,9 @@ def _mounted(repository: str, bucket: str, disk_mib: int) -> Weights:
 
 
 def _compiles(model: Model) -> bool:
-    return model.task == IMAGE.name and model.gpu.type != "none" and model.image.compile != "never"
+    return (
+        model.definition.is_compiled and model.gpu.type != "none" and model.image.compile != "never"
+    )
 
 
 def _with_kernels(weights: Weights, bucket: str) -> Weights:

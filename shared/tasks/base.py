@@ -172,6 +172,8 @@ class Task(ABC):
     """Whether its models can run as optimized ONNX graphs."""
     has_context: ClassVar[bool] = False
     """Whether a prompt and what is generated share a context of `generation.context_tokens`."""
+    is_compiled: ClassVar[bool] = False
+    """True if GPU workers compile its models, whose kernels are worth keeping."""
     has_interface: ClassVar[bool] = False
     """Whether each of its models has inputs and outputs of its own, which a schema.json says."""
     shares_weights: ClassVar[bool] = False

@@ -96,6 +96,7 @@ class ImageTask(Task):
     first_guesses: ClassVar = FirstGuesses(item_s=2.0, gap_s=0.5, batch_s=1.0)
     stores_blobs = True
     compares_images = True
+    is_compiled = True
 
     def entry_defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """Torch is the only backend. An item takes seconds, which is what slots are for."""

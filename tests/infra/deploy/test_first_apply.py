@@ -81,7 +81,12 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Plan:
             "keys_in_redis": True,
             "max_instances": 1,
         },
-        alerts={"emails": ["oncall@example.com"]},
+        alerts={
+            "emails": ["oncall@example.com"],
+            "slack": ["#oncall"],
+            "pagerduty": ["inference"],
+        },
+        alert_tokens={"slack": "a", "pagerduty": {"inference": "b"}},
         analysts={"acme": {"members": ["group:analysts@example.com"]}},
         batches={"instances": 1},
         budget={"billing_account": "012345-6789AB-CDEF01", "units_per_month": 100},
