@@ -243,8 +243,7 @@ async def test_records_are_read(release: Release, records: Records) -> None:
 
 async def test_streams_are_read(release: Release, records: Records) -> None:
     streams = {key: one["stream"] for key, one in release.redis.items() if key.startswith(TOKENS)}
-    if not streams:
-        pytest.skip("its short texts were over before their streams were written")
+    assert streams
     for key, entries in streams.items():
         record, _, index = key.removeprefix(TOKENS).rpartition(":")
         (chunks,) = await records.tokens.written([(record, int(index))])
