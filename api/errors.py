@@ -234,6 +234,7 @@ ERROR_MAPPINGS = {
     "canceled": ErrorMapping(499, "invalid_request_error"),
     "model_failed": ErrorMapping(500, "server_error", retry=False),
     "internal": ErrorMapping(500, "server_error"),
+    "model_withdrawn": ErrorMapping(503, "server_error", retry=False),
     "unavailable": ErrorMapping(503, "server_error"),
     "deadline_exceeded": ErrorMapping(504, "timeout_error", retry=False),
 }

@@ -9,6 +9,7 @@ PenstockError
 ├── DeadlineExceeded         the answer came, or would come, too late
 ├── Canceled                 no caller wants the answer any more
 ├── ModelFailed              the model could not compute this item
+├── ModelWithdrawn           an operator has stopped this revision of the model
 ├── Unavailable              a required service (broker, store) is out of reach
 ├── UndecodableMessage       a message on a topic is not a job or reply
 └── ConfigurationError       a catalog or a setting is wrong, with the line or variable
@@ -116,6 +117,13 @@ class ModelFailed(PenstockError):
     public_by_default = None
 
 
+class ModelWithdrawn(PenstockError):
+    """The operator has withdrawn this revision of the model."""
+
+    code = "model_withdrawn"
+    public_by_default = None
+
+
 class Unavailable(PenstockError):
     """A service that this request needs is out of reach."""
 
@@ -143,6 +151,7 @@ _ON_THE_WIRE = (
     DeadlineExceeded,
     Canceled,
     ModelFailed,
+    ModelWithdrawn,
     Unavailable,
     UndecodableMessage,
 )

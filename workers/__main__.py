@@ -29,6 +29,7 @@ from shared.settings import WorkerSettings, read_settings
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
+from shared.stores.withdrawals import LiveWithdrawals, WithdrawalStore
 from shared.tracing.setup import traced
 from shared.transport import Publisher
 from shared.usage.senders import TABLE, sender_of
@@ -171,6 +172,9 @@ async def _open(
     records = await stack.enter_async_context(Records(settings.records_redis_url))
     transport = await stack.enter_async_context(transport_of(settings))
     objects = ObjectStore(settings.objects_url)
+    withdrawals = await stack.enter_async_context(
+        LiveWithdrawals(WithdrawalStore(settings.records_redis_url))
+    )
     parts = await _canary_parts(stack, settings, hosted, transport, objects)
     device = pool.device_name
     facts = WorkerInfo(name, settings.region, device, gpu_type_of(device), settings.spot)
@@ -186,6 +190,7 @@ async def _open(
                 model, transport, cache, records, objects, rows, facts, parts.get(model.name)
             ),
             in_steps=WORKER_TASKS[model.task].computes_steps(model, folder),
+            withdrawals=withdrawals,
         )
         for model, folder, _ in hosted
     ]

@@ -1,5 +1,7 @@
 """Chooses the revision of a model for each request, and rolls canaries back.
 
+A revision that an operator has withdrawn gets no request (shared/stores/withdrawals.py).
+
 Each instance looks at the canary_store in Redis (shared/canary/store.py) once a second. One of them
 judges in each second, and all follow. While Redis is out of reach a canary gets nothing: it could
 not be judged.
@@ -24,6 +26,7 @@ from shared.canary.store import CanaryState
 from shared.canary.verdict import CanaryCounts, judge
 from shared.catalog import Catalog, Model
 from shared.errors import Unavailable
+from shared.stores.withdrawals import LiveWithdrawals, no_withdrawals
 
 REFRESH_S = 1.0
 READ_LIMIT_S = 2.0
@@ -70,6 +73,7 @@ class CanaryRouter:
         canary_store: in Redis. It is opened and closed with this object.
         refresh_s: pause between two looks at it.
         clock: monotonic seconds.
+        withdrawals: already open. None: nothing is ever withdrawn.
     """
 
     def __init__(
@@ -79,9 +83,12 @@ class CanaryRouter:
         *,
         refresh_s: float = REFRESH_S,
         clock: Callable[[], float] = time.monotonic,
+        withdrawals: LiveWithdrawals | None = None,
     ) -> None:
         self._clock = clock
+        self._catalog = catalog
         self._canaries = catalog.canaries
+        self.withdrawals = withdrawals or no_withdrawals()
         self.canary_store = canary_store
         self._refresh_s = refresh_s
         self._serving_until_s: dict[str, float] = {}
@@ -107,11 +114,32 @@ class CanaryRouter:
             await self.canary_store.__aexit__(kind, error, trace)
 
     def routed(self, request: InferenceRequest) -> InferenceRequest:
-        """Returns the request as the canary of its model gets it, or the same request."""
-        if request.model.name not in self._canaries:
+        """Returns the request as the canary of its model gets it, or as its model does.
+
+        Raises:
+            ModelWithdrawn: the revision that would get it is withdrawn.
+        """
+        has_canary = request.model.name in self._canaries
+        return self.to_revision(request, self._choose(request) if has_canary else request.model)
+
+    def to_revision(self, request: InferenceRequest, model: Model) -> InferenceRequest:
+        """Returns the request as one revision of its model gets it.
+
+        Raises:
+            ModelWithdrawn: the revision is withdrawn.
+        """
+        self.withdrawals.check(model)
+        purges = self.withdrawals.purges(model)
+        if model is request.model and purges == request.purges:
             return request
-        chosen = self._choose(request)
-        return request if chosen is request.model else replace(request, model=chosen)
+        return replace(request, model=model, purges=purges)
+
+    def given_up(self, name: str) -> Model | None:
+        """Returns the model of this name if nothing computes it any more. None: something may."""
+        model, canary = self._catalog.find_deployed(name), self._canaries.get(name)
+        if not self.withdrawals.is_withdrawn(model):
+            return None
+        return model if canary is None or not self.is_serving(canary) else None
 
     def _choose(self, request: InferenceRequest) -> Model:
         """Returns the revision that serves a request: its model or the canary of it."""
@@ -128,6 +156,8 @@ class CanaryRouter:
 
     def is_serving(self, canary: Model) -> bool:
         """Returns whether this instance sends a canary its share."""
+        if self.withdrawals.is_withdrawn(canary):
+            return False
         return self._clock() < self._serving_until_s.get(canary.name, 0.0)
 
     async def refresh(self) -> None:

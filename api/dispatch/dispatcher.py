@@ -48,6 +48,7 @@ from shared.messages import ItemOutcome, failure, record_id
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import LATE_LOOK_S, Records
+from shared.stores.withdrawals import withdrawn_error
 from shared.tasks import Result
 from shared.tracing.spans import STAGE, Attributes, record
 from shared.usage.charge import as_delivered, device_share_of
@@ -89,9 +90,10 @@ class Dispatcher:
         self._api_instance = api_instance
         self._region = region
         self._single_flight = SingleFlight()
-        self._jobs: set[asyncio.Task[list[ItemOutcome]]] = set()
+        self._jobs: dict[asyncio.Task[list[ItemOutcome]], InferenceRequest] = {}
         self._cancellations: set[asyncio.Task[None]] = set()
         self._is_closing = False
+        canaries.withdrawals.on_withdrawn(self._end_withdrawn)
 
     async def __aenter__(self) -> Self:
         return self
@@ -105,7 +107,7 @@ class Dispatcher:
         self._is_closing = True
         for task in (*self._jobs, *self._comparisons.tasks):
             task.cancel()
-        if tasks := self._jobs | self._cancellations | self._comparisons.tasks:
+        if tasks := self._jobs.keys() | self._cancellations | self._comparisons.tasks:
             await asyncio.wait(tasks, timeout=CLOSE_LIMIT_S)
 
     @property
@@ -122,17 +124,18 @@ class Dispatcher:
 
         Raises:
             BadInput: an input has no canonical form.
+            ModelWithdrawn: an operator has stopped this revision.
             Overloaded: the instance is full, or the items would wait too long for a worker.
             Unavailable: the instance is shutting down.
         """
         routed = self.canaries.routed(request)
-        if routed is request:
-            return await self._compute(request)
+        if routed.model is request.model:
+            return await self._compute(routed)
         try:
             response = await self._compute(routed)
         except Overloaded:
             # A canary has few workers. If they are full, the caller is not refused.
-            return await self._compute(request)
+            return await self._compute(self.canaries.to_revision(request, request.model))
         self._comparisons.consider(request, routed.model, response)
         return response
 
@@ -203,7 +206,7 @@ class Dispatcher:
         for items in split_into_jobs(request.model, missing):
             job = state.new_job(items)
             job.task = asyncio.create_task(self._send(request, job))
-            self._jobs.add(job.task)
+            self._jobs[job.task] = request
             # As a callback of the task, it runs no matter how the task ends.
             job.task.add_done_callback(partial(self._end_job, request, job))
 
@@ -242,8 +245,8 @@ class Dispatcher:
     def _end_job(
         self, request: InferenceRequest, job: InFlightJob, task: asyncio.Task[list[ItemOutcome]]
     ) -> None:
-        self._jobs.discard(task)
-        if task.cancelled():
+        self._jobs.pop(task, None)
+        if task.cancelled() and not self._is_withdrawn(request):
             self._cancel_on_workers(request, job)
         outcomes = self._outcomes_of(request, job, task)
         self._keep_in_memory(request, job, outcomes)
@@ -267,24 +270,36 @@ class Dispatcher:
         None: all callers hung up, so the item is abandoned.
         """
         if not task.cancelled():
-            error = task.exception()
-            if error is None:
+            failed = task.exception()
+            if failed is None:
                 return task.result()
             log.error(
                 "job failed unexpectedly",
                 extra={"request_id": request.facts.request_id},
-                exc_info=error,
+                exc_info=failed,
             )
             return [
                 failure(in_flight.item.index, PenstockError("internal error"))
                 for in_flight in job.items
             ]
+        error: PenstockError | None = None
         if self._is_closing:
-            return [
-                failure(in_flight.item.index, Unavailable(public=CLOSING))
-                for in_flight in job.items
-            ]
-        return [None] * len(job.items)
+            error = Unavailable(public=CLOSING)
+        elif self._is_withdrawn(request):
+            error = withdrawn_error(request.model)
+        return [
+            None if error is None else failure(in_flight.item.index, error)
+            for in_flight in job.items
+        ]
+
+    def _end_withdrawn(self) -> None:
+        """Ends the jobs of revisions that were just withdrawn. Their workers do so, too."""
+        for task, request in list(self._jobs.items()):
+            if self._is_withdrawn(request):
+                task.cancel()
+
+    def _is_withdrawn(self, request: InferenceRequest) -> bool:
+        return self.canaries.withdrawals.is_withdrawn(request.model)
 
     def _cancel_on_workers(self, request: InferenceRequest, job: InFlightJob) -> None:
         """Notifies the workers, in the background, that no caller waits for the job any more."""

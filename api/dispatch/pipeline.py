@@ -18,6 +18,7 @@ from shared.settings import ApiSettings
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
+from shared.stores.withdrawals import LiveWithdrawals, WithdrawalStore
 from shared.transport import Admin, Transport
 from shared.usage.row import RowSink
 
@@ -80,8 +81,11 @@ async def open_pipeline(
         catalog.deployed, admission.rate_of, settings.broker_wait_s, broker.round_trip
     )
     await opened.enter_async_context(WindowExchange(window, settings.records_redis_url, instance))
+    withdrawals = await opened.enter_async_context(
+        LiveWithdrawals(WithdrawalStore(settings.records_redis_url))
+    )
     canaries = await opened.enter_async_context(
-        CanaryRouter(catalog, CanaryStore(settings.records_redis_url))
+        CanaryRouter(catalog, CanaryStore(settings.records_redis_url), withdrawals=withdrawals)
     )
     sender = JobSender(inbox, broker, objects, records, window, instance)
     dispatcher = await opened.enter_async_context(

@@ -114,6 +114,8 @@ class InferenceRequest:
     record: NewRecord | None = None
     is_run_again: Callable[[], bool] = lambda: False
     """Returns whether the same request is sent again, under the same id, if this is canceled."""
+    purges: int = 0
+    """How often what the cache had of the revision was purged."""
 
     @property
     def new_record(self) -> NewRecord:
@@ -152,9 +154,12 @@ class InferenceRequest:
         """
         is_kept = self.is_repeatable and self.options.cache_write and self.model.cache.ttl_s > 0
         return [
-            Item(index, one, cache_key(self.model, one, self.facts.tenant) if is_kept else None)
+            Item(index, one, self._cache_key(one) if is_kept else None)
             for index, one in enumerate(self.inputs)
         ]
+
+    def _cache_key(self, one: Input) -> str:
+        return cache_key(self.model, one, self.facts.tenant, self.purges)
 
     def demand(self, items: int) -> Demand:
         """Returns the demand of `items` of its items on the workers."""

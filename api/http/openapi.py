@@ -179,7 +179,7 @@ OF_STATUS = {
     409: ("Retry-After", "X-Should-Retry"),
     429: ("Retry-After", "Retry-After-Ms", "X-Should-Retry", *OF_LIMITS),
     500: ("X-Should-Retry",),
-    503: ("Retry-After",),
+    503: ("Retry-After", "X-Should-Retry"),
     504: ("X-Should-Retry",),
 }
 
@@ -275,7 +275,10 @@ _DESCRIPTIONS = {
     ),
     499: "The request was canceled, or its caller hung up.",
     500: "The model could not compute the result.",
-    503: "A service that this needs is out of reach; try again after `Retry-After` seconds.",
+    503: (
+        "A service that this needs is out of reach; try again after `Retry-After` seconds. "
+        "Or the model was withdrawn (`model_withdrawn`), which does not pass by itself."
+    ),
     504: (
         "The deadline passed. `x-should-retry: false` keeps OpenAI's clients from sending it again."
     ),

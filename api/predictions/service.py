@@ -3,7 +3,7 @@
 The record decides about the state of a prediction (shared/stores/records.py). It is created before
 the job is published, so every instance can find a prediction, even if the one that created it is
 gone. A reply only wakes a waiting request. Any instance that reads a record after its deadline ends
-it, as a last resort against lost jobs.
+it, as a last resort against lost jobs, and so if its model was withdrawn and no worker is there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from api.dispatch.job_sender import Inbox, JobSender, ReplyWaiter, failed_reply
 from api.dispatch.request import InferenceRequest
 from api.errors import KeyReused, NotFound
 from api.limits.limited_request import Hold
-from api.predictions.creation import Creation, PredictionSnapshot
+from api.predictions.creation import Creation, PredictionSnapshot, version_of
 from shared.errors import (
     BadInput,
     DeadlineExceeded,
@@ -33,6 +33,7 @@ from shared.errors import (
     Overloaded,
     PenstockError,
     Unavailable,
+    UnknownModel,
 )
 from shared.messages import ItemOutcome, ReplyBody, encode_reply_body
 from shared.predictions import (
@@ -47,6 +48,7 @@ from shared.stores.record_state import Record
 from shared.stores.records import Records
 from shared.stores.waiting_line import QueuePosition
 from shared.stores.webhook_log import WebhookAttempt
+from shared.stores.withdrawals import withdrawn_error
 from shared.webhook_publisher import WebhookPublisher
 
 GRACE_S = 5.0
@@ -124,6 +126,7 @@ class Predictions:
         Raises:
             BadInput: an input has no canonical form.
             InputTooLarge: its document has more than DOCUMENT_MAX_BYTES.
+            ModelWithdrawn: an operator has stopped this revision.
             Overloaded: this instance, the broker or the store of predictions is full.
             PredictionIdTaken: another prediction has the id.
             KeyReused: another request had the Idempotency-Key.
@@ -480,21 +483,31 @@ class Predictions:
         return snapshot
 
     async def _end_if_late(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
+        """Ends a prediction that no worker will: it is late, or its model was withdrawn."""
         prediction, record = snapshot
-        if record.is_over or time.time() < prediction.deadline_s + GRACE_S:
+        error = None if record.is_over else self._why_over(prediction)
+        if error is None:
             return snapshot
-        limit_s = prediction.deadline_s - prediction.created_at_s
-        reply = failed_reply(
-            DeadlineExceeded.code, f"deadline exceeded: it was not done within {limit_s:.3g} s"
-        )
+        reply = failed_reply(error.code, error.public_message)
         finish = await self._records.finish(prediction.record, "failed", reply)
         if finish is None:
             return snapshot
         if finish.is_ours:
-            metrics.PREDICTIONS.labels(prediction.model, "expired").inc()
+            outcome = "expired" if isinstance(error, DeadlineExceeded) else "withdrawn"
+            metrics.PREDICTIONS.labels(prediction.model, outcome).inc()
             events = prediction.webhook_events
             await self._webhooks.try_publish(prediction.record, events, "completed")
         return PredictionSnapshot(prediction, await self._records.read(prediction.record) or record)
+
+    def _why_over(self, prediction: Prediction) -> PenstockError | None:
+        if time.time() >= prediction.deadline_s + GRACE_S:
+            limit_s = prediction.deadline_s - prediction.created_at_s
+            return DeadlineExceeded(f"deadline exceeded: it was not done within {limit_s:.3g} s")
+        with suppress(UnknownModel):  # removed from the catalog: only its record is left
+            model = self._canaries.given_up(prediction.model)
+            if model is not None and version_of(model) == prediction.version:
+                return withdrawn_error(model)
+        return None
 
 
 def _encode_within_bounds(prediction: Prediction) -> bytes:

@@ -93,6 +93,9 @@ def _files(folder: str) -> dict[str, str]:
 def create(client: bigquery.Client, dataset: str) -> None:
     """Creates the data set, the tables and the views, or updates existing ones.
 
+    Columns that are there and not known here stay: a later release has made them, before it was
+    rolled back.
+
     Args:
         client: Google's client, for the project of the data set.
         dataset: its id.
@@ -124,4 +127,8 @@ def _put(client: bigquery.Client, name: str, resource: dict[str, Any], fields: l
     try:
         client.create_table(table)
     except Conflict:
+        if "schema" in fields:
+            known = {field.name for field in table.schema}
+            stored = client.get_table(table.reference).schema
+            table.schema = [*table.schema, *(one for one in stored if one.name not in known)]
         client.update_table(table, fields)

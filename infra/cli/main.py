@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from infra.cli import keys
 from infra.cli.canaries.commands import canary
 from infra.cli.dead_letters.commands import dead_letters
+from infra.cli.withdrawals import list_withdrawn, withdraw
 from infra.load.commands import load
 from infra.local.ports import Ports
 from infra.monitoring.alerts import RUNBOOK
@@ -277,8 +278,10 @@ def restore(context: typer.Context) -> None:
     _become("api.limits.restore", {}, context.args)
 
 
-models = typer.Typer(help="Models of one's own.", no_args_is_help=True)
+models = typer.Typer(help="Models: those of one's own, and withdrawals.", no_args_is_help=True)
 app.add_typer(models, name="models")
+models.command("withdraw")(withdraw)
+models.command("withdrawn")(list_withdrawn)
 
 
 @models.command(context_settings=_FORWARDED)

@@ -102,7 +102,7 @@ UNREADABLE = Counter(
 )
 
 
-def cache_key(model: Model, input: Input, tenant: str) -> str:
+def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
     """Returns the key of the result of `input` on `model`: 256 bits of BLAKE2b (RFC 7693) in hex.
 
     The key covers everything that changes the output: name, revision, source, precision, tolerance
@@ -118,6 +118,8 @@ def cache_key(model: Model, input: Input, tenant: str) -> str:
         model: the entry of the catalog that serves the item.
         input: the item's input.
         tenant: the caller's tenant. Part of the key only if the model's cache scope is `tenant`.
+        purges: how often what the cache had of this revision was purged
+            (shared/stores/withdrawals.py). Part of the key only if it was.
 
     Raises:
         BadInput: a text has lone surrogates, which no encoding can represent.
@@ -131,8 +133,9 @@ def cache_key(model: Model, input: Input, tenant: str) -> str:
         model.result_tolerance,
         model.dimensions,
     )
+    parts = (KEY_SCHEME, owner, which, input.cache_form())
     try:
-        canonical = msgspec.msgpack.encode((KEY_SCHEME, owner, which, input.cache_form()))
+        canonical = msgspec.msgpack.encode((*parts, purges) if purges else parts)
     except UnicodeEncodeError as error:
         raise BadInput("the text is not valid Unicode (a lone surrogate)", field="input") from error
     return hashlib.blake2b(canonical, digest_size=32).hexdigest()

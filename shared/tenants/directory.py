@@ -26,7 +26,7 @@ import msgspec
 
 from shared.errors import ConfigurationError
 from shared.tenants.api_key import ID_PATTERN, SALT_BYTES, ApiKey, hash_of
-from shared.tenants.plan import DEFAULT_PLAN, Caller, Limits, Plan
+from shared.tenants.plan import DEFAULT_PLAN, Caller, Limits, Plan, Rates
 
 MAX_TENANT_BYTES = 256
 """The tenant is an attribute of each message. Attributes have at most 1,024 bytes."""
@@ -240,8 +240,27 @@ def is_frozen(tenant: str, document: Document) -> bool:
 
 
 def encode_document(document: Document) -> bytes:
-    """The document as JSON, for people too."""
-    return msgspec.json.format(msgspec.json.encode(document), indent=2)
+    """The document as JSON, for people too.
+
+    Plans and limits name only what differs from the defaults: a release refuses fields that it does
+    not know, and one before this reads what uses nothing new.
+    """
+    fields = msgspec.to_builtins(document)
+    fields["plans"] = {name: _differing(plan) for name, plan in document.plans.items()}
+    for key, stored in zip(document.keys, fields["keys"], strict=True):
+        if key.limits is not None:
+            stored["limits"] = _differing(key.limits)
+    return msgspec.json.format(msgspec.json.encode(fields), indent=2)
+
+
+def _differing(rates: Rates) -> dict[str, object]:
+    usual = msgspec.to_builtins(type(rates)())
+    fields = {
+        name: value for name, value in msgspec.to_builtins(rates).items() if value != usual[name]
+    }
+    if isinstance(rates, Plan) and rates.per_model:
+        fields["per_model"] = {name: _differing(one) for name, one in rates.per_model.items()}
+    return fields
 
 
 def decode_document(data: bytes, source: str) -> Document:

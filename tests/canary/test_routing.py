@@ -16,8 +16,9 @@ from shared.canary.store import CanaryState
 from shared.canary.verdict import CanaryCounts
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Canary
-from shared.errors import Unavailable
+from shared.errors import ModelWithdrawn, Unavailable
 from shared.messages import RequestFacts
+from shared.stores.withdrawals import LiveWithdrawals, Withdrawal, WithdrawalStore
 from shared.tasks.embedding import TextInput
 from shared.topics import jobs_topic_id
 from tests.canary.world import CANARY, MODEL, running_world
@@ -64,10 +65,10 @@ class FakeCanaryStore:
         return True
 
 
-async def router_of(**rules: object) -> CanaryRouter:
+async def router_of(withdrawals: LiveWithdrawals | None = None, **rules: object) -> CanaryRouter:
     canary = Canary.model_validate({"revision": "2", **rules})
     catalog = Catalog((MODEL.model_copy(update={"canary": canary}),))
-    router = CanaryRouter(catalog, FakeCanaryStore())
+    router = CanaryRouter(catalog, FakeCanaryStore(), withdrawals=withdrawals)
     await router.refresh()
     return router
 
@@ -240,3 +241,30 @@ async def test_repeated_prediction_goes_to_the_revision_that_is_chosen_now(
         assert {one["status"] for one in repeated} == {"succeeded"}
         assert topics.count(jobs_topic_id(MODEL.name)) == len(repeated)
         assert jobs_topic_id(CANARY.name) not in topics
+
+
+async def test_withdrawn_canary_gets_nothing_and_nobody_notices(redis_url: str) -> None:
+    store = WithdrawalStore(redis_url)
+    async with LiveWithdrawals(store) as live:
+        router = await router_of(live, share=0.5)
+        assert any(chosen(router, number) for number in range(50))
+        await store.withdraw(Withdrawal(MODEL.name, "2", 1.0, "user x"))
+        await live.refresh()
+        assert not any(chosen(router, number) for number in range(50))
+        assert router.given_up(MODEL.name) is None
+
+
+async def test_canary_goes_on_while_the_other_revision_is_withdrawn(redis_url: str) -> None:
+    store = WithdrawalStore(redis_url)
+    async with LiveWithdrawals(store) as live:
+        router = await router_of(live, share=0.5)
+        await store.withdraw(Withdrawal(MODEL.name, MODEL.revision, 1.0, "user x"))
+        await live.refresh()
+        outcomes = Counter[str]()
+        for number in range(50):
+            try:
+                outcomes["canary" if chosen(router, number) else "other"] += 1
+            except ModelWithdrawn:
+                outcomes["refused"] += 1
+        assert outcomes.keys() == {"canary", "refused"}
+        assert router.given_up(MODEL.name) is None, "the canary may have its job"

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ class Findings:
     """Budgets of tenants and keys that are below their rows, or above them by more than kills
     explain."""
     took_s: float
+    pairs: set[tuple[str, str]]
+    """The API instances and the workers that did items together."""
 
     def table(self) -> list[tuple[str, int]]:
         """What must be zero, by name, after what was done."""
@@ -92,6 +94,7 @@ def run(
     rows: RowsKind = "bigquery",
     broker_delay_s: float = 0.0,
     pause_s: float = 0.0,
+    environments: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Findings:
     """Runs traffic and faults side by side and counts what came of it.
 
@@ -106,10 +109,16 @@ def run(
         rows: where they go first.
         broker_delay_s: of each way to the broker.
         pause_s: of each caller between two requests, on average.
+        environments: as for World.
     """
     began_s = time.monotonic()
     with World(
-        folder, broker=broker, rows=rows, has_keys=True, broker_delay_s=broker_delay_s
+        folder,
+        broker=broker,
+        rows=rows,
+        has_keys=True,
+        broker_delay_s=broker_delay_s,
+        environments=environments,
     ) as world:
         say(f"all parts ready after {time.monotonic() - began_s:.1f} s")
         traffic = Traffic(
@@ -121,12 +130,14 @@ def run(
         )
         plan = list(faults(seed, faults_count, has_archive=world.has_archive))
         done = asyncio.run(_run(world, traffic, iter(plan), say))
-        found, missing = _read_rows(world, traffic.tally)
+        found, missing = read_rows(world, traffic.tally.expected_rows)
         double, wrong = _check_rows(found, traffic.tally)
         costs = _check_costs(found, traffic.tally)
         off = _check_counters(world, traffic.tally, say)
     took_s = time.monotonic() - began_s
-    return Findings(done, traffic.tally, missing, double, wrong, costs, off, took_s)
+    pairs = {(one["api_instance"], one["worker"]) for rows in found.values() for one in rows}
+    pairs = {pair for pair in pairs if all(pair)}
+    return Findings(done, traffic.tally, missing, double, wrong, costs, off, took_s, pairs)
 
 
 async def _run(
@@ -140,7 +151,7 @@ async def _run(
         return done
 
 
-def _read_rows(world: World, tally: Tally) -> tuple[Rows, list[str]]:
+def read_rows(world: World, expected: Collection[str]) -> tuple[Rows, list[str]]:
     """All rows, each once, by request, and the ids of requests that lack theirs."""
     settings = world.settings
     client = bigquery.Client(
@@ -149,14 +160,14 @@ def _read_rows(world: World, tally: Tally) -> tuple[Rows, list[str]]:
         client_options={"api_endpoint": settings.bigquery_endpoint},
     )
     since = "WHERE received_at > TIMESTAMP '2020-01-01'"
-    fields = "request_id, status, key_id, tenant, cost_usd"
+    fields = "request_id, status, key_id, tenant, cost_usd, api_instance, worker"
     sql = f"SELECT {fields} FROM `{settings.dataset}.rows_deduplicated` {since}"
     until_s = time.monotonic() + WAIT_LIMIT_S
     while True:
         found: Rows = {}
         for row in client.query_and_wait(sql, wait_timeout=WAIT_LIMIT_S):
             found.setdefault(row["request_id"], []).append(dict(row.items()))
-        missing = [one for one in tally.expected_rows if one not in found]
+        missing = [one for one in expected if one not in found]
         if not missing or time.monotonic() > until_s:
             break
         time.sleep(0.5)
@@ -199,7 +210,7 @@ def _check_counters(world: World, tally: Tally, say: Callable[[str], None]) -> l
     until_s = time.monotonic() + SETTLE_LIMIT_S
     with redis.Redis.from_url(world.settings.redis_url) as client:
         while True:
-            rows = _charged(_read_rows(world, tally)[0])
+            rows = _charged(read_rows(world, tally.expected_rows)[0])
             counted = {
                 name: float(client.hget(f"{BUDGET_KEY}{name}:usd", "used") or 0) for name in rows
             }

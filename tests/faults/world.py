@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -76,6 +76,8 @@ class World:
         rows: where they go first: to BigQuery, or to the object store.
         has_keys: whether callers need a key, and have budgets.
         broker_delay_s: of each way between the broker and an API instance or a worker.
+        environments: more variables of an API instance or a worker, by its name: those with which
+            it runs the code of another release, say.
     """
 
     def __init__(
@@ -90,8 +92,10 @@ class World:
         rows: RowsKind = "bigquery",
         has_keys: bool = False,
         broker_delay_s: float = 0.0,
+        environments: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         self._broker = broker
+        self._environments = environments or {}
         self._keys_url = _written_keys(folder) if has_keys else ""
         self.has_archive = rows == "objects"
         self._needs_graph = served is None
@@ -227,16 +231,19 @@ class World:
                 name,
                 [sys.executable, "-m", "api"],
                 self._log_dir,
-                environment=environment_with(own),
+                environment=environment_with(own) | dict(self._environments.get(name, {})),
             )
         own |= {
             "PENSTOCK_MODEL": self._model,
             "PENSTOCK_HEALTH_PORT": str(self._ports[name]),
             "PENSTOCK_PROCESSES": str(self._processes),
         }
-        command = [sys.executable, "-m", "workers"]
         return Process(
-            name, command, self._log_dir, environment=environment_with(own), stop_limit_s=30.0
+            name,
+            [sys.executable, "-m", "workers"],
+            self._log_dir,
+            environment=environment_with(own) | dict(self._environments.get(name, {})),
+            stop_limit_s=30.0,
         )
 
     def _start(self, undo: ExitStack, process: Process) -> None:

@@ -52,6 +52,10 @@ def running_up(
     settings: dict[str, str],
     options: Sequence[str] = (),
     program: Sequence[str] = ("-m", "infra.cli.main"),
+    *,
+    tree: Path = ROOT,
+    ports: Ports | None = None,
+    models: str = CATALOG.format(source=MINI),
 ) -> Iterator[Up]:
     """The command until the end of the context. It may have ended before it was up.
 
@@ -60,15 +64,18 @@ def running_up(
         settings: beside those of SMALLEST, or instead of them.
         options: of the command, beside the ports.
         program: runs the command.
+        tree: whose code it is.
+        ports: those of an earlier start. None: free ones.
+        models: the catalog, of one model.
     """
-    ports = Ports.free(workers=1)
-    catalog(folder, MINI)
+    ports = ports or Ports.free(workers=1)
+    (folder / "models.yaml").write_text(models)
     command = [sys.executable, *program, "up", "--health-port", str(ports.health[0])]
     command += options
     for name in ("api", "pubsub", "bigquery", "redis", "functions", "metrics", "row_archive"):
         command += [f"--{name.replace('_', '-')}-port", str(getattr(ports, name))]
     log_path = folder / "up.log"
-    environment = os.environ | SMALLEST | settings | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | SMALLEST | settings | {"PYTHONPATH": str(tree)}
     with (
         log_path.open("wb") as output,
         subprocess.Popen(

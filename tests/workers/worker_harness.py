@@ -34,6 +34,7 @@ from shared.messages import (
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
+from shared.stores.withdrawals import LiveWithdrawals
 from shared.tasks import Input, Result
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.tasks.image import ImageResult
@@ -361,6 +362,7 @@ async def running_worker(
     preparer: Preparer | None = None,
     clock: Clock | None = None,
     canary: CanaryShare | None = None,
+    withdrawals: LiveWithdrawals | None = None,
 ) -> AsyncIterator[WorkerHarness]:
     """Runs a worker, on `pool` or on a fake model process that the test controls."""
     letters = pool if isinstance(pool, LetterPool) else LetterPool()
@@ -394,6 +396,7 @@ async def running_worker(
             completion,
             in_steps=WORKER_TASKS[model.task].computes_steps(model, Path()),
             clock=clock,
+            withdrawals=withdrawals,
         )
         harness.consumer, harness.registry = consumer, completion.registry
         worker = Worker(

@@ -28,6 +28,7 @@ from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.record_state import Claim
 from shared.stores.records import Records
+from shared.stores.withdrawals import LiveWithdrawals, no_withdrawals, withdrawn_error
 from shared.tasks import Input, Result
 from shared.tasks.text import TokenCount
 from shared.tracing.spans import is_recorded
@@ -130,6 +131,14 @@ class Cancellation:
         pulled.is_late = True
         self._drop(pulled)
         self.on_unwanted()
+
+    def fail(self, pulled_jobs: Iterable[PulledJob], error: PenstockError) -> None:
+        """Ends jobs with an error. Results that some of their items have are not delivered."""
+        for pulled in pulled_jobs:
+            if not pulled.is_over:
+                pulled.outcomes.clear()
+                for item in pulled.items:
+                    self._completion.settle(pulled, failure(item.index, error, pulled.receipt()))
 
     def expire_start(self, pulled: PulledJob) -> None:
         """Drops the items of a job that did not start by its queue limit."""
@@ -357,9 +366,12 @@ class JobConsumer:
         *,
         in_steps: bool = False,
         clock: Clock | None = None,
+        withdrawals: LiveWithdrawals | None = None,
     ) -> None:
         clock = clock or SystemClock()
         self.model = model
+        self._withdrawals = withdrawals or no_withdrawals()
+        self._withdrawals.on_withdrawn(self._end_withdrawn)
         self.computes_steps = in_steps
         """Whether the model batches continuously: items are admitted between steps."""
         self.queue = ModelQueue(model, completion)
@@ -500,10 +512,19 @@ class JobConsumer:
         self._registry.add(pulled)
         if pulled.start_by_s > now_s:
             self._deadlines.watch(pulled)
-            return None if self._is_forwarded(pulled) else pulled
+            if self._withdrawals.is_withdrawn(self.model):
+                self.cancellation.fail([pulled], withdrawn_error(self.model))
+            return None if pulled.is_over or self._is_forwarded(pulled) else pulled
         for item in pulled.items:
             self._completion.settle(pulled, pulled.expired(item.index))
         return None
+
+    def _end_withdrawn(self) -> None:
+        """Ends all jobs if the model is withdrawn, also those that run."""
+        if self._withdrawals.is_withdrawn(self.model):
+            self.cancellation.fail(self._registry.find(), withdrawn_error(self.model))
+            self.queue.discard_unwanted()
+            self.cancellation.on_unwanted()
 
     def _is_forwarded(self, pulled: PulledJob) -> bool:
         """Forwards a job that came to a canary after it was taken back."""

@@ -1,0 +1,111 @@
+"""`penstock models withdraw` and `withdrawn`: stops a revision that must not answer any more."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import json
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from shared.errors import ConfigurationError, Unavailable
+
+if TYPE_CHECKING:
+    from shared.catalog import Catalog
+    from shared.stores.withdrawals import Withdrawals, WithdrawalStore
+
+Done = TypeVar("Done")
+
+
+def withdraw(
+    name: Annotated[str, typer.Argument(metavar="MODEL", help="the model in models.yaml")],
+    revision: Annotated[str, typer.Option(metavar="REVISION", help="of the model, or its canary")],
+    undo: Annotated[bool, typer.Option("--undo", help="serve it again")] = False,
+) -> None:
+    """Stop a revision: refuse its requests, fail those that wait, and never use its cached results.
+
+    Whoever waits gets the error `model_withdrawn`, and is not charged.
+    """
+    from shared.stores.withdrawals import Withdrawal
+
+    if undo:
+        was_there = _run(lambda store, catalog: store.undo(name, revision))
+        then = "processes serve it again within 3 s" if was_there else "it was not withdrawn"
+    else:
+
+        async def act(store: WithdrawalStore, catalog: Catalog) -> bool:
+            _check_served(catalog, name, revision)
+            by = f"user {getpass.getuser()}"
+            return await store.withdraw(Withdrawal(name, revision, time.time(), by))
+
+        then = "withdrawn; processes stop it within 3 s" if _run(act) else "it is withdrawn already"
+    typer.echo(f"{name}, revision {revision}: {then}")
+
+
+def list_withdrawn(
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for a program")] = False,
+) -> None:
+    """List the revisions that are withdrawn."""
+    import msgspec
+
+    from infra.text_table import table
+
+    known: Withdrawals | None = _run(lambda store, catalog: store.read())
+    listed = [] if known is None else sorted(known.withdrawn.values(), key=lambda one: one.at_s)
+    if as_json:
+        print(json.dumps([msgspec.to_builtins(one) for one in listed], indent=2))
+    elif listed:
+        rows = [(one.model, one.revision, _time(one.at_s), one.by) for one in listed]
+        print(table(("model", "revision", "since", "by"), rows))
+    else:
+        typer.echo("no model is withdrawn")
+
+
+def _check_served(catalog: Catalog, name: str, revision: str) -> None:
+    """Refuses a name or a revision that the catalog does not have: most likely it is misspelt.
+
+    Raises:
+        ConfigurationError: the revision is not the model's, nor that of its canary.
+        UnknownModel: there is no such model.
+    """
+    model = catalog.find(name)
+    if model.name != name:
+        raise ConfigurationError(f"{name} is an alias; its model is {model.name}", field="model")
+    revisions = [model.revision] + ([model.canary.revision] if model.canary else [])
+    if revision not in revisions:
+        raise ConfigurationError(
+            f"{name} has no revision {revision!r}; the catalog has {', '.join(revisions)}",
+            field="revision",
+        )
+
+
+def _time(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _run(act: Callable[[WithdrawalStore, Catalog], Awaitable[Done]]) -> Done:
+    """Opens the configured store and runs `act`.
+
+    Raises:
+        Unavailable: Redis did not answer. The message names the setting.
+    """
+    from shared.catalog import read_catalog
+    from shared.settings import Settings, read_settings
+    from shared.stores.withdrawals import WithdrawalStore
+
+    settings = read_settings(Settings)
+
+    async def run() -> Done:
+        async with WithdrawalStore(settings.records_redis_url) as store:
+            try:
+                return await act(store, read_catalog(settings.models_file))
+            except Unavailable as error:
+                raise Unavailable(
+                    f"PENSTOCK_RECORDS_URL, PENSTOCK_REDIS_URL: {error.message}"
+                ) from error
+
+    return asyncio.run(run())

@@ -1,0 +1,82 @@
+"""Trees of earlier releases, out of the repository's history, and how to run their code."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.limits import WAIT_LIMIT_S
+
+ROOT = Path(__file__).parents[2]
+FILES = Path(__file__).parent / "files"
+"""One folder for each release, written by `python -m tests.releases.write` at its cut."""
+PARTS = ("api", "infra", "models", "models.yaml", "shared", "workers")
+"""What a release runs."""
+
+
+def releases() -> list[str]:
+    """The releases that left files, oldest first. `unreleased` is the tree of the last writing."""
+    names = [path.parent.name for path in FILES.glob("*/release.json")]
+    return sorted(names, key=_number)
+
+
+def last_release() -> str:
+    """The latest one that was cut."""
+    return [name for name in releases() if name[0].isdecimal()][-1]
+
+
+def commit_of(release: str) -> str:
+    """The commit of its cut."""
+    commit: str = json.loads((FILES / release / "release.json").read_text())["commit"]
+    return commit
+
+
+def tree_at(commit: str, folder: Path) -> Path:
+    """The code as it was at a commit, in a folder of its own. Skips where the history lacks it."""
+    tree = folder / f"tree-{commit[:12]}"
+    if not has_commit(commit):
+        pytest.skip("the repository's history does not go back to the last release")
+    archive = ["git", "archive", "--format=tar", commit, *PARTS]
+    packed = subprocess.run(
+        archive, cwd=ROOT, capture_output=True, timeout=WAIT_LIMIT_S, check=True
+    ).stdout
+    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+        tar.extractall(tree, filter="data")
+    where = subprocess.run(
+        [sys.executable, "-c", "import api, shared, workers; print(api.__file__)"],
+        env=os.environ | environment_of(tree),
+        capture_output=True,
+        text=True,
+        timeout=WAIT_LIMIT_S,
+        check=True,
+    ).stdout
+    assert Path(where.strip()).is_relative_to(tree), "another tree's code would run"
+    return tree
+
+
+def has_commit(commit: str) -> bool:
+    """Whether the history has it. A shallow clone, a package and a build have none."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        return False
+    asked = ["git", "cat-file", "-e", f"{commit}^{{commit}}"]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, timeout=WAIT_LIMIT_S, check=False)
+    return done.returncode == 0
+
+
+def environment_of(tree: Path) -> dict[str, str]:
+    """Variables with which `python -m` runs the code of a tree, whatever folder it starts in."""
+    return {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
+
+
+def _number(release: str) -> tuple[float, ...]:
+    if not release[0].isdecimal():
+        return (float("inf"),)
+    return tuple(float(part) for part in release.split("."))

@@ -1,0 +1,72 @@
+"""The last release and this tree under traffic at once, as during a rollout: nothing is lost.
+
+One API instance and one worker of each, on the same broker and Redis. Whatever one writes, the
+other reads: jobs and replies, records, cache, answers under a key, streams of tokens, rows.
+"""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.faults.generation_catalog import generation_catalog
+from tests.faults.streams import StreamReaders, read_while_killing
+from tests.faults.suite import run
+from tests.faults.world import APIS, WORKERS, BrokerKind, World
+from tests.rabbitmq import needs_rabbitmq
+from tests.releases.history import commit_of, environment_of, last_release, tree_at
+from tests.workers.models.generation import tiny
+
+pytestmark = pytest.mark.slow(about_s=60)
+
+REQUESTS, IN_FLIGHT, SEED = 400, 16, 4
+MODEL = "tiny-text"
+STREAMS, KILLS, EVERY_S = 24, 2, 2.0
+
+
+@pytest.fixture
+def older(tmp_path: Path) -> dict[str, dict[str, str]]:
+    """The first API instance and the first worker run the last release."""
+    own = environment_of(tree_at(commit_of(last_release()), tmp_path))
+    return {APIS[0]: own, WORKERS[0]: own}
+
+
+@pytest.mark.parametrize("broker", ["pubsub", "rabbitmq"])
+def test_nothing_is_lost_or_wrong_between_two_releases(
+    broker: BrokerKind, older: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    if broker == "rabbitmq":
+        needs_rabbitmq()
+    found = run(
+        tmp_path,
+        requests=REQUESTS,
+        faults_count=0,
+        in_flight=IN_FLIGHT,
+        seed=SEED,
+        say=print,
+        broker=broker,
+        environments=older,
+    )
+    assert found.flaws() == []
+    assert found.tally.ended == found.tally.sent >= REQUESTS
+    assert len(found.pairs) == len(APIS) * len(WORKERS), "not each did items with each"
+
+
+def test_streams_go_on_at_the_other_release(
+    older: dict[str, dict[str, str]], tmp_path: Path
+) -> None:
+    """The instance and the worker of the last release die, with readers and texts under way."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tiny.write_folder(folder)
+    catalog = generation_catalog(MODEL, folder, generation={"longest_tokens": 224})
+    with World(tmp_path, served=(MODEL, catalog), environments=older) as world:
+        readers = StreamReaders(world, MODEL, tokens=160, in_flight=8)
+        reading = read_while_killing(
+            readers, world, streams=STREAMS, kills=KILLS, every_s=EVERY_S, say=print
+        )
+        found = asyncio.run(reading)
+    assert found.flaws() == []
+    assert [kill.target for kill in found.kills] == [APIS[0], WORKERS[0]]
+    assert len(found.streams) >= STREAMS
+    assert all(stream.text for stream in found.streams)
