@@ -97,7 +97,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Plan:
         outside={"elsewhere": {"issuer": "https://oidc.example.com/1"}},
         regions={"asia-south1": {"index": 0}, "asia-southeast1": {"index": 1}},
         traces={"endpoint": "https://telemetry.googleapis.com"},
-        weights={"hub_token": True},
+        weights={"hub_token": True, "prefetched": True},
     )
 
 
