@@ -205,10 +205,11 @@ class Dispatcher:
         self._admission.admit(request.demand(len(missing)), remaining_s=state.remaining_s())
         for items in split_into_jobs(request.model, missing):
             job = state.new_job(items)
-            job.task = asyncio.create_task(self._send(request, job))
-            self._jobs[job.task] = request
+            sending = asyncio.create_task(self._send(request, job))
+            job.task = sending
+            self._jobs[sending] = request
             # As a callback of the task, it runs no matter how the task ends.
-            job.task.add_done_callback(partial(self._end_job, request, job))
+            sending.add_done_callback(partial(self._end_job, request, job))
 
     async def _complete_cache_hits(self, led: Sequence[InFlightItem]) -> list[InFlightItem]:
         """Completes the items that the cache has, and returns the others."""
