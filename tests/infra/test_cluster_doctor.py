@@ -220,7 +220,7 @@ def test_nothing_is_wrong(cluster: Cluster, project: str) -> None:
         "ok    autoscaler   KEDA, and its metrics server answers",
         "ok    GPU nodes    2 of 3 nodes offer 5 nvidia.com/gpu",
         "ok    device plugin nvidia-gpu-device-plugin-small-cos: 2 of 2 pods are ready",
-        "ok    pods         4 Running",
+        "ok    pods         5 Running",
         "ok    configmaps   4 of 4 that pods name exist",
         f"ok    images       {IMAGE} is in its registry",
         "ok    Redis        answers worker-all-minilm-l6-v2-7d9c5-x2x4z",

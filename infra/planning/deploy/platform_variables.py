@@ -47,6 +47,7 @@ class ApiVariable(_Variable):
             "image",
             "keys_in_redis",
             "max_in_flight",
+            "metrics_image",
             "prediction_keep_s",
             "timeout_s",
         }
@@ -66,7 +67,7 @@ class ApiVariable(_Variable):
 class CacheVariable(_Variable):
     """Terraform's `cache`."""
 
-    KEPT: ClassVar = frozenset({"engine_version"})
+    KEPT: ClassVar = frozenset({"backup_days", "engine_version", "from_backup", "maintenance"})
     node_type: str = "STANDARD_SMALL"
     replicas: int = Field(1, ge=0)
 
@@ -74,7 +75,7 @@ class CacheVariable(_Variable):
 class RecordsVariable(_Variable):
     """Terraform's `records`: a Redis of their own, where several regions share them."""
 
-    KEPT: ClassVar = frozenset({"engine_version"})
+    KEPT: ClassVar = frozenset({"backup_days", "engine_version", "from_backup", "maintenance"})
     apart: bool | None = None
     node_type: str = "STANDARD_SMALL"
     replicas: int = Field(1, ge=0)
@@ -138,7 +139,9 @@ class GeneralNodes(_Variable):
 class Nodes(_Variable):
     """Terraform's `nodes`."""
 
-    KEPT: ClassVar = frozenset({"binary_authorization", "preloaded_images", "release_channel"})
+    KEPT: ClassVar = frozenset(
+        {"binary_authorization", "min_version", "preloaded_images", "release_channel"}
+    )
     compute_classes: bool = False
     general: GeneralNodes = GeneralNodes()
     max_gpus: int = Field(8, ge=1)
@@ -189,6 +192,8 @@ class Platform(_Variable):
             "outside",
             "prefix",
             "project_id",
+            "registry_location",
+            "rows",
             "secrets_version",
             "slos",
             "traces",

@@ -81,7 +81,7 @@ resource "google_monitoring_notification_channel" "slack" {
   labels       = { channel_name = each.key }
 
   sensitive_labels {
-    auth_token_wo         = var.alert_tokens.slack
+    auth_token_wo         = try(var.alert_tokens.slack, null)
     auth_token_wo_version = module.options.alerts.tokens_version
   }
 

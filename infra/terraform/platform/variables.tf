@@ -1,15 +1,17 @@
 variable "alert_tokens" {
   description = "What alerts.slack and alerts.pagerduty are told with: Slack's OAuth token, and the integration key of each PagerDuty service. In no plan and no state: an apply that makes a channel, or raises alerts.tokens_version, needs them."
-  type = object({
-    pagerduty = optional(map(string), {})
-    slack     = optional(string)
-  })
-  default   = {}
-  ephemeral = true
-  nullable  = false
+  type        = any
+  default     = {}
+  ephemeral   = true
+  nullable    = false
 
   validation {
-    condition     = alltrue([for token in concat([var.alert_tokens.slack], values(var.alert_tokens.pagerduty)) : token == null ? true : can(regex("^[!-~]+$", token))])
+    condition     = length(setsubtract(keys(var.alert_tokens), ["pagerduty", "slack"])) == 0
+    error_message = "There is no such option. There are alert_tokens.pagerduty, alert_tokens.slack." # names none: they are secret
+  }
+
+  validation {
+    condition     = alltrue([for token in concat(try([var.alert_tokens.slack], []), try(values(var.alert_tokens.pagerduty), [])) : token == null ? true : can(regex("^[!-~]+$", token))])
     error_message = "alert_tokens are written without spaces or line ends."
   }
 }

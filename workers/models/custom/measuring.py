@@ -72,6 +72,7 @@ def measure(
     if device == CPU:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the runner gets it
     kind = CustomBatchModel if interface.batches else CustomModel
+    others = set(_below(os.getpid()))
     model = kind(entry, folder, device, conditions.threads)
     load = os.getloadavg()[0]
     began_s = time.perf_counter()
@@ -83,7 +84,7 @@ def measure(
             items: _batch_s(model, inputs, items, conditions.repeats)
             for items in _sizes(entry.batch.max_items)
         }
-        peak_bytes = _peak_bytes()
+        peak_bytes = _peak_bytes(others)
     finally:
         model.close()
     work_per_item = _work_per_item(entry, folder, inputs) if interface.weighs else None
@@ -285,13 +286,13 @@ def _output_bytes(result: CustomResult) -> int:
     return len(msgspec.json.encode(result.output)) + files
 
 
-def _peak_bytes() -> int:
+def _peak_bytes(others: set[int]) -> int:
     """The most that the processes below this one had in memory, each counted at its own most.
 
-    0 where the system does not say.
+    Without `others`, which do not belong to the class. 0 where the system does not say.
     """
     total = 0
-    for pid in _below(os.getpid()):
+    for pid in set(_below(os.getpid())) - others:
         try:
             lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
         except OSError:
