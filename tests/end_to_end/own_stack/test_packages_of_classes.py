@@ -17,7 +17,7 @@ from infra.local.ports import Ports
 from infra.local.stack import Stack
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from tests.workers.models.custom.classes import write_class
-from tests.workers.models.custom.hostile import ENDINGS, MEMORY_BYTES, hostile_class
+from tests.workers.models.custom.hostile import DISK_BYTES, ENDINGS, MEMORY_BYTES, hostile_class
 
 pytestmark = pytest.mark.slow(about_s=120)
 NUMPY = """
@@ -42,7 +42,7 @@ models:
   - name: hostile
     task: custom
     source: local:{folder}/hostile
-    resources: {{memory_bytes: {memory_bytes}}}
+    resources: {{memory_bytes: {memory_bytes}, disk_bytes: {disk_bytes}}}
 """
 SECRET = "told-nobody"
 
@@ -58,7 +58,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         (folder / name).mkdir()
         write_class(folder / name, body)
     models_file = folder / "models.yaml"
-    models_file.write_text(CATALOG.format(folder=folder, memory_bytes=MEMORY_BYTES))
+    models_file.write_text(
+        CATALOG.format(folder=folder, memory_bytes=MEMORY_BYTES, disk_bytes=DISK_BYTES)
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_ENVIRONMENTS_DIR", str(folder / "environments"))
         if "UV_CACHE_DIR" not in os.environ:
