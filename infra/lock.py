@@ -1,10 +1,14 @@
 """Reads the lock, constraints.txt, which has versions and hashes of all packages.
 
-`make constraints` writes the lock. As a program this module prints the versions alone (`pins`; pip
-wants hashes for all packages or none), one package with its hashes (`only NAME`), what is missing
-in the lock (`check`), or what is installed and not in it (`covers FILE [NAME...]`, FILE as by `uv
-pip freeze`; a NAME may be, and ends with * for all that begin so). It imports the standard library
-only.
+`make constraints` writes the lock. As a program this module prints one of these:
+
+- `pins`: the versions alone. pip wants hashes for all packages or none.
+- `only NAME`: one package with its hashes.
+- `check`: what is missing in the lock.
+- `covers FILE [NAME...]`: what is installed and not in the lock. FILE is as by `uv pip freeze`. A
+  NAME may be installed too, and one that ends with * stands for all that begin so.
+
+It imports the standard library only.
 """
 
 from __future__ import annotations

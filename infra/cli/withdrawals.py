@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import getpass
 import json
 import time
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from shared.errors import ConfigurationError, Unavailable
+from infra.cli.records_redis import run_on
+from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from shared.catalog import Catalog
@@ -88,24 +88,6 @@ def _time(at_s: float) -> str:
 
 
 def _run(act: Callable[[WithdrawalStore, Catalog], Awaitable[Done]]) -> Done:
-    """Opens the configured store and runs `act`.
-
-    Raises:
-        Unavailable: Redis did not answer. The message names the setting.
-    """
-    from shared.catalog import read_catalog
-    from shared.settings import Settings, read_settings
     from shared.stores.withdrawals import WithdrawalStore
 
-    settings = read_settings(Settings)
-
-    async def run() -> Done:
-        async with WithdrawalStore(settings.records_redis_url) as store:
-            try:
-                return await act(store, read_catalog(settings.models_file))
-            except Unavailable as error:
-                raise Unavailable(
-                    f"PENSTOCK_RECORDS_URL, PENSTOCK_REDIS_URL: {error.message}"
-                ) from error
-
-    return asyncio.run(run())
+    return run_on(WithdrawalStore, act)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 import typer
 import yaml
 
-from shared.errors import ConfigurationError, Unavailable
+from infra.cli.records_redis import run_on
+from shared.errors import ConfigurationError
 
 
 class _Edit(NamedTuple):
@@ -211,24 +212,6 @@ def _find(catalog: Catalog, name: str) -> Model:
 
 
 def _run(act: Callable[[CanaryStore, Catalog], Awaitable[Done]]) -> Done:
-    """Opens the canary_store of the configured Redis and runs `act`.
-
-    Raises:
-        Unavailable: Redis did not answer. The message names the setting.
-    """
     from shared.canary.store import CanaryStore
-    from shared.catalog import read_catalog
-    from shared.settings import Settings, read_settings
 
-    settings = read_settings(Settings)
-
-    async def run() -> Done:
-        async with CanaryStore(settings.records_redis_url) as canary_store:
-            try:
-                return await act(canary_store, read_catalog(settings.models_file))
-            except Unavailable as error:
-                raise Unavailable(
-                    f"PENSTOCK_RECORDS_URL, PENSTOCK_REDIS_URL: {error.message}"
-                ) from error
-
-    return asyncio.run(run())
+    return run_on(CanaryStore, act)

@@ -1,0 +1,45 @@
+"""Runs a command on a store in the Redis of the records, with the catalog."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, TypeVar
+
+from shared.errors import Unavailable
+
+if TYPE_CHECKING:
+    from shared.catalog import Catalog
+
+Store = TypeVar("Store")
+Done = TypeVar("Done")
+
+
+def run_on(
+    opened: Callable[[str], AbstractAsyncContextManager[Store]],
+    act: Callable[[Store, Catalog], Awaitable[Done]],
+) -> Done:
+    """Opens a store, and returns what `act` returns.
+
+    Args:
+        opened: the store at the URL of a Redis.
+        act: gets the open store and the catalog.
+
+    Raises:
+        Unavailable: Redis did not answer. The message names the setting.
+    """
+    from shared.catalog import read_catalog
+    from shared.settings import Settings, read_settings
+
+    settings = read_settings(Settings)
+
+    async def run() -> Done:
+        async with opened(settings.records_redis_url) as store:
+            try:
+                return await act(store, read_catalog(settings.models_file))
+            except Unavailable as error:
+                reason = f"PENSTOCK_RECORDS_URL, PENSTOCK_REDIS_URL: {error.message}"
+                raise Unavailable(reason) from error
+
+    return asyncio.run(run())
