@@ -3,6 +3,7 @@
 // called directly is in the file PENSTOCK_CLIENTS_EXPECTED (tests/workers/models/custom/forms).
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
+import { isDeepStrictEqual } from "node:util";
 import Replicate, { validateWebhook } from "replicate";
 import { bodyOf, EXPECTED, KEY, run, serving, URL_ } from "./checks.mjs";
 
@@ -51,7 +52,14 @@ const checks = {
     const said = (kind) => events.filter(([event]) => event === kind).map(([, data]) => data);
     assert.equal(events.at(-1)[0], "done");
     assert.equal(said("logs").join(""), "begins\n");
-    const { output } = form;
+    // The API ends a line at U+2028 too, since clients in use do.
+    const output = typeof form.output === "string" ? form.output.replace("\u2028", "\n") : form.output;
+    // A list that was returned is one event, and elements of a generator are one each.
+    const [first, ...others] = said("output");
+    if (first !== undefined && others.length === 0) {
+      const whole = await element(first);
+      if (isDeepStrictEqual(whole, output)) return;
+    }
     const elements = Array.isArray(output) ? output : output === null ? [] : [output];
     if (Array.isArray(output) && elements.every((one) => typeof one === "string")) {
       assert.equal(said("output").join(""), output.join(""));
@@ -85,11 +93,17 @@ const checks = {
     const input = { ...given(form), forever: true };
     const created = await replicate.predictions.create({ model, input });
     let now = created;
-    while (!now.logs) now = await replicate.predictions.get(created.id);
-    assert.deepEqual([now.status, now.logs], ["processing", "begins\n"]);
+    // What a batch prints is shown with its results.
+    const logs = form.model.includes("batches") ? "" : "begins\n";
+    const until = Date.now() + 60_000;
+    while (now.status !== "processing" || (now.logs ?? "") !== logs) {
+      assert.ok(Date.now() < until, `${now.status}: ${now.logs}`);
+      now = await replicate.predictions.get(created.id);
+    }
     await replicate.predictions.cancel(created.id);
     const ended = await replicate.wait(created, { interval: 100 });
-    assert.deepEqual([ended.status, ended.output, ended.logs], ["canceled", null, "begins\n"]);
+    assert.deepEqual([ended.status, ended.output], ["canceled", null]);
+    assert.ok(ended.logs.startsWith(logs), ended.logs);
     assert.deepEqual(await plain(await replicate.run(model, { input: given(form) })), form.output);
   },
 };
