@@ -6,6 +6,7 @@ Opens its parts in order and runs until SIGTERM.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import secrets
@@ -52,6 +53,9 @@ from workers.models.source import resolve
 from workers.runtime.pool import HostedModel, ModelPool
 from workers.tasks import WORKER_TASKS, preparer_for
 from workers.worker import Worker
+
+MAX_NAMES_CHARS = 200
+"""Of models, in the name of a folder."""
 
 log = logging.getLogger(__name__)
 
@@ -222,9 +226,17 @@ def _writer(settings: WorkerSettings, models: Sequence[Model], kind: str, table:
     """A writer with the folder of this kind of rows and of workers with these models."""
     return RowWriter(
         sender_of(settings, table),
-        spool_dir=settings.spool_dir / "-".join([kind, *(model.name for model in models)]),
+        spool_dir=settings.spool_dir / _spool_name(kind, models),
         spool_max_bytes=settings.spool_max_bytes,
     )
+
+
+def _spool_name(kind: str, models: Sequence[Model]) -> str:
+    """The name of a folder. A digest stands for names that are too many for it."""
+    names = "-".join(model.name for model in models)
+    if len(names) > MAX_NAMES_CHARS:
+        names = hashlib.blake2b(names.encode(), digest_size=16).hexdigest()
+    return f"{kind}-{names}"
 
 
 async def _canary_parts(

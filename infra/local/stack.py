@@ -136,6 +136,8 @@ class Stack:
         keep_messages: whether Pub/Sub keeps what it holds in the state's folder, over restarts and
             crashes. RabbitMQ always does.
         broker: `rabbitmq` starts a RabbitMQ instead of the embedded Pub/Sub.
+        shares_class_worker: whether one worker serves all models of one's own (decision 6), and not
+            one each: for many that get few requests.
         say: gets each line of progress.
 
     Raises:
@@ -151,6 +153,7 @@ class Stack:
         settings: Mapping[str, str] | None = None,
         keep_messages: bool = False,
         broker: Broker = "pubsub",
+        shares_class_worker: bool = False,
         say: Callable[[str], None] = print,
     ) -> None:
         self.state_dir = state_dir.resolve()
@@ -168,6 +171,7 @@ class Stack:
             keep_messages=keep_messages,
             has_rabbitmq="rabbitmq" in self._own_servers(),
         )
+        self._shares_class_worker = shares_class_worker
         self._say = say
         self._began_s = 0.0
         self._undo = ExitStack()
@@ -219,7 +223,7 @@ class Stack:
             undo.callback(self.report, "stopped", "")
             settings = self.settings
             catalog = read_catalog(settings.models_file)
-            self._check_ports(len(catalog.deployed))
+            self._check_ports(len(self._served_together(catalog)))
             makers = self._start_makers(undo, catalog)
             self._start_servers(undo)
             provision_broker(settings, catalog, self.functions_url)
@@ -320,8 +324,8 @@ class Stack:
         and waits until nothing else starts.
         """
         workers = {
-            model.name: self._make.worker(model, port, self._sockets)
-            for model, port in zip(catalog.deployed, self.ports.health, strict=False)
+            models[0].name: self._make.worker(models, port, self._sockets)
+            for models, port in zip(self._served_together(catalog), self.ports.health, strict=False)
         }
         for worker in workers.values():
             undo.callback(worker.stop)
@@ -362,6 +366,14 @@ class Stack:
         if self.settings.rows_url:
             archive = partial(answers, self.ports.row_archive, "/metrics")
             self._await("row-archive", archive, SERVER_LIMIT_S, self.settings.rows_url)
+
+    def _served_together(self, catalog: Catalog) -> list[list[Model]]:
+        """The models of each worker."""
+        classes = [model for model in catalog.deployed if model.definition.has_interface]
+        if not self._shares_class_worker or not classes:
+            return [[model] for model in catalog.deployed]
+        others = [[model] for model in catalog.deployed if model not in classes]
+        return [*others, classes]
 
     def _start(self, undo: ExitStack, process: Process) -> None:
         self.processes[process.name] = undo.enter_context(process)

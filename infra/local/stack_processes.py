@@ -241,17 +241,18 @@ class StackProcesses:
             "batches", ["api.batch_runner"], {**settings, "PENSTOCK_METRICS_PORT": "0"}
         )
 
-    def worker(self, model: Model, port: int, settings: Mapping[str, str]) -> Process:
+    def worker(self, models: Sequence[Model], port: int, settings: Mapping[str, str]) -> Process:
         """A worker that may use all cores, like the others: the OS assigns them by load.
 
         Args:
-            model: that it serves.
+            models: that it serves. It has the name of the first.
             port: port of its health checks.
             settings: above those that every process has.
         """
-        own = {"PENSTOCK_MODEL": model.name, "PENSTOCK_HEALTH_PORT": str(port)}
+        names = ",".join(model.name for model in models)
+        own = {"PENSTOCK_MODEL": names, "PENSTOCK_HEALTH_PORT": str(port)}
         return self.module(
-            f"worker-{model.name}",
+            f"worker-{models[0].name}",
             ["workers"],
             own | dict(settings),
             stop_limit_s=WORKER_STOP_LIMIT_S,

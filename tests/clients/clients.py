@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -25,17 +25,24 @@ class Client:
         package: the package whose version is shown.
         script: the module or file with the checks, without its suffix.
         language: what runs the script.
+        class_script: the one with checks of classes of one's own. Empty: it has none.
     """
 
     name: str
     package: str
     script: str
     language: Literal["python", "node"] = "python"
+    class_script: str = ""
 
     @property
     def title(self) -> str:
         """What the table calls it."""
         return f"{self.package} (Node)" if self.language == "node" else self.package
+
+    @property
+    def with_classes(self) -> Client:
+        """The same client with the checks of classes of one's own."""
+        return replace(self, script=self.class_script)
 
     @property
     def pinned(self) -> Path:
@@ -59,7 +66,7 @@ CLIENTS = (
     Client("openai-1", "openai", "openai_checks"),
     Client("openai-2", "openai", "openai_checks"),
     Client("openai-3", "openai", "openai_checks"),
-    Client("replicate", "replicate", "replicate_checks"),
+    Client("replicate", "replicate", "replicate_checks", class_script="class_checks"),
     Client("langchain", "langchain-openai", "langchain_checks"),
     Client("llama-index", "llama-index-embeddings-openai-like", "llama_index_checks"),
     Client("haystack", "haystack-ai", "haystack_checks"),
@@ -73,7 +80,7 @@ CLIENTS = (
     Client("pandas-gbq", "pandas-gbq", "pandas_gbq_checks"),
     Client("openai-node-6", "openai", "openai_checks", "node"),
     Client("openai-node-7", "openai", "openai_checks", "node"),
-    Client("replicate-node", "replicate", "replicate_checks", "node"),
+    Client("replicate-node", "replicate", "replicate_checks", "node", "class_checks"),
     Client("ai-sdk-6", "ai", "ai_sdk_checks", "node"),
     Client("ai-sdk-7", "ai", "ai_sdk_checks", "node"),
     Client("pubsub-node", "@google-cloud/pubsub", "pubsub_checks", "node"),

@@ -83,7 +83,7 @@ def run_checks(command: Sequence[str], service: Service) -> tuple[list[Outcome],
         printed = error.stdout.decode() if isinstance(error.stdout, bytes) else ""
         ending, is_whole = f"not over after {TEST_LIMIT_S:.0f} s", False
     found = [
-        Outcome(**json.loads(line)) for line in printed.splitlines() if line.startswith('{"check"')
+        Outcome(**json.loads(line)) for line in printed.split("\n") if line.startswith('{"check"')
     ]
     if not is_whole or not found:
         found.append(Outcome("the script as a whole", "failed", ending or "no check ran"))

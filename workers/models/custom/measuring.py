@@ -233,7 +233,7 @@ def _simplest(interface: ModelInterface) -> Iterator[str]:
 
 def _lines(interface: ModelInterface, path: Path) -> Iterator[PreparedCustom]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
         objects = [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
         raise BadInput(f"--inputs {path}: {error}") from error

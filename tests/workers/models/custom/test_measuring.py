@@ -41,6 +41,11 @@ class Predictor(BasePredictor):
     def work(self, input: Any) -> int:
         return round(input.seconds * 100)
 """
+SAYS = """
+class Predictor(BasePredictor):
+    def predict(self, text: str) -> str:
+        return text
+"""
 TOGETHER = """
 class Predictor(BasePredictor):
     async def predict(self, seconds: float) -> str:
@@ -201,3 +206,10 @@ def test_files_in_lists_are_read(tmp_path: Path) -> None:
         (["parts", 0], b"first"),
         (["parts", 1], b"first"),
     ]
+
+
+def test_a_line_of_inputs_ends_at_a_line_feed_only(tmp_path: Path) -> None:
+    interface = inspect_folder(write_class(tmp_path, SAYS)).interface
+    (tmp_path / "inputs.jsonl").write_text('{"text": "one\u2028line"}\n', encoding="utf-8")
+    (item,) = read_inputs(interface, (), tmp_path / "inputs.jsonl")
+    assert item.values["text"] == "one\u2028line"
