@@ -244,10 +244,13 @@ def another(
 
 
 @contextmanager
-def running(changes: Mapping[str, object] | None = None, **settings: object) -> Iterator[Pipeline]:
+def running(
+    changes: Mapping[str, object] | None = None, *, is_alone: bool = False, **settings: object
+) -> Iterator[Pipeline]:
     """A warm pipeline in a temporary folder.
 
     Args:
+        is_alone: whether MODEL is the only one that is served.
         changes: fields of the entry of MODEL in the catalog that differ from the shipped one.
         settings: fields of ApiSettings that differ from the defaults.
 
@@ -256,7 +259,11 @@ def running(changes: Mapping[str, object] | None = None, **settings: object) -> 
     """
     with tempfile.TemporaryDirectory() as folder:
         state_dir = Path(folder)
-        models_file = catalog_with(state_dir, changes or {})
+        models_file = (
+            only_model(state_dir, MODEL, changes or {})
+            if is_alone
+            else catalog_with(state_dir, changes or {})
+        )
         variables = {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
         variables["PENSTOCK_MODELS_FILE"] = str(models_file)
         model = read_catalog(models_file).find(MODEL)

@@ -1,4 +1,4 @@
-"""`python -m bench.gpu`: images, embeddings and time-sharing on a CUDA machine.
+"""`python -m bench.gpu`: images, texts, generations, a served stack and time-sharing with CUDA.
 
 Prints a table and writes gpu.json. `--tiny` runs the same code on a CPU in under a minute, as a
 check that it runs: its figures say nothing about a GPU.
@@ -10,7 +10,9 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +20,33 @@ import diffusers
 import torch
 import transformers
 
+from bench.gpu import generations as gpu_generations
 from bench.gpu import images as gpu_images
+from bench.gpu import served as gpu_served
 from bench.gpu import shared as gpu_shared
 from bench.gpu import texts as gpu_texts
 from bench.gpu.card import card_name, matrix_tflops
 from bench.gpu.scale import FULL, TINY, Scale
 from bench.report import Figure, Outcome, keep, machine, table
 
+PARTS = ("texts", "generations", "served", "images", "shared")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs it. Returns 1 without a GPU, unless `--tiny` was given."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
+    parser.add_argument(
+        "--batches",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="batch sizes of images; each is compiled, which takes up to a minute",
+    )
+    parser.add_argument(
+        "--parts", choices=PARTS, nargs="+", default=PARTS, help="what to measure (all)"
+    )
+    parser.add_argument("--rounds", type=int, metavar="N", help="timed rounds of each (3)")
     options = parser.parse_args(argv)
     if not options.tiny and not torch.cuda.is_available():
         print(
@@ -41,43 +58,101 @@ def main(argv: Sequence[str] | None = None) -> int:
         library.set_verbosity_error()
         library.disable_progress_bar()
     scale = TINY if options.tiny else FULL
+    scale = replace(
+        scale,
+        batches=tuple(options.batches or scale.batches),
+        rounds=options.rounds or scale.rounds,
+    )
     where, began_s = machine(), time.time()
     where |= {
         "card": card_name(scale.device),
         "cuda": torch.version.cuda or "",
         "diffusers": diffusers.__version__,
     }
-    outcome = run(scale)
+    outcome = run(scale, options.parts)
     print(f"{where['card']}, torch {where['torch']}, diffusers {where['diffusers']}\n")
     print(table({"gpu": outcome}))
     if not options.tiny:  # figures of small models on a CPU are not results
         print(f"\nkept in {keep('gpu', outcome, where, began_s)}")
-    return 0
+    return 1 if outcome.failure else 0
 
 
-def run(scale: Scale) -> Outcome:
-    """Measures everything at one scale, with the models in a temporary folder."""
+def run(scale: Scale, parts: Sequence[str] = PARTS) -> Outcome:
+    """Measures `parts` at one scale, with the models in a temporary folder.
+
+    A part that fails does not take the others' figures with it.
+    """
+    rate = matrix_tflops(scale.device, scale.precision, scale.matrix)
+    figures = [Figure(f"matrix product of {scale.matrix}, {scale.precision}", rate, "TFLOP/s")]
+    details: dict[str, Any] = {}
+    failures = []
     with tempfile.TemporaryDirectory(prefix="penstock-gpu-") as name:
         folder = Path(name)
-        rate = matrix_tflops(scale.device, scale.precision, scale.matrix)
-        images = gpu_images.measure(scale, folder / "images", rate)
-        texts = gpu_texts.measure(scale, folder / "texts")
-        shared = gpu_shared.measure(scale, folder / "images")
-    figures = [Figure(f"matrix product of {scale.matrix}, {scale.precision}", rate, "TFLOP/s")]
-    for row in images:
-        figures += _image_figures(row)
-    for row in texts:
-        names = [name for name in row if name.startswith(("plain", "ours"))]
+        gpu_images.write_pipeline(folder / "images", scale)
+        measures: dict[str, Callable[[], Any]] = {
+            "texts": lambda: gpu_texts.measure(scale, folder / "texts"),
+            "generations": lambda: gpu_generations.measure(scale, folder / "generations"),
+            "served": lambda: gpu_served.measure(scale),
+            "images": lambda: gpu_images.measure(scale, folder / "images", rate),
+            "shared": lambda: gpu_shared.measure(scale, folder / "images"),
+        }
+        for part in parts:
+            try:
+                details[part] = measures[part]()
+            except Exception as error:
+                traceback.print_exc()
+                failures.append(f"{part}: {error}")
+                continue
+            figures += _FIGURES[part](details[part])
+    return Outcome(figures, details, failure="; ".join(failures))
+
+
+def _text_figures(rows: list[dict[str, Any]]) -> list[Figure]:
+    return [
+        Figure(f"{row['model']}, {row['length']} tokens, {name}", row[name], "tokens/s")
+        for row in rows
+        for name in row
+        if name.startswith(("plain", "ours"))
+    ]
+
+
+def _generation_figures(rows: list[dict[str, Any]]) -> list[Figure]:
+    figures = []
+    for row in rows:
+        label = f"generations, {row['in_flight']} in flight"
+        figures += [Figure(f"{label}, {who}", row[who], "tokens/s") for who in ("plain", "ours")]
+        figures.append(Figure(f"{label}, ours against plain", row["ratio"], "times"))
+    return figures
+
+
+def _served_figures(rows: list[dict[str, Any]]) -> list[Figure]:
+    figures = []
+    for row in rows:
+        label = f"served, {row['in_flight']} in flight"
         figures += [
-            Figure(f"{row['model']}, {row['length']} tokens, {name}", row[name], "tokens/s")
-            for name in names
+            Figure(f"{label}, plain model on sorted texts", row["plain_per_s"], "texts/s"),
+            Figure(f"{label}, through the stack", row["served_per_s"], "texts/s"),
+            Figure(f"{label}, p50", row["round_trip_ms"]["p50"], "ms"),
+            *(
+                Figure(f"{label}, CPU per request, {name}", value, "ms")
+                for name, value in row["cpu_ms"].items()
+            ),
         ]
-    for name, rates in shared.items():
+    return figures
+
+
+def _shared_figures(models: dict[str, dict[str, float]]) -> list[Figure]:
+    figures = []
+    for name, rates in models.items():
         figures += [
             Figure(f"{name} {way}", rates[way], "batches/s") for way in ("alone", "together")
         ]
         figures.append(Figure(f"{name} kept while sharing", rates["kept"], "of alone"))
-    return Outcome(figures, {"images": images, "texts": texts, "shared": shared})
+    return figures
+
+
+def _images_figures(rows: list[dict[str, Any]]) -> list[Figure]:
+    return [figure for row in rows for figure in _image_figures(row)]
 
 
 def _image_figures(row: dict[str, Any]) -> list[Figure]:
@@ -91,6 +166,14 @@ def _image_figures(row: dict[str, Any]) -> list[Figure]:
         figures.append(Figure(f"{label}, {who}", one["of_matrix_rate"], "of matrix rate"))
     return [*figures, Figure(f"{label}, ours against plain", row["ratio"], "times")]
 
+
+_FIGURES: dict[str, Callable[[Any], list[Figure]]] = {
+    "texts": _text_figures,
+    "generations": _generation_figures,
+    "served": _served_figures,
+    "images": _images_figures,
+    "shared": _shared_figures,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -39,7 +39,6 @@ WARMUP_LIMIT_S = 3600.0
 
 def measure(scale: Scale, folder: Path, matrix_tflops: float) -> list[dict[str, Any]]:
     """A row per task and batch size: seconds per image, images/s and TFLOP/s, plain and ours."""
-    write_pipeline(folder, scale)
     plain = _Plain(folder, scale)
     device = Device(scale.device, threads=1, memory_fraction=1.0)
     ours = ImageModel(image_entry(folder, scale), folder, device, warmup_limit_s=WARMUP_LIMIT_S)

@@ -21,6 +21,11 @@ class Scale:
     lengths: tuple[int, ...]
     tokens: int
     shared_s: float
+    generations: tuple[int, ...]
+    prompt_tokens: int
+    written_tokens: int
+    in_flight: tuple[int, ...]
+    served_texts: int
 
 
 FULL = Scale(
@@ -36,6 +41,11 @@ FULL = Scale(
     lengths=(32, 128, 512),
     tokens=32768,
     shared_s=20.0,
+    generations=(1, 8, 32),
+    prompt_tokens=128,
+    written_tokens=128,
+    in_flight=(1, 128, 512),
+    served_texts=6000,
 )
 TINY = Scale(
     device="cpu",
@@ -50,4 +60,9 @@ TINY = Scale(
     lengths=(16,),
     tokens=64,
     shared_s=0.2,
+    generations=(1, 2),
+    prompt_tokens=8,
+    written_tokens=4,
+    in_flight=(1, 8),
+    served_texts=16,
 )

@@ -56,6 +56,8 @@ class Device:
             raise ConfigurationError(
                 f"device {kind!r}: this machine has no such GPU", field="device"
             )
+        # Torch wants the number wherever it sets something of a GPU.
+        device = torch.device("cuda", device.index or 0)
         torch.cuda.set_per_process_memory_fraction(self.memory_fraction, device)
         return device, torch.cuda.get_device_name(device)
 

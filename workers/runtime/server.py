@@ -142,7 +142,7 @@ def _fork_for(
         time.monotonic() - _BEGAN_S,
         len(loaded),
         resident_bytes(),
-        template.is_alone(),
+        template.other_threads(),
     )
     child = template.ForkServer(socket.socket(fileno=arguments.template_fd)).run(facts)
     if child is not None and not child.is_sound:

@@ -49,13 +49,13 @@ class ForkRequest(msgspec.Struct, tag="fork"):
 class TemplateReady(msgspec.Struct, tag="loaded"):
     """Libraries and the weights of `models` models are loaded.
 
-    `is_alone`: no other thread, so forks are sound.
+    `other_threads` has the name of each thread but the main one. Forks are sound if there is none.
     """
 
     load_s: float
     models: int
     memory_bytes: int
-    is_alone: bool
+    other_threads: list[str]
 
 
 class ForkResult(msgspec.Struct, tag="forked"):
@@ -200,10 +200,10 @@ class Template:
             "memory_bytes": loaded.memory_bytes,
         }
         log.info("template of model processes ready", extra=facts | {"models": loaded.models})
-        if not loaded.is_alone:
+        if loaded.other_threads:
             log.warning(
                 "the template has threads, so each model process runs the program again",
-                extra={"pid": process.pid},
+                extra={"pid": process.pid, "threads": loaded.other_threads},
             )
         return running
 
@@ -385,10 +385,10 @@ class ForkServer:
         gc.freeze()  # a collection would write to all objects, and so copy the shared pages
         with contextlib.suppress(ConnectionError):
             send(self._control, loaded)
-            return self._serve(loaded.is_alone)
+            return self._serve(is_alone=not loaded.other_threads)
         return None
 
-    def _serve(self, is_alone: bool) -> ForkedChild | None:
+    def _serve(self, *, is_alone: bool) -> ForkedChild | None:
         poller = select.poll()
         poller.register(self._control, select.POLLIN)
         while True:
@@ -435,9 +435,10 @@ class ForkServer:
         send(self._control, ProcessEnded(pid, os.waitstatus_to_exitcode(status)))
 
 
-def is_alone() -> bool:
-    """Returns whether this process has only one thread."""
-    return len(list(Path("/proc/self/task").iterdir())) == 1
+def other_threads() -> list[str]:
+    """Returns the names of this process's threads but the main one."""
+    tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
+    return [(task / "comm").read_text(encoding="utf-8").strip() for task in tasks]
 
 
 def _has_broken_cuda() -> bool:

@@ -1,0 +1,49 @@
+"""Which GPU a model process takes. The functions of torch are as strict here as its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shared.errors import ConfigurationError
+from workers.models.device import Device
+
+GPUS = 2
+
+
+@pytest.fixture(autouse=True)
+def shares(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """A machine with two GPUs. The share of memory that was set, by the number of the GPU."""
+    kept: dict[int, float] = {}
+
+    def set_fraction(fraction: float, device: torch.device) -> None:
+        if device.index is None:  # as torch._utils._get_device_index
+            raise ValueError(
+                f"Expected a torch.device with a specified index or an integer, but got:{device}"
+            )
+        kept[device.index] = fraction
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: GPUS)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", set_fraction)
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("requested", "number"), [("auto", 0), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)]
+)
+def test_a_share_of_the_gpu_that_is_meant(
+    requested: str, number: int, shares: dict[int, float]
+) -> None:
+    device, name = Device(requested, threads=1, memory_fraction=0.25).open()
+    assert (device, name) == (torch.device("cuda", number), f"GPU {number}")
+    assert shares == {number: 0.25}
+
+
+@pytest.mark.parametrize("requested", ["cuda:2", "tpu", "mps"])
+def test_a_device_that_is_not_there(requested: str, shares: dict[int, float]) -> None:
+    with pytest.raises(ConfigurationError, match="device") as refusal:
+        Device(requested, threads=1, memory_fraction=1.0).open()
+    assert refusal.value.field == "device"
+    assert not shares
