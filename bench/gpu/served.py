@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def _row(pipeline: Pipeline, plain: _Plain, scale: Scale, in_flight: int) -> dic
     for number in range(1 + scale.rounds):
         texts = pipeline.texts.mixed(count)
         ids = pipeline.texts.token_ids(texts)
-        alone_s = seconds(scale.device, lambda ids=ids: plain.embed(ids))
+        alone_s = seconds(scale.device, partial(plain.embed, ids))
         before, began_s = pipeline.cpu_s(), time.perf_counter()
         report = pipeline.ask(texts, in_flight, cache="miss")
         served_s, after = time.perf_counter() - began_s, pipeline.cpu_s()
