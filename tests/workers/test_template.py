@@ -24,6 +24,7 @@ from tests.limits import START_LIMIT_S
 from workers.models.base import PreparedText
 from workers.models.source import resolve
 from workers.runtime.pool import HostedModel, ModelPool, ModelProcessDied, PooledProcess
+from workers.runtime.server import gpus_hidden
 from workers.runtime.template import MODEL_PROCESS_NAME, TEMPLATE_NAME, Template
 
 pytestmark = [pytest.mark.slow(about_s=4), pytest.mark.anyio]
@@ -76,6 +77,20 @@ async def test_the_next_process_is_forked_from_the_same_template(
     assert process.pid != first
     assert psutil.Process(process.pid).ppid() == template.pid == origin
     assert await vector(process) == before
+
+
+@pytest.mark.parametrize("visible", [None, "0,1", ""])
+def test_gpus_are_hidden_from_imports_only(
+    visible: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """diffusers asks for GPUs when it is imported, which starts a thread: CUDA's, or NVML's."""
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with gpus_hidden():
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
 
 
 async def test_processes_are_told_apart_by_name(process: PooledProcess, template: Template) -> None:

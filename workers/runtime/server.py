@@ -18,7 +18,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -61,7 +62,8 @@ def main() -> int:
         deny_inspection()  # a class of one's own runs as the same user
     loaded: dict[int, LoadedModel] = {}
     if arguments.fd is None:
-        loaded = _load_ahead(arguments)
+        with gpus_hidden():
+            loaded = _load_ahead(arguments)
         child = _fork_for(arguments, loaded)
         if child is None:
             return 0
@@ -96,6 +98,25 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--memory-fraction", type=float, default=1.0)
     return parser.parse_args()
+
+
+@contextmanager
+def gpus_hidden() -> Iterator[None]:
+    """Within it, libraries find no GPU.
+
+    diffusers asks for one when it is imported. Both CUDA and NVML start a thread to answer, and a
+    process with threads can't be forked.
+    """
+    name = "CUDA_VISIBLE_DEVICES"
+    visible = os.environ.get(name)
+    os.environ[name] = ""
+    try:
+        yield
+    finally:
+        if visible is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = visible
 
 
 def _load_ahead(arguments: argparse.Namespace) -> dict[int, LoadedModel]:

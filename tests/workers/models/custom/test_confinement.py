@@ -43,7 +43,7 @@ def test_a_process_of_the_same_user_cant_read_the_environment(code: str, found: 
 
 
 CUDA = """
-import fcntl, glob, mmap, os, stat, sys
+import fcntl, glob, mmap, os, stat, sys, threading
 sys.path.insert(0, sys.argv[1])
 from workers.models.custom.runner.confinement import confine
 scratch = os.environ["HOME"] = sys.argv[2]
@@ -74,6 +74,20 @@ def shared():
     os.ftruncate(fd, 1 << 20)
     maps(fd)
 
+def names(thread):
+    with open(f"/proc/self/task/{thread}/comm", "w") as file:
+        file.write("cuda0001")
+
+def names_another():
+    started, end = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: (started.set(), end.wait(60)))
+    thread.start()
+    try:
+        names(thread.native_id)
+    finally:
+        end.set()
+        thread.join()
+
 TIOCGPTN = 0x80045430
 tried("ask a device", lambda: asks("/dev/ptmx", TIOCGPTN))
 tried("map a device", lambda: maps(os.open("/dev/zero", os.O_RDWR)))
@@ -81,6 +95,8 @@ tried("read the driver", lambda: os.listdir("/proc/driver"))
 tried("read the bus", lambda: os.listdir("/sys/bus"))
 tried("share memory", shared)
 tried("share memory without a name", memory)
+tried("name itself", lambda: names(os.getpid()))
+tried("name a thread that began later", names_another)
 tried("cache kernels", lambda: os.makedirs(os.path.expanduser("~/.nv/ComputeCache/1")))
 for device in glob.glob("/dev/nvidia*"):
     if stat.S_ISCHR(os.stat(device).st_mode):
@@ -98,7 +114,7 @@ def test_what_cuda_needs_is_allowed(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert [line for line in lines if line.startswith("refused")] == lines[-1:], lines
     assert lines[-1].startswith("refused add a device")
-    assert len(lines) >= 8
+    assert len(lines) >= 10
 
 
 RULES = """
@@ -106,7 +122,7 @@ import ctypes, sys
 sys.path.insert(0, sys.argv[1])
 from workers.models.custom.runner.landlock import restrict_writes
 ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)  # no new privileges
-restrict_writes([], devices=[sys.argv[2]])
+restrict_writes([], files_of=[sys.argv[2]])
 for name in ("nvidia0", "nvidia-caps/nvidia-cap1", "nvidia-uvm"):
     try:
         open(f"{sys.argv[2]}/{name}", "r+b" if name != "nvidia-uvm" else "wb").close()

@@ -32,6 +32,9 @@ DEVICES = "/dev"
 """Their files may be written, as CUDA does with /dev/nvidia*. No rule is about ioctl, so all are
 allowed (LANDLOCK_ACCESS_FS_IOCTL_DEV is not handled), and none about reading: CUDA reads
 /proc/driver/nvidia and /sys."""
+OWN_THREADS = "/proc/self/task"
+"""CUDA names its threads there, and does not start if it can't (CUDA_ERROR_OPERATING_SYSTEM). These
+are the threads of the process itself, not of those that it starts."""
 
 
 class _Header(ctypes.Structure):
@@ -96,7 +99,7 @@ def _give_up(writable: Sequence[str]) -> list[str]:
         _set(_PR_CAPBSET_DROP, number)
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).capset(ctypes.byref(_Header(_CAPABILITY_VERSION_3, 0)), (_Sets * 2)())
-    abi = landlock.restrict_writes(writable, devices=[DEVICES])
+    abi = landlock.restrict_writes(writable, files_of=[DEVICES, OWN_THREADS])
     if not abi:
         return ["no Landlock: it writes what its user may write, and sees others of its user"]
     if not landlock.scopes_signals(abi):

@@ -49,14 +49,15 @@ def abi_version() -> int:
     return max(0, _call(_CREATE_RULESET, None, 0, _VERSION))
 
 
-def restrict_writes(folders: Sequence[str], devices: Sequence[str] = ()) -> int:
+def restrict_writes(folders: Sequence[str], files_of: Sequence[str] = ()) -> int:
     """Lets this process change files below these folders only.
 
     `no_new_privs` must be set.
 
     Args:
         folders: all below may be written, made and removed. One that is missing is left out.
-        devices: folders whose files may be written, but not made or removed.
+        files_of: folders whose files may be written, but not made or removed. They stay open: a
+            rule is about an inode, and one of /proc is made anew once nobody has it open.
 
     Returns:
         The version of Landlock, or 0 if nothing was restricted.
@@ -75,8 +76,8 @@ def restrict_writes(folders: Sequence[str], devices: Sequence[str] = ()) -> int:
     try:
         for folder in folders:
             _allow(fd, folder, handled)
-        for folder in devices:
-            _allow(fd, folder, writes)
+        for folder in files_of:
+            _allow(fd, folder, writes, stays_open=True)
         return abi if _call(_RESTRICT_SELF, fd, 0) == 0 else 0
     finally:
         os.close(fd)
@@ -112,7 +113,7 @@ def scopes_signals(abi: int) -> bool:
     return abi >= _SIGNALS_FROM_ABI
 
 
-def _allow(ruleset: int, folder: str, access: int) -> None:
+def _allow(ruleset: int, folder: str, access: int, *, stays_open: bool = False) -> None:
     try:
         fd = os.open(folder, os.O_PATH | os.O_CLOEXEC | os.O_DIRECTORY)
     except OSError:
@@ -121,7 +122,8 @@ def _allow(ruleset: int, folder: str, access: int) -> None:
         rule = _PathBeneath(access, fd)
         _call(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(rule), 0)
     finally:
-        os.close(fd)
+        if not stays_open:
+            os.close(fd)
 
 
 def _call(number: int, *arguments: object) -> int:
