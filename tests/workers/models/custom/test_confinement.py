@@ -187,3 +187,39 @@ def test_a_user_without_rights_is_confined_as_well(tmp_path: Path) -> None:
     assert any(line.startswith("Max core file size        0 ") for line in lines)
     if not any("namespace" in line for line in lines):
         assert (scratch / "tmp" / "told").read_text() == "x", "its /tmp is its own"
+
+
+MOVES = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from workers.models.custom.runner.confinement import confine
+scratch, outside = sys.argv[2:4]
+confine(scratch, [sys.prefix], denied_ports=[1])
+os.makedirs(f"{scratch}/a/b")
+for old, new in (
+    (f"{scratch}/a/b/file", f"{scratch}/file"),
+    ("/tmp/moved-by-a-class", f"{scratch}/a/file"),
+    (f"{scratch}/a/out", f"{outside}/moved-by-a-class"),
+):
+    open(old, "w").close()
+    try:
+        os.rename(old, new)
+        print("moved")
+    except OSError as error:
+        print(type(error).__name__, error.strerror)
+"""
+
+
+@pytest.mark.skipif(abi_version() < 4, reason="Landlock 4 restricts connections (Linux 6.7)")
+def test_files_are_moved_between_folders_as_caches_do(tmp_path: Path) -> None:
+    """Triton compiles below a folder and moves the result up. Out of its own folders none moves."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-c", MOVES, str(ROOT), str(scratch), str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    up, from_tmp, out = done.stdout.splitlines()
+    assert up == "moved", done
+    # Its /tmp is another mount, if it is its own. Then no rename goes there, as between two disks.
+    assert from_tmp in ("moved", "OSError Invalid cross-device link")
+    assert out in ("PermissionError Permission denied", "OSError Invalid cross-device link")
+    assert not (Path(__file__).parent / "moved-by-a-class").exists()

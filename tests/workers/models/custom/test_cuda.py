@@ -53,10 +53,10 @@ WRITES = """
 import torch
 
 class Predictor(BasePredictor):
-    def predict(self, path: str) -> str:
+    def predict(self, folder: str) -> str:
         torch.zeros(1, device="cuda")
         try:
-            open(path, "w").close()
+            open(folder + "/written-by-a-class", "w").close()
         except PermissionError:
             return "refused"
         return "written"
@@ -87,14 +87,12 @@ def test_memory_of_the_gpu_and_of_the_host_work(tmp_path: Path, gib: int, says: 
 
 
 def test_with_a_gpu_it_still_writes_nowhere_else(tmp_path: Path) -> None:
-    folder, other = tmp_path / "class", tmp_path / "other"
-    folder.mkdir()
-    other.mkdir()
-    write_class(folder, WRITES)
+    """In a folder outside of /tmp, of which a class has its own."""
+    folder, other = write_class(tmp_path, WRITES), Path(__file__).parent
     model = CustomModel(entry_of(folder), folder, "cuda", 1)
     model.setup()
     try:
-        assert output_of(compute(model, {"path": str(other / "file")})) == "refused"
+        assert output_of(compute(model, {"folder": str(other)})) == "refused"
     finally:
         model.close()
-    assert not (other / "file").exists()
+    assert not (other / "written-by-a-class").exists()
