@@ -27,7 +27,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from PIL import ExifTags, Image, ImageChops, ImageStat
+from PIL import AvifImagePlugin, ExifTags, Image, ImageChops, ImageCms, ImageStat
 from PIL.JpegImagePlugin import JpegImageFile
 
 from api.inputs.codec_protocol import (
@@ -49,7 +49,24 @@ from api.inputs.codec_protocol import (
 )
 
 SOURCE_LIMIT_PIXELS = 25_000_000
-SOURCE_FORMATS = ("PNG", "JPEG", "WEBP")
+SOURCE_FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "GIF", "TIFF", "BMP")
+ACCEPTED = "PNG, JPEG, WebP, AVIF, GIF, TIFF or BMP"
+_REFUSED = (
+    (4, b"ftyphei", "HEIC"),
+    (4, b"ftyphev", "HEIC"),
+    (4, b"ftypmif1", "HEIF"),
+    (0, b"\x00\x00\x00\x0cjP  ", "JPEG 2000"),
+    (0, b"\xff\x4f\xff\x51", "JPEG 2000"),
+    (0, b"\x00\x00\x00\x0cJXL ", "JPEG XL"),
+    (0, b"\xff\x0a", "JPEG XL"),
+    (0, b"8BPS", "Photoshop"),
+    (0, b"%PDF-", "PDF"),
+    (0, b"<svg", "SVG"),
+    (0, b"<?xml", "SVG"),
+    (0, b"\x00\x00\x01\x00", "ICO"),
+)
+"""Where a file of a kind that is not read begins, and its name."""
+_MAX_PROFILE_BYTES = 4 * 1024 * 1024
 REDUCING_GAP = 3
 """Images are averaged in boxes down to three times the target, then resampled, as for
 thumbnails."""
@@ -62,6 +79,8 @@ WORKING_BYTES = 24 * 1024 * 1024
 
 # Pillow's own bound only warns at first. The bound here refuses right after the header was read.
 Image.MAX_IMAGE_PIXELS = None
+# One image has one thread, so that the bound on CPU time is one on wall time.
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 
 # The errors that Pillow's decoders raise on broken data.
 _UNDECODABLE = (
@@ -75,7 +94,7 @@ _UNDECODABLE = (
 )
 _SMALL_MODES = {"1": 1, "L": 1, "P": 1, "I;16": 2}
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_PNG_CHUNKS = (b"tRNS", b"eXIf")
+_PNG_CHUNKS = (b"tRNS", b"eXIf", b"iCCP")
 """Of what a PNG may have besides pixels and palette, what decides how it looks. Critical chunks
 begin with a capital letter: https://www.w3.org/TR/png-3/#5Chunk-naming-conventions
 """
@@ -128,7 +147,15 @@ def run_command(
     except Exception as error:
         if not isinstance(error, _UNDECODABLE):
             traceback.print_exc()
-        return CodecError("invalid_input", "not a PNG, JPEG or WebP image, or a broken one"), b""
+        return CodecError("invalid_input", _why_not(data)), b""
+
+
+def _why_not(data: bytes) -> str:
+    """Returns why a file is not drawn."""
+    for at, begins, name in _REFUSED:
+        if data[at : at + len(begins)] == begins:
+            return f"{name} is not read; send {ACCEPTED}"
+    return f"not a {ACCEPTED} image, or a broken one"
 
 
 def _psnr_db(data: bytes, first_bytes: int, reserve: Callable[[int], None]) -> float:
@@ -159,8 +186,10 @@ def _prepared(data: bytes, command: PrepareSource, reserve: Callable[[int], None
             image.draft(None, (2 * width, 2 * height))
         reserve(_cost_bytes(image, shape, target))
         image.load()
+        if image.format == "TIFF":  # Pillow has turned it
+            shape = image.size
         target = _target(image, shape, command)
-        drawn = _reduced(image, _unturned(target, image))
+        drawn = _in_srgb(_reduced(image, _unturned(target, image)), image)
         turn = _TURNS.get(_orientation(image))
         return drawn if turn is None else drawn.transpose(turn)
 
@@ -197,12 +226,26 @@ def _without_metadata(data: bytes) -> bytes:
     while at + 12 <= len(data):
         size_bytes, kind = struct.unpack_from(">I4s", data, at)
         end = at + 12 + size_bytes
-        if kind[:1].isupper() or kind in _PNG_CHUNKS:
+        is_kept = kind[:1].isupper() or kind in _PNG_CHUNKS
+        if is_kept and (kind != b"iCCP" or _is_profile(data[at + 8 : end - 4])):
             kept.append(memoryview(data)[at:end])
         else:
             is_shorter = True
         at = end
     return b"".join(kept) if is_shorter else data
+
+
+def _is_profile(chunk: bytes) -> bool:
+    """Whether a chunk iCCP can be read: a name, 0, a method, and a profile that zlib made small."""
+    name, _, packed = chunk.partition(b"\0")
+    if not 0 < len(name) < 80:
+        return False
+    reader = zlib.decompressobj()
+    try:
+        reader.decompress(packed[1:], _MAX_PROFILE_BYTES)
+    except zlib.error:
+        return False
+    return reader.eof
 
 
 def _scale_transparent_color(image: Image.Image) -> None:
@@ -258,7 +301,7 @@ def _cost_bytes(
     pixels = image.width * image.height
     decoded = _SMALL_MODES.get(image.mode, 4) * pixels
     loading = decoded
-    if image.format == "WEBP":
+    if image.format in ("WEBP", "AVIF"):
         loading = 16 * pixels
     elif image.info.get("progressive"):
         # A progressive JPEG is held as two-byte coefficients at full size, whatever its decoded
@@ -285,24 +328,58 @@ def _factors(have: tuple[int, int], want: tuple[int, int]) -> tuple[int, int]:
 
 
 def _reduced(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Returns the image without alpha, in `size`.
+    """Returns the image without alpha, in `size`: in RGB, or in CMYK if it has a profile.
 
     Works in strips, so there is no second full copy in memory.
     """
     across, down = _factors(image.size, size)
     width, height = image.size
-    small = Image.new("RGB", (math.ceil(width / across), math.ceil(height / down)))
+    mode = "CMYK" if image.mode == "CMYK" and "icc_profile" in image.info else "RGB"
+    small = Image.new(mode, (math.ceil(width / across), math.ceil(height / down)))
     rows = max(1, STRIP_PIXELS // width // down) * down
     for top in range(0, height, rows):
-        strip = _flat(image.crop((0, top, width, min(height, top + rows))))
+        strip = image.crop((0, top, width, min(height, top + rows)))
+        strip = strip if mode == "CMYK" else _flat(strip)
         small.paste(strip.reduce((across, down)), (0, top // down))
     return small.resize(size, Image.Resampling.LANCZOS, box=(0, 0, width / across, height / down))
 
 
+_PROFILE_MODES = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}
+_SRGB = ImageCms.createProfile("sRGB")
+
+
+def _in_srgb(drawn: Image.Image, source: Image.Image) -> Image.Image:
+    """Returns `drawn` in sRGB, by the ICC profile of its file, if that has a fitting one.
+
+    Without one, colors are taken to be sRGB, as browsers do.
+    """
+    profile = source.info.get("icc_profile")
+    if not profile:
+        return drawn
+    try:
+        opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        mode = _PROFILE_MODES.get(opened.profile.xcolor_space, "")
+        if mode == "L" and source.mode in ("L", "LA", "1", "I;16"):
+            drawn = drawn.convert("L")
+        if mode == drawn.mode:
+            turned = ImageCms.profileToProfile(
+                drawn, opened, _SRGB, ImageCms.Intent.RELATIVE_COLORIMETRIC, "RGB"
+            )
+            return turned or drawn.convert("RGB")
+    except (ImageCms.PyCMSError, OSError, ValueError):
+        pass  # a profile that can't be read is none, as in browsers
+    return drawn.convert("RGB")
+
+
 def _flat(image: Image.Image) -> Image.Image:
     """Returns the image on a white background, without transparency."""
+    if image.mode in ("F", "I"):
+        raise _NotDrawnError("samples of 32 bits; send it with 8 or 16 bits a channel")
     if image.mode.startswith("I;16"):
         image = _with_8_bits(image)
+    if image.mode == "LAB":
+        lab = ImageCms.createProfile("LAB")
+        return ImageCms.profileToProfile(image, lab, _SRGB, outputMode="RGB") or image
     if not image.has_transparency_data:
         return image.convert("RGB")
     layer = image.convert("RGBA")

@@ -49,7 +49,7 @@ class ImageCodec:
         """Returns a source image as models take it: an upright RGB PNG of the output size.
 
         Args:
-            data: a PNG, JPEG or WebP file.
+            data: a file of one of the formats in codec_server.py.
             size: the output width and height in pixels. None: the aspect ratio of the source, with
                 the default pixel count of the model.
             defaults: the defaults of the model.

@@ -177,7 +177,9 @@ def _as_form(schema: dict[str, Any]) -> None:
     schema["properties"]["image"] = {
         "type": "string",
         "format": "binary",
-        "description": "PNG, JPEG or WebP.",
+        "description": (
+            "PNG, JPEG, WebP, AVIF, GIF, TIFF or BMP. Of several pictures, the first is taken."
+        ),
     }
     schema["required"].append("image")
 

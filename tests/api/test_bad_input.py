@@ -164,8 +164,8 @@ BOMB = _png(Image.new("1", (10_000, 10_000)))
 @pytest.mark.parametrize(
     ("files", "data", "param", "reason"),
     [
-        ({"image": b"not an image"}, {}, "image", "not a PNG, JPEG or WebP"),
-        ({"image": b""}, {}, "image", "not a PNG, JPEG or WebP"),
+        ({"image": b"not an image"}, {}, "image", "not a PNG, JPEG, WebP, AVIF"),
+        ({"image": b""}, {}, "image", "not a PNG, JPEG, WebP, AVIF"),
         ({"image": WHOLE[:5000]}, {}, "image", "broken"),
         ({"image": WHOLE[:4000] + bytes(2000) + WHOLE[6000:]}, {}, "image", "broken"),
         ({"image": BOMB}, {}, "image", "10000x10000 pixels; at most 25 megapixels are allowed"),

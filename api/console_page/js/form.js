@@ -182,7 +182,7 @@ const CONTROLS = {
   },
   file(given, core) {
     const { required, ...picked } = given;
-    const accept = core.format === "uri" ? null : "image/png,image/jpeg,image/webp";
+    const accept = core.format === "uri" ? null : "image/png,image/jpeg,image/webp,image/avif,image/gif,image/tiff,image/bmp";
     const picker = h("input", { ...picked, type: "file", accept });
     const url = h("input", {
       type: "url",
