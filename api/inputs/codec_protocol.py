@@ -36,10 +36,11 @@ class PrepareSource(msgspec.Struct, tag="prepare"):
 
 
 class EncodeImage(msgspec.Struct, tag="encode"):
-    """Convert the PNG to `output_format`."""
+    """Convert the PNG or WebP to `output_format`, in another `size` if there is one."""
 
     output_format: str
     quality: int
+    size: tuple[int, int] | None = None
 
 
 class CompareImages(msgspec.Struct, tag="compare"):

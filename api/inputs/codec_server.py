@@ -131,11 +131,13 @@ def run_command(
             return SourcePrepared(*source.size), _saved(source, "png", compress_level=1)
         if isinstance(command, CompareImages):
             return ImagesCompared(_psnr_db(data, command.first_bytes, reserve)), b""
-        with _opened(data, ("PNG",)) as image:
-            reserve(_cost_bytes(image, image.size))
-            return ImageEncoded(), _saved(
-                image.convert("RGB"), command.output_format, quality=command.quality
-            )
+        with _opened(data, ("PNG", "WEBP")) as image:
+            reserve(_cost_bytes(image, image.size, command.size))
+            drawn = image.convert("RGB")
+            if command.size is not None:
+                drawn = drawn.resize(command.size, Image.Resampling.BICUBIC)
+            options = {} if command.output_format == "png" else {"quality": command.quality}
+            return ImageEncoded(), _saved(drawn, command.output_format, **options)
     except (_TooLargeError, MemoryError) as error:
         return CodecError(
             "input_too_large", str(error) or "it takes more memory to decode than there is"

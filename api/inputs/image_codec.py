@@ -121,6 +121,23 @@ class ImageCodec:
             ) from error
         return encoded
 
+    async def enlarge(
+        self,
+        preview: bytes,
+        output_format: str,
+        quality: int | None,
+        deadline_s: float,
+        *,
+        size: tuple[int, int],
+        tenant: str,
+    ) -> bytes:
+        """Returns a preview, a small WebP, in the requested format and size. Raises as `encode`."""
+        command = EncodeImage(output_format, DEFAULT_QUALITY if quality is None else quality, size)
+        _, encoded = await self._pool.run(
+            command, preview, tenant=tenant, deadline_s=deadline_s, is_new=False
+        )
+        return encoded
+
     async def psnr_db(self, ours: bytes, theirs: bytes, deadline_s: float) -> float:
         """Returns how close two PNGs are: their peak signal-to-noise ratio. 100 if they are equal.
 

@@ -6,8 +6,11 @@ with a file, or JSON with a data: URI.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -15,7 +18,6 @@ from fastapi import APIRouter
 from pydantic import (
     ConfigDict,
     Field,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -33,22 +35,29 @@ from api.bodies import (
     SchedulerName,
     null_is,
 )
+from api.dispatch.request import InferenceRequest
 from api.errors import WrongField
-from api.http.fast_route import FastRoute
-from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses
+from api.http.fast_route import StreamedRoute
+from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses, streamed
 from api.http.request import ApiRequest, open_request, while_connected
 from api.http.upload_form import MAX_EDIT_FIELDS, closed_form
 from api.inputs.image_codec import data_of_uri
 from api.inputs.source_images import ACCEPTED, ImageCaller
 from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
-from api.tasks.image import check_strength, first_image, size_of
+from api.openai.image_stream import ImagePosition, ImageStream
+from api.predictions.creation import digest_of
+from api.predictions.event_stream import HeldResponse
+from api.predictions.generation_stream import behind
+from api.tasks.base import Inputs
+from api.tasks.image import check_strength, first_image, results_of, size_of
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
 from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.errors import BadInput, PenstockError, Unavailable
 from shared.messages import ItemOutcome
-from shared.predictions import MEDIA_TYPES
+from shared.predictions import EVENTS_TYPE, MEDIA_TYPES
 from shared.stores.objects import ObjectStore, object_key
+from shared.stores.previews import Preview
 from shared.tasks.image import ImageInput, ImageResult
 
 
@@ -104,21 +113,23 @@ class _ImageBody(Body):
     frame_count: None = None
     frame_duration_ms: None = None
     svg: None = None
-    stream: bool | None = Field(
-        None,
-        description="Only false. This API does not stream images.",
-        json_schema_extra={"enum": [False, None]},
+    stream: Annotated[bool, null_is(False)] = Field(
+        False, description="Whether images come as server-sent events, also while they are drawn."
     )
     partial_images: int | None = Field(
-        None, description="Only 0.", json_schema_extra={"enum": [0, None]}
+        None,
+        ge=0,
+        le=3,
+        description="With `stream`: how many previews of each image come, at most.",
     )
 
-    @field_validator("stream", "partial_images")
-    @classmethod
-    def _is_not_streamed(cls, value: bool | int | None, info: ValidationInfo) -> bool | int | None:
-        if value:
-            raise ValueError("images are not streamed by this API; leave this field out")
-        return value
+    @model_validator(mode="after")
+    def _is_streamed_as_base64(self) -> _ImageBody:
+        if self.stream and self.response_format == "url":
+            raise WrongField("response_format", "a stream has images as b64_json; leave it out")
+        if self.partial_images and not self.stream:
+            raise WrongField("partial_images", "is for stream: true; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _png_has_no_quality(self) -> _ImageBody:
@@ -178,7 +189,7 @@ def _as_form(schema: dict[str, Any]) -> None:
         "type": "string",
         "format": "binary",
         "description": (
-            "PNG, JPEG, WebP, AVIF, GIF, TIFF or BMP. Of several pictures, the first is taken."
+            "PNG, JPEG, WebP, AVIF, GIF, TIFF or BMP. Of several images, the first is taken."
         ),
     }
     schema["required"].append("image")
@@ -217,7 +228,9 @@ IMAGE_FIELDS = ("image", "image[]")
 IMAGE_URL = "images[0].image_url"
 MASK_FIELDS = ("mask", "markup")
 NO_MASK = "masks are not supported; the whole image is redrawn, as much as `strength` says"
-_MAX_FIELD_BYTES = 256 * 1024
+_FORM_LIMITS = {"max_files": 4, "max_fields": MAX_EDIT_FIELDS, "max_part_size": 256 * 1024}
+TRUE_WORDS = ("true", "1", "on", "t", "y", "yes")
+"""As pydantic reads them."""
 
 
 async def read_edit(call: ApiRequest) -> tuple[EditForm, bytes | str]:
@@ -247,12 +260,7 @@ async def read_edit(call: ApiRequest) -> tuple[EditForm, bytes | str]:
 
 async def _read_form(call: ApiRequest) -> tuple[EditForm, bytes]:
     call.check_charset()
-    form_limits = {
-        "max_files": 4,
-        "max_fields": MAX_EDIT_FIELDS,
-        "max_part_size": _MAX_FIELD_BYTES,
-    }
-    async with closed_form(call.http, **form_limits) as form:
+    async with closed_form(call.http, **_FORM_LIMITS) as form:
         data = await _only_image(form)
         # A form has no null; clients and pages write an empty field for it.
         fields = {
@@ -301,6 +309,8 @@ class GenerationsEndpoint(Endpoint):
                 "response_format: a link would end before the batch is read; use b64_json",
                 field="response_format",
             )
+        if body.stream:
+            raise BadInput("stream: a batch streams nothing; leave it out", field="stream")
         model = model_of(body, catalog)
         first = first_of(body, model)
         start = default_seed if body.seed is None else body.seed
@@ -359,15 +369,6 @@ def consecutive(first: ImageInput, start: int, count: int) -> list[ImageInput]:
     return [msgspec.structs.replace(first, seed=start + number) for number in range(count)]
 
 
-def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[ImageResult]:
-    """Returns the images of outcomes, all of which have a result."""
-    results = [outcome.result for outcome in outcomes]
-    images = [result for result in results if isinstance(result, ImageResult)]
-    if len(images) < len(results):
-        raise PenstockError(f"{model.name} returned a result that is not an image; this is a bug")
-    return images
-
-
 async def read_blob(objects: ObjectStore, blob: Blob, noun: str) -> bytes:
     """Returns the bytes of a result, fetched from the object store if they are there.
 
@@ -386,19 +387,36 @@ async def read_blob(objects: ObjectStore, blob: Blob, noun: str) -> bytes:
         raise Unavailable(f"the {noun} no longer exists; send the request again") from error
 
 
-router = APIRouter(route_class=FastRoute)
+class _ImageRoute(StreamedRoute):
+    """A route whose body or form may ask for a stream."""
+
+    async def asks_for_stream(self, request: Request) -> bool:
+        """Returns whether it does."""
+        if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+            return await super().asks_for_stream(request)
+        await request.body()  # which both read then
+        async with closed_form(request, **_FORM_LIMITS) as form:
+            asked = form.get("stream", "")
+            return isinstance(asked, str) and asked.lower() in TRUE_WORDS
+
+
+router = APIRouter(route_class=_ImageRoute)
 
 
 @router.post(
     "/v1/images/generations",
     summary="Create images from a prompt",
     openapi_extra=inference_body(GenerationBody),
-    responses=inference_responses(ImagesReply, "X-Penstock-Seed", "X-Penstock-Truncated-Tokens"),
+    responses=streamed(
+        inference_responses(ImagesReply, "X-Penstock-Seed", "X-Penstock-Truncated-Tokens")
+    ),
 )
 async def create_images(request: Request) -> Response:
-    """Answers when all images are ready.
+    """Answers when all images are ready, or with `stream` image by image.
 
-    With a seed the same request gives the same images, mostly from the cache.
+    With a seed the same request gives the same images, mostly from the cache. With an
+    `Idempotency-Key` the events of a stream have ids. The same request with the same key, and an id
+    as `Last-Event-ID`, goes on after it, on any instance.
     """
     call = open_request(request)
     body = await call.read_json(GenerationBody)
@@ -414,7 +432,9 @@ async def create_images(request: Request) -> Response:
         "and changed as much as `strength` says."
     ),
     openapi_extra=inference_body(EditBody, form=EditForm),
-    responses=inference_responses(ImagesReply, "X-Penstock-Seed", "X-Penstock-Truncated-Tokens"),
+    responses=streamed(
+        inference_responses(ImagesReply, "X-Penstock-Seed", "X-Penstock-Truncated-Tokens")
+    ),
 )
 async def edit_image(request: Request) -> Response:
     """Image-to-image: the source is resized, and changed as much as `strength` says."""
@@ -462,6 +482,8 @@ async def _answer(
     call: ApiRequest, body: GenerationBody | EditForm, model: Model, first: ImageInput
 ) -> Response:
     """Computes n images with consecutive seeds, and answers with them."""
+    if body.stream:
+        return await _stream(call, body, model, first)
     key_seed = call.context.key_seed
     start = first.seed if body.seed is not None or key_seed is None else key_seed
     inputs = consecutive(first, start, body.n)
@@ -479,10 +501,84 @@ async def _answer(
     return Response(msgspec.json.encode(reply), media_type="application/json")
 
 
+async def _stream(
+    call: ApiRequest, body: GenerationBody | EditForm, model: Model, first: ImageInput
+) -> Response:
+    """Returns the events of the images, from the one behind `Last-Event-ID` on."""
+    dependencies = call.dependencies
+    position = ImagePosition.from_id(call.http.headers.get("last-event-id", ""), body.n)
+    kind = "image_edit" if isinstance(body, EditForm) else "image_generation"
+    with ExitStack() as held:
+        held.enter_context(dependencies.event_streams.reserved(call.tenant))
+        new = await _recorded(call, body, model, first)
+        async with call.created(new, waits=False) as creation:
+            snapshot = creation.snapshot
+        deadline_s, codec = snapshot.prediction.deadline_s, dependencies.image_codec
+        size = first.width, first.height
+
+        async def encode(result: ImageResult) -> bytes:
+            item = await _encode(call, body, result, deadline_s, is_awaited=False)
+            assert item.b64_json is not None, "a stream has no links; this is a bug"
+            return item.b64_json
+
+        async def enlarge(preview: Preview) -> bytes:
+            style = body.output_format, body.output_compression, deadline_s
+            return await codec.enlarge(preview.image, *style, size=size, tenant=call.tenant)
+
+        stream = ImageStream(
+            call,
+            kind,
+            position,
+            body.partial_images or 0,
+            encode,
+            enlarge,
+            body.output_format,
+            size,
+        )
+        events = stream.events(snapshot, model)
+        opening = await while_connected(call.http.receive, anext(events, b""))
+        headers = {**_HEADERS, "location": f"/v1/predictions/{snapshot.prediction.id}"}
+        sse = behind(opening, events)
+        return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
+
+
+async def _recorded(
+    call: ApiRequest, body: GenerationBody | EditForm, model: Model, first: ImageInput
+) -> InferenceRequest:
+    """Returns the request for a prediction of the images."""
+    path = call.http.scope["route"].path
+    shown = body.model_dump(mode="json", exclude_unset=True, exclude={"images"})
+    asked: list[object] = [path, model.name, shown]
+    if first.image is not None:
+        source = await call.dependencies.source_images.stored(first.image)
+        first = msgspec.structs.replace(first, image=source)
+        asked.append(source.object_key or hashlib.sha256(source.data or b"").hexdigest())
+    read = Inputs(
+        consecutive(first, first.seed, body.n),
+        shown,
+        is_list=True,
+        is_repeatable=body.seed is not None,
+        output_format=body.output_format,
+    )
+    digest = digest_of(json.dumps(asked, sort_keys=True))
+    return call.recorded(model, read, digest=digest, endpoint=path)
+
+
+_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+
+
 async def _encode(
-    call: ApiRequest, body: GenerationBody | EditForm, result: ImageResult, deadline_s: float
+    call: ApiRequest,
+    body: GenerationBody | EditForm,
+    result: ImageResult,
+    deadline_s: float,
+    *,
+    is_awaited: bool = True,
 ) -> ImageItem:
-    """Returns one image in the requested format, as bytes or as a link."""
+    """Returns one image in the requested format, as bytes or as a link.
+
+    `is_awaited`: the answer has not begun, so we see if its caller hangs up.
+    """
     objects = call.dependencies.objects
     stored_key = result.image.object_key
     if body.response_format == "url" and body.output_format == "png" and stored_key is not None:
@@ -496,7 +592,7 @@ async def _encode(
         is_new=False,
         tenant=call.tenant,
     )
-    data = await while_connected(call.http.receive, encoding)
+    data = await (while_connected(call.http.receive, encoding) if is_awaited else encoding)
     if body.response_format == "b64_json":
         return ImageItem(result.seed, b64_json=data)
     media_type = MEDIA_TYPES[body.output_format]

@@ -421,7 +421,7 @@ class GenerationStreams:
         if stream.error is not None:
             await events.aclose()
             raise stream.error
-        return _behind(first, events)
+        return behind(first, events)
 
     async def _follow(
         self,
@@ -449,9 +449,7 @@ class GenerationStreams:
             if not is_done and not stays and not snapshot.record.is_over:
                 # A key that is not valid any more cannot resume the stream.
                 after_s = READER_S if watch.has_refused else LEFT_S
-                leaving = asyncio.create_task(self._cancel_unread(prediction, after_s))
-                self._leaving.add(leaving)
-                leaving.add_done_callback(self._leaving.discard)
+                self.leave(prediction, after_s)
 
     async def _events(
         self, snapshot: PredictionSnapshot, stream: _Stream, watch: _Watch
@@ -481,6 +479,12 @@ class GenerationStreams:
         for event in chain(stream.log(snapshot), stream.end(snapshot)):
             yield event
 
+    def leave(self, prediction: Prediction, after_s: float) -> None:
+        """Cancels a prediction after a while, unless tokens of it are read then."""
+        leaving = asyncio.create_task(self._cancel_unread(prediction, after_s))
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+
     async def _cancel_unread(self, prediction: Prediction, after_s: float) -> None:
         """Cancels a prediction if its reader does not come back, to whichever instance."""
         await asyncio.sleep(after_s)
@@ -489,7 +493,7 @@ class GenerationStreams:
                 await self._predictions.cancel(prediction.tenant, prediction.id)
 
 
-async def _behind(first: bytes, events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+async def behind(first: bytes, events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
     """Yields `first`, and then `events`, which it closes."""
     async with contextlib.aclosing(events):
         yield first

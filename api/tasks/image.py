@@ -6,6 +6,7 @@ Also builds the first image of a request from its parameters and the defaults of
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
@@ -16,8 +17,9 @@ from api.inputs.source_images import ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs
 from shared.catalog import Model
 from shared.diffusion_schedulers import SCHEDULER_NAMES
-from shared.errors import BadInput
-from shared.tasks.image import ImageInput
+from shared.errors import BadInput, PenstockError
+from shared.messages import ItemOutcome
+from shared.tasks.image import ImageInput, ImageResult
 
 
 class ImageRequest(Protocol):
@@ -67,6 +69,15 @@ def checked_size(width: int, height: int, model: Model) -> tuple[int, int]:
         )
         raise BadInput(f"size: {reason}", field="size")
     return width, height
+
+
+def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[ImageResult]:
+    """Returns the images of outcomes, all of which have a result."""
+    results = [outcome.result for outcome in outcomes]
+    images = [result for result in results if isinstance(result, ImageResult)]
+    if len(images) < len(results):
+        raise PenstockError(f"{model.name} returned a result that is not an image; this is a bug")
+    return images
 
 
 def size_of(text: str, model: Model) -> tuple[int, int]:

@@ -96,7 +96,7 @@ async def test_embeddings(api: ApiUnderTest, body: object, param: str | None, re
         ({"prompt": "a", "size": "64"}, "size", "match pattern"),
         ({"prompt": "a", "size": "60x64"}, "size", "multiples of 8"),
         ({"prompt": "a", "size": "1024x1024"}, "size", "at most 262144 are allowed"),
-        ({"prompt": "a", "stream": True}, "stream", "not streamed"),
+        ({"prompt": "a", "partial_images": 1}, "partial_images", "stream: true"),
         ({"prompt": "a", "response_format": "hex"}, "response_format", "'url' or 'b64_json'"),
         ({"prompt": "a", "output_format": "gif"}, "output_format", "'png', 'jpeg' or 'webp'"),
         ({"prompt": "a", "output_compression": 50}, "output_compression", "jpeg and webp"),

@@ -329,7 +329,7 @@ def test_kinds_that_people_send_and_that_are_not_read_are_named(begins: bytes, n
 @pytest.mark.parametrize("container", ["PNG", "WEBP", "JPEG", "AVIF", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_picture_is_drawn_upright(container: str, orientation: int) -> None:
-    """Its shape is the one that is seen, so a model of its own size gets no stretched picture."""
+    """Its shape is the one that is seen, so an output of its own size is not stretched."""
     corner = np.zeros((24, 40, 3), np.uint8)
     corner[:12, :20] = (255, 0, 0)  # top left as stored
     buffer, tags = io.BytesIO(), Image.Exif()

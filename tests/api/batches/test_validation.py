@@ -63,14 +63,17 @@ async def test_file_with_a_wrong_line_fails_whole(
     assert api.worker.jobs == []
 
 
-async def test_links_are_refused_as_they_end_too_soon(api: ApiUnderTest) -> None:
+@pytest.mark.parametrize(("field", "value"), [("response_format", "url"), ("stream", True)])
+async def test_links_that_end_too_soon_and_streams_are_refused(
+    api: ApiUnderTest, field: str, value: object
+) -> None:
     endpoint = "/v1/images/generations"
-    body = {"prompt": "a circle", "response_format": "url"}
+    body = {"prompt": "a circle", field: value}
     data = jsonl([{"custom_id": "1", "method": "POST", "url": endpoint, "body": body}])
     client = api.openai()
     done = await until(client, await created(client, data, endpoint))
     assert [(one.code, one.param) for one in done.errors.data] == [
-        ("invalid_input", "body.response_format")
+        ("invalid_input", f"body.{field}")
     ]
 
 

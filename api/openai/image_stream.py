@@ -1,0 +1,222 @@
+"""Streams images while they are drawn, as server-sent events in OpenAI's shape.
+
+https://platform.openai.com/docs/api-reference/images-streaming
+
+The request is a prediction, whose previews (shared/stores/previews.py) and record say all of it. So
+a reader that comes back with the id of an event, to any instance, gets what it has not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import NamedTuple, Self, TypeAlias, TypeVar
+
+import msgspec
+
+from api.errors import log_reason
+from api.http.request import ApiRequest
+from api.http.request_options import wants_event_ids
+from api.openai.chat import failure_event
+from api.predictions.creation import POLL_S, PredictionSnapshot
+from api.predictions.generation_stream import HEARTBEAT, HEARTBEAT_BESIDE_IDS, HEARTBEAT_S, MAX_S
+from api.tasks.image import results_of
+from shared.catalog import Model
+from shared.errors import BadInput, DeadlineExceeded, PenstockError
+from shared.stores.previews import Preview
+from shared.tasks.image import ImageResult
+
+Drawn = TypeVar("Drawn")
+Encode: TypeAlias = Callable[[Drawn], Awaitable[bytes]]
+
+
+class StreamedImage(msgspec.Struct):
+    """A preview of an image (`partial_image_index`), or the image itself (`seed`).
+
+    `index` tells the images of one request apart, and is left out of a single one.
+    """
+
+    type: str
+    b64_json: bytes
+    created_at: int
+    size: str
+    output_format: str
+    quality: str = "auto"
+    background: str = "opaque"
+    partial_image_index: int | msgspec.UnsetType = msgspec.UNSET
+    seed: int | msgspec.UnsetType = msgspec.UNSET
+    index: int | msgspec.UnsetType = msgspec.UNSET
+
+    def encoded(self, event_id: str) -> bytes:
+        """Returns the event on the wire, with an id unless it is empty."""
+        named = f"id: {event_id}\n" if event_id else ""
+        data = msgspec.json.encode(self)
+        return b"event: %b\n%bdata: %b\n\n" % (self.type.encode(), named.encode(), data)
+
+
+class ImagePosition(NamedTuple):
+    """What a reader has: previews up to `cursor`, so many shown of each image, whole images."""
+
+    cursor: str
+    completed: int
+    shown: tuple[int, ...]
+
+    @classmethod
+    def from_id(cls, last_id: str, count: int) -> Self:
+        """Returns the position of the reader of an event. The start if there is none.
+
+        Raises:
+            BadInput: the id is not one of such a stream.
+        """
+        if not last_id:
+            return cls("", 0, (0,) * count)
+        match = _EVENT_ID.fullmatch(last_id)
+        shown = tuple(int(part) for part in match[3].split(".")) if match else ()
+        if match is None or len(shown) != count:
+            raise BadInput(
+                f"Last-Event-ID: {last_id[:40]!r} is not the id of an event of this stream",
+                field="last-event-id",
+            )
+        return cls(match[1], int(match[2]), shown)
+
+    def to_id(self) -> str:
+        """Returns the id of an event after which a reader is here."""
+        return f"{self.cursor}~{self.completed}~{'.'.join(map(str, self.shown))}"
+
+    def showing(self, preview: Preview) -> Self:
+        """Returns the position of a reader who was shown a preview."""
+        shown = [*self.shown]
+        shown[preview.index] += 1
+        return self._replace(shown=tuple(shown))
+
+
+_EVENT_ID = re.compile(r"(|\d{1,15}-\d{1,9})~(\d{1,2})~(\d(?:\.\d){0,9})")
+
+
+class ImageStream:
+    """The events of one request for images.
+
+    Args:
+        call: the request.
+        kind: what the types of its events begin with.
+        position: of its reader.
+        partial_images: how many previews of each image its reader wants.
+        encode: returns an image in the requested format.
+        enlarge: returns a preview in the requested format and size.
+    """
+
+    def __init__(
+        self,
+        call: ApiRequest,
+        kind: str,
+        position: ImagePosition,
+        partial_images: int,
+        encode: Encode[ImageResult],
+        enlarge: Encode[Preview],
+        output_format: str,
+        size: tuple[int, int],
+    ) -> None:
+        self._call = call
+        self._kind = kind
+        self._position = position
+        self._wanted = partial_images
+        self._encode = encode
+        self._enlarge = enlarge
+        self._output_format = output_format
+        self._size = f"{size[0]}x{size[1]}"
+        self._has_ids = wants_event_ids(call.http.headers)
+
+    async def events(self, snapshot: PredictionSnapshot, model: Model) -> AsyncGenerator[bytes]:
+        """Yields what its reader does not have, for at most MAX_S.
+
+        A reader who can't come back and hangs up ends the prediction.
+
+        Raises:
+            PenstockError: it failed before its first event. Later errors are events.
+        """
+        has_begun = is_done = False
+        try:
+            try:
+                async for event in self._all(snapshot, model):
+                    yield event
+                    has_begun = True
+            except PenstockError as error:
+                if not has_begun:
+                    raise
+                log_reason(error, snapshot.prediction.record)
+                yield failure_event(error)
+            is_done = True
+        finally:
+            if not is_done and not self._has_ids:
+                self._call.dependencies.generation_streams.leave(snapshot.prediction, 0.0)
+
+    async def _all(self, snapshot: PredictionSnapshot, model: Model) -> AsyncGenerator[bytes]:
+        predictions = self._call.dependencies.predictions
+        began_s = heartbeat_s = time.monotonic()
+        while not snapshot.record.is_over:
+            async for event in self._partials(snapshot):
+                yield event
+            now_s = time.monotonic()
+            if now_s - heartbeat_s > HEARTBEAT_S:
+                yield HEARTBEAT_BESIDE_IDS if self._has_ids else HEARTBEAT
+                heartbeat_s = now_s
+            if now_s - began_s > MAX_S:
+                if self._has_ids:
+                    return  # its reader comes back
+                raise DeadlineExceeded(_TOO_LONG, public=_TOO_LONG)
+            await asyncio.sleep(POLL_S)
+            self._call.check_key()
+            snapshot = await predictions.refresh(snapshot)
+        if snapshot.record.state != "succeeded" or snapshot.record.reply is None:
+            raise snapshot.failure
+        results = results_of(snapshot.record.reply.outcomes, model)
+        for index, result in enumerate(results):
+            if index >= self._position.completed:
+                yield await self._completed(index, result)
+
+    async def _partials(self, snapshot: PredictionSnapshot) -> AsyncGenerator[bytes]:
+        """Yields the new previews that its reader wants."""
+        if not self._wanted:
+            return
+        predictions = self._call.dependencies.predictions
+        for preview in await predictions.previews(snapshot, self._position.cursor):
+            self._position = self._position._replace(cursor=preview.cursor)
+            number = self._position.shown[preview.index]
+            if number < self._wanted and self._is_due(preview, number):
+                enlarged = await self._enlarge(preview)
+                self._position = self._position.showing(preview)
+                event = self._event("partial_image", enlarged, preview.index)
+                event.partial_image_index = number
+                yield self._on_wire(event)
+
+    def _is_due(self, preview: Preview, number: int) -> bool:
+        """Whether a preview is late enough to be the one with this number: all have equal gaps."""
+        return preview.step * (self._wanted + 1) >= (number + 1) * preview.steps
+
+    async def _completed(self, index: int, result: ImageResult) -> bytes:
+        data = await self._encode(result)
+        self._position = self._position._replace(completed=index + 1)
+        event = self._event("completed", data, index)
+        event.seed = result.seed
+        return self._on_wire(event)
+
+    def _event(self, stage: str, data: bytes, index: int) -> StreamedImage:
+        return StreamedImage(
+            f"{self._kind}.{stage}",
+            data,
+            int(time.time()),
+            self._size,
+            self._output_format,
+            index=index if len(self._position.shown) > 1 else msgspec.UNSET,
+        )
+
+    def _on_wire(self, event: StreamedImage) -> bytes:
+        return event.encoded(self._position.to_id() if self._has_ids else "")
+
+
+_TOO_LONG = (
+    f"the images were not complete after {MAX_S:.0f} s, the longest that a stream may take; ask "
+    "for fewer, or send an Idempotency-Key and resume"
+)
