@@ -92,6 +92,18 @@ await run({
     const answer = await client.images.edit({ model: PAINTER, image, prompt, strength: 0.6 });
     images(answer).forEach(assertPng);
   },
+  "image streamed while it is drawn": async () => {
+    const stream = await client.images.generate({ ...slow, stream: true, partial_images: 2 });
+    const events = [];
+    for await (const event of stream) events.push(event);
+    for (const event of events) assertPng(Buffer.from(event.b64_json, "base64"));
+    const kind = "image_generation";
+    assert.deepEqual(
+      events.map((event) => [event.type, event.partial_image_index]),
+      [[`${kind}.partial_image`, 0], [`${kind}.partial_image`, 1], [`${kind}.completed`, undefined]],
+    );
+    assert.equal(events[2].size, slow.size);
+  },
   "models listed and found": async () => {
     const names = [];
     for await (const model of client.models.list()) names.push(model.id);

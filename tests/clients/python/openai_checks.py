@@ -101,6 +101,25 @@ def image_of_a_seed() -> None:
 
 
 @check
+def image_streamed_while_it_is_drawn() -> None:
+    stream: Any = client.images.generate(
+        model=PAINTER,
+        prompt=PROMPT,
+        size="256x256",
+        stream=True,
+        partial_images=2,
+        extra_body={"num_inference_steps": 100},
+    )
+    events = list(stream)
+    kinds = [one.type.removeprefix("image_generation.") for one in events]
+    assert kinds == ["partial_image", "partial_image", "completed"], kinds
+    assert [one.partial_image_index for one in events[:2]] == [0, 1]
+    for one in events:
+        assert_png(base64.b64decode(one.b64_json))
+    assert events[2].size == "256x256"
+
+
+@check
 def image_edited() -> None:
     asked: dict[str, Any] = {"model": PAINTER, "size": "64x64"}
     (circle,) = images(client.images.generate(prompt=PROMPT, **asked))
