@@ -158,18 +158,21 @@ class Creation:
         # The limit includes reads: a Redis that hangs must not delay the answer beyond it.
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, limit_s)):
+                pause_s = LOOK_EVERY_S
                 while not self.snapshot.record.is_over:
-                    await self._pause()
-                    self.snapshot = await self._refresh(self.snapshot)
+                    await self._pause(pause_s)
+                    known, self.snapshot = self.snapshot, await self._refresh(self.snapshot)
+                    # Without Redis it is the same one. What was to be read is still to be read.
+                    pause_s = POLL_S if self.snapshot is known else LOOK_EVERY_S
 
-    async def _pause(self) -> None:
+    async def _pause(self, limit_s: float) -> None:
         """Waits for the reply, or for news of the record. There is only one reply.
 
-        The record is read now and then in any case, because a reply may get lost.
+        The record is read after `limit_s` in any case, because a reply may get lost.
         """
         try:
             if self._waiter is not None:
-                await self._waiter.reply(LOOK_EVERY_S)
+                await self._waiter.reply(limit_s)
                 self._waiter = None
                 return
         except DeadlineExceeded:
