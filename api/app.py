@@ -384,14 +384,16 @@ async def _open(
         ImageCodec(pool),
     )
     idempotency = await _open_idempotency(opened, configuration)
-    predictions = Predictions(
-        pipeline.records,
-        pipeline.sender,
-        WebhookPublisher(pipeline.broker),
-        pipeline.inbox,
-        pipeline.admission,
-        pipeline.canaries,
-        keep_s=settings.prediction_keep_s,
+    predictions = await opened.enter_async_context(
+        Predictions(
+            pipeline.records,
+            pipeline.sender,
+            WebhookPublisher(pipeline.broker),
+            pipeline.inbox,
+            pipeline.admission,
+            pipeline.canaries,
+            keep_s=settings.prediction_keep_s,
+        )
     )
     readiness = Readiness(pipeline.inbox, pipeline.broker, settings.redis_url, access.keys_status)
     limiter = await open_limiter(

@@ -159,17 +159,20 @@ class Envelope(RequestFacts, kw_only=True):
 
     def to_attributes(self) -> dict[str, str]:
         """The attributes of the job's message. Empty fields are left out."""
-        names = zip(self.__struct_fields__, self.__struct_encode_fields__, strict=True)
-        fields = {on_wire: _text(getattr(self, name)) for name, on_wire in names}
+        attributes = {"schema": SCHEMA_VERSION}
+        values = zip(self.__struct_encode_fields__, msgspec.structs.astuple(self), strict=True)
+        for on_wire, value in values:
+            if value != "":
+                attributes[on_wire] = value if isinstance(value, str) else repr(value)
         if self.priority == "interactive":
-            del fields["lane"]
+            del attributes["lane"]
         if not self.start_by_s:
-            del fields["start_by_s"]
+            del attributes["start_by_s"]
         if self.weight == 1.0:
-            del fields["weight"]
+            del attributes["weight"]
         if self.price_share == 1.0:
-            del fields["price_share"]
-        return {"schema": SCHEMA_VERSION} | {name: value for name, value in fields.items() if value}
+            del attributes["price_share"]
+        return attributes
 
     @classmethod
     def from_attributes(cls, attributes: Mapping[str, str]) -> Envelope:
@@ -356,10 +359,6 @@ def check_schema(attributes: Mapping[str, str]) -> None:
             f"schema is {attributes.get('schema', '')[:40]!r}, not {SCHEMA_VERSION!r}",
             field="schema",
         )
-
-
-def _text(value: str | int | float) -> str:
-    return value if isinstance(value, str) else repr(value)
 
 
 MAX_ATTRIBUTE_BYTES = 1024

@@ -61,7 +61,8 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     deadline_s: float
     """Unix time after which it is not worked on."""
     digest: str = ""
-    """The hash of the whole request: a repeated request has the same."""
+    """The hash of the whole request: a repeated request has the same. Empty: none can be repeated,
+    as the caller chose neither an id nor a key."""
     client_request_id: str = ""
     """The `x-request-id` of the request that created it, for its rows."""
     key_id: str = ""

@@ -19,6 +19,7 @@ class GatedLink:
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
         self._waiting: list[tuple[asyncio.StreamWriter, bytes]] = []
+        self._writers: list[asyncio.StreamWriter] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.asked = asyncio.Event()
         self.is_open = True
@@ -32,6 +33,7 @@ class GatedLink:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         back, onward = await asyncio.open_connection("127.0.0.1", self._target_port)
+        self._writers += (onward, writer)
         answers = asyncio.create_task(self._answers(back, writer))
         self._tasks.add(answers)
         while data := await reader.read(65536):
@@ -49,6 +51,12 @@ class GatedLink:
     def close(self) -> None:
         """Holds back what is asked from now on."""
         self.is_open = False
+
+    def cut(self) -> None:
+        """Ends all connections. New ones are accepted."""
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
 
     def open(self) -> None:
         """Passes everything on from now on."""

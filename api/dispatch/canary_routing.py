@@ -22,6 +22,7 @@ import msgspec
 
 from api import metrics
 from api.dispatch.request import InferenceRequest
+from shared.background import BackgroundTask
 from shared.canary.store import CanaryState
 from shared.canary.verdict import CanaryCounts, judge
 from shared.catalog import Catalog, Model
@@ -92,14 +93,13 @@ class CanaryRouter:
         self.canary_store = canary_store
         self._refresh_s = refresh_s
         self._serving_until_s: dict[str, float] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._refreshing = BackgroundTask("looking at canaries", self._run)
 
     async def __aenter__(self) -> Self:
         if self._canaries:
             await self.canary_store.__aenter__()
             await self.refresh()
-            self._task = asyncio.create_task(self._run())
-            self._task.add_done_callback(_ended)
+            self._refreshing.start()
         return self
 
     async def __aexit__(
@@ -108,9 +108,8 @@ class CanaryRouter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        if self._canaries:
+            await self._refreshing.stop()
             await self.canary_store.__aexit__(kind, error, trace)
 
     def routed(self, request: InferenceRequest) -> InferenceRequest:
@@ -199,12 +198,6 @@ class CanaryRouter:
             facts = {"model": canary.name, "revision": canary.revision, "reason": verdict.reason}
             log.error("canary taken back", extra=facts)
         return False
-
-
-def _ended(task: asyncio.Task[None]) -> None:
-    """Logs the end of the task: canary states soon expire, so canaries get nothing."""
-    if not task.cancelled():
-        log.critical("looking at canaries ended; this is a bug", exc_info=task.exception())
 
 
 def _part_of(canary: Model, key: tuple[object, ...]) -> float:

@@ -68,6 +68,9 @@ class ReplyWaiter(Protocol):
     async def reply(self, timeout_s: float) -> Reply:
         """Returns the reply, or raises DeadlineExceeded after `timeout_s`."""
 
+    def look(self) -> None:
+        """Ends the wait, or else the next one, with DeadlineExceeded: the record may have news."""
+
 
 class Inbox(Protocol):
     """Receives replies. The implementation is api/dispatch/reply_inbox.py."""
@@ -144,7 +147,10 @@ class JobSender:
         *,
         unfinished: int = 0,
     ) -> None:
-        """Publishes the job of a request whose record exists, and marks that as published.
+        """Publishes the job of a request whose record exists.
+
+        If the caller can repeat the request, the record says afterwards that this is done. Nobody
+        else asks for it, and the mark is a round trip to Redis.
 
         No publish window holds it back: it is durable, so it must not end with this instance.
         Instead, further ones of a tenant with many unfinished predictions go to `batch` priority,
@@ -167,9 +173,10 @@ class JobSender:
             await self._publish(envelope, items, request.options, PUBLISH_LIMIT_S)
         except PenstockError as error:
             await self._give_up(request, error)
-        # Without the mark, a repeated request publishes the job again, which is harmless.
-        with suppress(Unavailable):
-            await self._records.mark_published(request.facts.request_id)
+        if request.new_record.is_keyed:
+            # Without the mark, a repeated request publishes the job again, which is harmless.
+            with suppress(Unavailable):
+                await self._records.mark_published(request.facts.request_id)
 
     async def _give_up(self, request: InferenceRequest, error: PenstockError) -> NoReturn:
         """Ends a record whose job was not published, unless the caller can repeat the request."""

@@ -218,15 +218,16 @@ class PendingReply:
         self._loop = asyncio.get_running_loop()
         self._reply: asyncio.Future[Reply] = self._loop.create_future()
         self._woken: asyncio.Future[None] | None = None
+        self._has_news = False
 
     async def reply(self, timeout_s: float) -> Reply:
         """Waits for the reply. May be called again after DeadlineExceeded.
 
         Raises:
-            DeadlineExceeded: no reply within `timeout_s`.
+            DeadlineExceeded: no reply within `timeout_s`, or `look` was called.
             InboxLost: the inbox is gone. The record may still get the result in time.
         """
-        if not self._reply.done():
+        if not self._reply.done() and not self._has_news:
             self._woken = self._loop.create_future()
             # Saves one iteration of the event loop compared to asyncio.wait.
             timer = self._loop.call_later(timeout_s, self._wake)
@@ -234,9 +235,15 @@ class PendingReply:
                 await self._woken
             finally:
                 timer.cancel()
+        self._has_news = False
         if not self._reply.done():
             raise DeadlineExceeded(f"no reply within {timeout_s:.3f} s")
         return self._reply.result()
+
+    def look(self) -> None:
+        """Ends the wait, or else the next one, with DeadlineExceeded: the record may have news."""
+        self._has_news = True
+        self._wake()
 
     def deliver(self, reply: Reply) -> bool:
         """Delivers the reply. Returns False for a duplicate."""

@@ -24,7 +24,6 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -249,10 +248,10 @@ class _Exchange:
         self._body_bytes, self._held_bytes, self._body_ended, self._holder = 0, 0, False, ""
         self._arriving: OneItem | None = None
         self._status = 0
-        headers = Headers(scope=scope)
-        client_id = headers.get("x-request-id", "")
-        self._declared_bytes = _number(headers.get("content-length"))
-        self._encoding = headers.get("content-encoding", "").strip().lower()
+        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first of two counts
+        client_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        self._declared_bytes = _number(headers.get(b"content-length", b"").decode("latin-1"))
+        self._encoding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
         own_id = f"req_{secrets.token_hex(12)}"
         is_shown = _SANE_ID.fullmatch(client_id) is not None and PREFIX not in client_id
         context = self.context = scope["penstock.context"] = RequestContext(
@@ -411,7 +410,7 @@ def _digest_of(key: str) -> str:
     return f"sha256:{hashlib.sha256(key.encode('latin-1')).hexdigest()[:32]}"
 
 
-def _number(text: str | None) -> int:
+def _number(text: str) -> int:
     """Returns the value of Content-Length.
 
     Python does not parse very long numbers, so they become maxsize.

@@ -124,27 +124,18 @@ async def while_connected(
         ClientGone: the caller hung up.
         PenstockError: what `check` raised.
     """
-    task, is_working = asyncio.current_task(), True
+    task = asyncio.current_task()
     assert task is not None, "routes run in tasks; this is a bug"
-
-    def cancel(watcher: asyncio.Task[None]) -> None:
-        if is_working and not watcher.cancelled():
-            task.cancel()
-
-    checks = _RepeatedCheck(check, task)
-    watcher = asyncio.create_task(_until_disconnected(receive))
-    watcher.add_done_callback(cancel)
+    watch = _Watch(receive, check, task)
     try:
         return await work
     except asyncio.CancelledError:
         # Takes back only its own cancellation. The server cancels tasks too, when it stops.
-        if (checks.refused or watcher.done()) and task.uncancel() == 0:
-            raise (checks.refused or ClientGone()) from None
+        if watch.refused is not None and task.uncancel() == 0:
+            raise watch.refused from None
         raise
     finally:
-        is_working = False
-        checks.stop()
-        watcher.cancel()
+        watch.stop()
 
 
 @lru_cache(maxsize=256)
@@ -155,31 +146,57 @@ def _base_url(scheme: str, host: str, server: tuple[str, int | None] | None, roo
     return str(HTTPConnection({**scope, "path": "/", "headers": headers}).base_url).rstrip("/")
 
 
-class _RepeatedCheck:
-    """Checks every CHECK_S whether a caller may go on, and cancels its task once it may not.
+class _Watch:
+    """Cancels the task of a request once its caller hangs up, or may not go on.
 
-    It refers to itself through its timer alone, which `stop` ends. A closure that starts itself
-    again would keep all objects of its request until the next garbage collection.
+    Begins in the next turn of the loop: what waits for nothing has ended by then. It refers to
+    itself through a handle, a timer and a task, which all end with `stop`. Otherwise all objects of
+    a request would stay until the next garbage collection.
     """
 
-    def __init__(self, check: Callable[[], object], task: asyncio.Task[Any]) -> None:
+    def __init__(
+        self, receive: Receive, check: Callable[[], object], task: asyncio.Task[Any]
+    ) -> None:
         self.refused: PenstockError | None = None
+        """Why it canceled the task. None: it did not."""
+        self._receive = receive
         self._check = check
         self._task = task
-        self._timer = asyncio.get_running_loop().call_later(CHECK_S, self._again)
+        self._loop = asyncio.get_running_loop()
+        self._listening: asyncio.Task[None] | None = None
+        self._timer: asyncio.Handle | None = self._loop.call_soon(self._begin)
 
     def stop(self) -> None:
-        """Never checks after this."""
-        self._timer.cancel()
+        """Cancels nothing after this."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._listening is not None:
+            self._listening.remove_done_callback(self._on_disconnect)
+            self._listening.cancel()
+            self._listening = None
 
-    def _again(self) -> None:
+    def _begin(self) -> None:
+        self._listening = self._loop.create_task(_until_disconnected(self._receive))
+        self._listening.add_done_callback(self._on_disconnect)
+        self._timer = self._loop.call_later(CHECK_S, self._check_again)
+
+    def _on_disconnect(self, listening: asyncio.Task[None]) -> None:
+        if not listening.cancelled():
+            self._cancel(ClientGone())
+
+    def _check_again(self) -> None:
         try:
             self._check()
         except PenstockError as error:
-            self.refused = error
-            self._task.cancel()
+            self._cancel(error)
         else:
-            self._timer = asyncio.get_running_loop().call_later(CHECK_S, self._again)
+            self._timer = self._loop.call_later(CHECK_S, self._check_again)
+
+    def _cancel(self, reason: PenstockError) -> None:
+        if self.refused is None:
+            self.refused = reason
+            self._task.cancel()
 
 
 async def _until_disconnected(receive: Receive) -> None:

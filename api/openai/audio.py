@@ -55,7 +55,7 @@ from api.openai.chat import failure_event
 from api.openai.images import read_blob
 from api.predictions.creation import digest_of
 from api.predictions.event_stream import HeldResponse
-from api.predictions.generation_stream import seen_from_id
+from api.predictions.generation_stream import StreamShape, seen_from_id
 from api.tasks.base import Inputs
 from api.tasks.custom import checked_input
 from shared.blob import Blob
@@ -324,14 +324,11 @@ def _event(body: msgspec.Struct) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
 
 
-class TranscriptEvents:
+class TranscriptEvents(StreamShape):
     """The events of a transcript: one for each segment, and one with the whole text."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
-
-    def opening(self, index: int) -> None:
-        """Returns nothing: a transcript begins with its text."""
 
     def delta(
         self,
@@ -345,10 +342,6 @@ class TranscriptEvents:
         said = "".join(one.text for one in _elements([one.value for one in read_elements(text)]))
         said = said if before else said.lstrip()
         return _event(TranscriptDelta(said)) if said else None
-
-    def ending(self, index: int, result: object) -> list[bytes]:
-        """Returns nothing: what ends a transcript is known with all of it."""
-        return []
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
         """Returns the event with the whole text."""

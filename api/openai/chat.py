@@ -163,7 +163,7 @@ class ChatEvents:
         return _event(chunk)
 
 
-class CompletionEvents:
+class CompletionEvents(StreamShape):
     """The events of a completion. `made` is its id."""
 
     def __init__(
@@ -175,9 +175,6 @@ class CompletionEvents:
         self._model = model
         options = body.stream_options
         self._has_usage = options is not None and options.include_usage
-
-    def opening(self, index: int) -> None:
-        """Returns nothing: a completion begins with its text."""
 
     def delta(
         self,

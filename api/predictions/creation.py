@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from api.dispatch.job_sender import ReplyWaiter
+from api.dispatch.job_sender import LOOK_EVERY_S, ReplyWaiter
 from shared.catalog import Catalog, Model
 from shared.errors import (
     BadInput,
@@ -85,8 +85,8 @@ def is_replicates_client(user_agent: str) -> bool:
 
 
 POLL_S = 0.5
-"""Interval at which waiting requests read the record: a cancel sends no reply, and replies may be
-lost."""
+"""Interval at which those read the record whom no reply reaches: a stream, or a repeated request.
+"""
 
 
 class PredictionSnapshot(NamedTuple):
@@ -155,28 +155,24 @@ class Creation:
 
     async def wait(self, limit_s: float) -> None:
         """Waits for the end of the prediction, at most `limit_s`. Updates `snapshot`."""
-        await self._wait(lambda record: record.is_over, limit_s)
-
-    async def wait_for_reply(self, limit_s: float) -> None:
-        """Waits for the worker's reply about a prediction that has ended, at most `limit_s`.
-
-        A canceled one has ended before its worker knows.
-        """
-        await self._wait(lambda record: not record.is_over or record.reply is not None, limit_s)
-
-    async def _wait(self, is_met: Callable[[Record], bool], limit_s: float) -> None:
         # The limit includes reads: a Redis that hangs must not delay the answer beyond it.
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, limit_s)):
-                while not is_met(self.snapshot.record):
-                    await self._pause()
-                    self.snapshot = await self._refresh(self.snapshot)
+                pause_s = LOOK_EVERY_S
+                while not self.snapshot.record.is_over:
+                    await self._pause(pause_s)
+                    known, self.snapshot = self.snapshot, await self._refresh(self.snapshot)
+                    # Without Redis it is the same one. What was to be read is still to be read.
+                    pause_s = POLL_S if self.snapshot is known else LOOK_EVERY_S
 
-    async def _pause(self) -> None:
-        """Waits for the reply, at most POLL_S. There is only one reply."""
+    async def _pause(self, limit_s: float) -> None:
+        """Waits for the reply, or for news of the record. There is only one reply.
+
+        The record is read after `limit_s` in any case, because a reply may get lost.
+        """
         try:
             if self._waiter is not None:
-                await self._waiter.reply(POLL_S)
+                await self._waiter.reply(limit_s)
                 self._waiter = None
                 return
         except DeadlineExceeded:

@@ -33,6 +33,7 @@ from starlette.types import Receive, Scope, Send
 
 from api.fair_room import FairRoom, OneItem
 from api.predictions.creation import POLL_S, PredictionSnapshot
+from api.predictions.generation_stream import StreamShape
 from api.predictions.service import Predictions
 from shared.errors import Canceled, Overloaded, PenstockError
 from shared.messages import ItemOutcome
@@ -251,11 +252,8 @@ def encode_event(kind: str, data: str, event_id: str | None = None) -> bytes:
     return f"event: {kind}\n{named}{lines}\n".encode()
 
 
-class OutputEvents:
+class OutputEvents(StreamShape):
     """The events of one generation. The stream puts their ids before them."""
-
-    def opening(self, index: int) -> None:
-        """Returns nothing: an output begins with its text."""
 
     def delta(
         self,
@@ -267,10 +265,6 @@ class OutputEvents:
     ) -> bytes | None:
         """Returns the event with the addition to the text."""
         return encode_event("output", text) if text else None
-
-    def ending(self, index: int, result: object) -> list[bytes]:
-        """Returns nothing: a generation ends with its prediction."""
-        return []
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
         """Returns the end."""

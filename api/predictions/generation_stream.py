@@ -196,10 +196,14 @@ StreamedResult: TypeAlias = GenerationResult | CustomResult
 
 
 class StreamShape(Protocol):
-    """The form of the events. The ids of the parts of a generation count from 0."""
+    """The form of the events. The ids of the parts of a generation count from 0.
+
+    A form that derives from this one has no first and no last events unless it gives them.
+    """
 
     def opening(self, index: int) -> bytes | None:
         """Returns the first event of a generation."""
+        return None
 
     def delta(
         self,
@@ -216,6 +220,7 @@ class StreamShape(Protocol):
 
     def ending(self, index: int, result: Any) -> Sequence[bytes]:
         """Returns the last events of a generation."""
+        return ()
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> Sequence[bytes]:
         """Returns the last events of all. The prediction ended at `ended_at_s` (unix time)."""

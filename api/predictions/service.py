@@ -14,7 +14,8 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from http import HTTPStatus
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
 
@@ -26,6 +27,7 @@ from api.dispatch.request import InferenceRequest
 from api.errors import KeyReused, NotFound
 from api.limits.limited_request import Hold
 from api.predictions.creation import Creation, PredictionSnapshot, version_of
+from shared.background import BackgroundTask
 from shared.errors import (
     BadInput,
     DeadlineExceeded,
@@ -76,7 +78,7 @@ class PredictionNotOver(PenstockError):
 
 
 class Predictions:
-    """The predictions of all tenants, in one Redis.
+    """The predictions of all tenants, in one Redis. An async context manager.
 
     Args:
         records: stores them.
@@ -106,7 +108,37 @@ class Predictions:
         self._admission = admission
         self._canaries = canaries
         self._keep_s = keep_s
-        self._with_waiter: set[str] = set()
+        self._waiters: dict[str, ReplyWaiter] = {}
+        """By the records of those that wait here for a reply."""
+        self._listening = BackgroundTask("listening for canceled predictions", self._listen)
+        canaries.withdrawals.on_withdrawn(self._look_at_all)
+
+    async def __aenter__(self) -> Self:
+        self._listening.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._listening.stop()
+
+    async def _listen(self) -> None:
+        """Has those look at their records that wait for a prediction that was canceled.
+
+        A cancel sends no reply. What was missed without Redis is looked for when it is back.
+        """
+        async for record in self._records.canceled():
+            if record is None:
+                self._look_at_all()
+            elif (waiter := self._waiters.get(record)) is not None:
+                waiter.look()
+
+    def _look_at_all(self) -> None:
+        for waiter in self._waiters.values():
+            waiter.look()
 
     @asynccontextmanager
     async def creating(
@@ -402,11 +434,11 @@ class Predictions:
         # A repeated request polls while the first one waits, since the reply goes to one of them.
         with ExitStack() as stack:
             waiter = None
-            if waits and record_id not in self._with_waiter:
+            if waits and record_id not in self._waiters:
                 with suppress(Unavailable):
                     waiter = stack.enter_context(self._inbox.waiter(record_id, 0, replies))
-                    self._with_waiter.add(record_id)
-                    stack.callback(self._with_waiter.discard, record_id)
+                    self._waiters[record_id] = waiter
+                    stack.callback(self._waiters.pop, record_id)
             yield waiter
 
     async def _create_record(

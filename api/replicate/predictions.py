@@ -144,10 +144,11 @@ async def read_prediction(
     reading = read_inputs(body.input, model, caller, call.dependencies.source_images)
     read = await while_connected(call.http.receive, reading)
     webhook, events = _webhook_of(body, allow_private=call.dependencies.settings.webhooks_private)
+    is_repeatable = own_id or call.options.idempotency_key
     return call.recorded(
         model,
         read,
-        digest=await _digest(body, model),
+        digest=await _digest(body, model) if is_repeatable else "",
         own_id=own_id,
         owner=owner,
         webhook=webhook,

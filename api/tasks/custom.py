@@ -61,7 +61,8 @@ class CustomApi(ApiTask):
         """Returns one item: a class computes one prediction at a time."""
         custom_input, files = checked_input(raw_input, model)
         shown = dict(raw_input)
-        await add_files(custom_input, files, caller, images, shown)
+        if files:
+            await add_files(custom_input, files, caller, images, shown)
         for name, shape in interface_of(model).properties.items():
             if shape.get("format") == SECRET_FORMAT and shown.get(name) is not None:
                 shown[name] = SHOWN_SECRET

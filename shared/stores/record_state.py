@@ -92,13 +92,13 @@ def receipts_of(reply: ReplyBody) -> bytes:
     return encode_reply_body(ReplyBody(left))
 
 
-def record_from_fields(fields: Mapping[bytes, bytes]) -> Record:
+def record_from_fields(fields: Mapping[str, bytes]) -> Record:
     """Reads the fields of a record's hash.
 
     Raises:
         UndecodableMessage: its reply is not one.
     """
-    known = {name.decode(): value for name, value in fields.items()}
+    known = dict(fields)
     document, receipts = known.pop("document", b""), known.pop("receipts", None)
     reply = known.pop("reply", receipts)
     texts = {name: value.decode() for name, value in known.items()}

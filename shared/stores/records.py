@@ -51,7 +51,13 @@ from shared.stores.record_state import (
     receipts_of,
     record_from_fields,
 )
-from shared.stores.redis_client import Commands, RedisLink, RedisStore, load_script
+from shared.stores.redis_client import (
+    CONNECT_LIMIT_S,
+    Commands,
+    RedisLink,
+    RedisStore,
+    load_script,
+)
 from shared.stores.token_streams import TokenStreams
 from shared.stores.waiting_line import WaitingLines
 from shared.stores.webhook_log import WebhookLog
@@ -137,7 +143,7 @@ class Holds:
 
 
 def _record_of(fields: Sequence[bytes]) -> Record | None:
-    known = dict(zip(fields[::2], fields[1::2], strict=True))
+    known = {name.decode(): value for name, value in zip(fields[::2], fields[1::2], strict=True)}
     try:
         return record_from_fields(known) if known else None
     except UndecodableMessage:
@@ -428,7 +434,8 @@ class Records(RedisStore):
             Unavailable: Redis did not answer.
         """
         fields = await self._commands.run("HGETALL", self._key(record))
-        return record_from_fields(fields) if fields else None
+        known = {name.decode(): value for name, value in fields.items()}
+        return record_from_fields(known) if known else None
 
     async def read_again(self, record: str, document: bytes) -> Record | None:
         """Returns the record as `read` does, if the caller has its document, which never changes.
@@ -443,11 +450,8 @@ class Records(RedisStore):
             Unavailable: Redis did not answer.
         """
         values = await self._commands.run("HMGET", self._key(record), *_CHANGING, "keep_s")
-        fields = {
-            name.encode(): value
-            for name, value in zip(_CHANGING, values, strict=False)
-            if value is not None
-        }
+        known = dict(zip(_CHANGING, values, strict=False))
+        fields = {name: value for name, value in known.items() if value is not None}
         if not fields:
             return None
         held = record_from_fields(fields)
@@ -536,14 +540,17 @@ class Records(RedisStore):
         """
         while True:
             try:
-                async with self._link.client.pubsub(ignore_subscribe_messages=True) as listening:
-                    await listening.subscribe(self._channel)
-                    yield None
+                async with self._link.client.pubsub() as listening:
+                    async with asyncio.timeout(CONNECT_LIMIT_S):
+                        await listening.subscribe(self._channel)
                     while True:
                         message = await listening.get_message(timeout=LISTEN_POLL_S)
                         _check_canceled()
-                        if message is not None:
-                            yield message["data"].decode()
+                        if message is None:
+                            continue
+                        # Also when redis-py has connected again by itself, which it does not say.
+                        is_new = message["type"] == "subscribe"
+                        yield None if is_new else message["data"].decode()
             except (RedisError, OSError, RuntimeError) as error:
                 _check_canceled()
                 log.debug("cannot listen for cancellations", extra={"reason": repr(error)})

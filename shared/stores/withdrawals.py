@@ -13,7 +13,6 @@ hash that is gone was lost, and processes keep what they know.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -22,6 +21,7 @@ from typing import Self
 import msgspec
 from prometheus_client import Counter, Gauge
 
+from shared.background import BackgroundTask
 from shared.catalog import Model
 from shared.errors import ModelWithdrawn, Unavailable, UndecodableMessage
 from shared.stores.redis_client import NO_REDIS, RedisLink, RedisStore, load_script
@@ -154,13 +154,12 @@ class LiveWithdrawals:
         self._known = Withdrawals()
         self._failure = ""
         self._listeners: list[Callable[[], None]] = []
-        self._task: asyncio.Task[None] | None = None
+        self._refreshing = BackgroundTask("looking at withdrawn models", self._run)
 
     async def __aenter__(self) -> Self:
         await self._store.__aenter__()
         await self.refresh()
-        self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(_ended)
+        self._refreshing.start()
         return self
 
     async def __aexit__(
@@ -169,9 +168,7 @@ class LiveWithdrawals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._refreshing.stop()
         await self._store.__aexit__(kind, error, trace)
 
     def on_withdrawn(self, act: Callable[[], None]) -> None:
@@ -244,9 +241,3 @@ def withdrawn_error(model: Model) -> ModelWithdrawn:
 def no_withdrawals() -> LiveWithdrawals:
     """Returns what knows of nothing, for tests and tools. It need not be entered."""
     return LiveWithdrawals(WithdrawalStore(NO_REDIS))
-
-
-def _ended(task: asyncio.Task[None]) -> None:
-    with contextlib.suppress(asyncio.CancelledError):
-        if (error := task.exception()) is not None:
-            log.critical("looking at withdrawn models ended; this is a bug", exc_info=error)

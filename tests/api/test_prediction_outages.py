@@ -11,8 +11,10 @@ import pytest
 from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
 from shared.in_memory_broker import InMemoryBroker
+from shared.stores.records import Records
 from tests.api.harness import ApiUnderTest, api_with_redis, running_api, settings_for
 from tests.api.predicting import TEXT, WAIT, admitted, until_over
+from tests.gated_link import gated_redis
 from tests.limits import REDIS_LIMIT_S, WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -56,7 +58,28 @@ async def test_another_instance_answers_for_one_that_is_gone(
         assert (await until_over(second, created))["status"] == "succeeded"
 
 
-async def test_lost_reply_is_found_in_the_record(api: ApiUnderTest) -> None:
+async def test_cancel_that_nobody_heard_of_is_found_when_redis_is_back(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.predictions.creation.LOOK_EVERY_S", WAIT_LIMIT_S)
+    async with (
+        gated_redis(redis_url) as (link, far),
+        running_api(settings_for(tmp_path, redis_url=far, secret="s")) as api,
+        Records(redis_url) as records,
+    ):
+        api.worker.go.clear()
+        waiting = asyncio.create_task(api.http.post("/v1/predictions", json=TEXT, headers=WAIT))
+        await api.worker.claimed.wait()
+        link.cut()  # so what is said on the channel now is lost
+        await records.cancel(api.worker.jobs[0].envelope.request_id)
+        assert (await waiting).json()["status"] == "canceled"
+        api.worker.go.set()
+
+
+async def test_lost_reply_is_found_in_the_record(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.predictions.creation.LOOK_EVERY_S", 0.2)
     api.worker.go.clear()
     waiting = asyncio.create_task(api.http.post("/v1/predictions", json=TEXT, headers=WAIT))
     await api.worker.claimed.wait()

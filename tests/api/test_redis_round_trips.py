@@ -11,8 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from shared.in_memory_broker import InMemoryBroker
 from shared.stores.cache import ResultCache
+from shared.stores.records import Records
 from shared.tenants.plan import Plan
+from tests.api.fake_worker import FakeWorker
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.test_limits import PRICED
 from tests.gated_link import GatedLink, gated_redis
@@ -68,6 +71,29 @@ async def test_a_miss_waits_for_redis_twice_at_most(tmp_path: Path, redis_url: s
     async with gated_api(tmp_path, redis_url) as (api, link):
         texts = [f"text {number}" for number in range(REQUESTS)]
         assert await fewest(api, link, "miss", *texts) <= 2
+
+
+async def test_a_prediction_waits_for_redis_twice_at_most(tmp_path: Path, redis_url: str) -> None:
+    broker = InMemoryBroker()
+    async with gated_redis(redis_url) as (link, far), Records(redis_url) as records:
+        settings = settings_for(tmp_path, redis_url=far, memory_cache_bytes=0)
+        worker = FakeWorker(broker, PRICED.models, None, records)
+        async with (
+            worker.running(broker),
+            running_api(settings, broker, broker, PRICED, worker=worker) as api,
+        ):
+            counted = [
+                await link.trips(
+                    api.http.post(
+                        "/v1/predictions",
+                        json={"version": TEXT_MODEL.name, "input": {"text": f"text {number}"}},
+                        headers={"prefer": "wait=20"},
+                    )
+                )
+                for number in range(REQUESTS)
+            ]
+    assert {answer.json()["status"] for _, answer in counted} == {"succeeded"}
+    assert 1 <= min(trips for trips, _ in counted) <= 2  # it is created, and read at its end
 
 
 async def test_a_hit_waits_for_redis_once(tmp_path: Path, redis_url: str) -> None:

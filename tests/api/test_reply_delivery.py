@@ -85,6 +85,23 @@ async def test_reply_after_a_first_wait(replies: Replies) -> None:
             assert (await waiter.reply(WAIT_LIMIT_S)).request_id == "r1"
 
 
+async def test_news_of_the_record_end_one_wait(replies: Replies) -> None:
+    broker = in_memory()
+    async with broker.instance() as inbox:
+        with inbox.waiter("r1", 0, replies) as waiter:
+            waiter.look()  # before somebody waits, so the next wait ends at once
+            with pytest.raises(DeadlineExceeded):
+                await waiter.reply(WAIT_LIMIT_S)
+            waiting = asyncio.create_task(waiter.reply(WAIT_LIMIT_S))
+            await asyncio.sleep(0)
+            waiter.look()
+            with pytest.raises(DeadlineExceeded):
+                await waiting
+            waiting = asyncio.create_task(waiter.reply(WAIT_LIMIT_S))
+            await broker.reply_to(waiter, "r1")
+            assert (await waiting).request_id == "r1"
+
+
 async def test_instances_get_their_own_replies_only(
     broker: Broker, replies: Replies, redis_url: str
 ) -> None:

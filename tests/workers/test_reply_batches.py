@@ -1,12 +1,14 @@
 """Replies that end together share messages, if the API instance takes that."""
 
+import time
 from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY
 
+from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
-from shared.messages import is_reply_batch
+from shared.messages import decode_reply_batch, decode_reply_body, is_reply_batch
 from shared.topics import inbox_topic_id, workers_subscription_id
 from tests.workers.worker_harness import MODEL, WorkerHarness, running_worker
 from workers.jobs import replies
@@ -28,13 +30,21 @@ async def compute_together(harness: WorkerHarness, **of_each: dict[str, str]) ->
     await harness.process.started.wait()
     for name in NAMES:
         await harness.send(name, request_id=name, **of_each.get(name, {}))  # type: ignore[arg-type]
-    assert harness.consumer is not None
-    queue = harness.consumer.queue
-    await harness.until(lambda: queue.waiting == len(NAMES))
-    harness.process.gate.set()
+    await go_on(harness)
     came = [(await harness.reply()).request_id for _ in ("first", *NAMES)]
     assert harness.process.batches == [["first"], list(NAMES)]
     return came[1:]
+
+
+async def go_on(harness: WorkerHarness, canceled: str = "") -> None:
+    """Lets the model go on once all jobs wait. The worker does not hear of one that is canceled."""
+    assert harness.consumer is not None
+    queue = harness.consumer.queue
+    await harness.until(lambda: queue.waiting == len(NAMES))
+    if canceled:
+        harness.consumer.cancellation.cancel = lambda record: None  # type: ignore[method-assign]
+        await harness.records.cancel(canceled)
+    harness.process.gate.set()
 
 
 def handed_back() -> float:
@@ -128,3 +138,77 @@ async def test_replies_whose_inbox_is_gone_are_not_charged(redis_url: str, tmp_p
         assert {(one.status, one.cost_usd) for one in harness.rows} == {("failed", 0.0)}
         jobs = workers_subscription_id(MODEL.name)
         await harness.until(lambda: harness.broker.backlog(jobs) == 0)
+
+
+async def create_records(harness: WorkerHarness) -> None:
+    for name in NAMES:
+        await harness.records.create(
+            name, "acme", b"{}", deadline_s=time.time() + 60, keep_s=60, model=MODEL.name
+        )
+
+
+async def ended(harness: WorkerHarness, name: str) -> tuple[str, str, bool]:
+    """State of a record, status of its item, and whether that has a result."""
+    record = await harness.records.read(name)
+    assert record is not None
+    assert record.reply is not None, "a record has ended before its reply comes"
+    (outcome,) = record.reply.outcomes
+    return record.state, outcome.status, outcome.result is not None
+
+
+async def test_replies_of_predictions_are_one_message(redis_url: str, tmp_path: Path) -> None:
+    async with running_worker(redis_url, tmp_path) as harness:
+        await create_records(harness)
+        came = await compute_together(harness, **{name: {"prediction": "1"} for name in NAMES})
+        assert came == list(NAMES)
+        assert sizes(harness) == [4]
+        for name in NAMES:
+            assert await ended(harness, name) == ("succeeded", "succeeded", True)
+        message = harness.reply_messages[1]
+        replies = decode_reply_batch(message.data, message.attributes)
+        outcomes = [decode_reply_body(one.body).outcomes for one in replies]
+        assert [one.result for (one,) in outcomes] == [None] * 4, "records have the results"
+        await harness.until(lambda: len(harness.rows) == 5)
+        assert {one.status for one in harness.rows} == {"succeeded"}
+        jobs = workers_subscription_id(MODEL.name)
+        await harness.until(lambda: harness.broker.backlog(jobs) == 0)
+
+
+async def test_canceled_prediction_leaves_alone_those_that_end_with_it(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with running_worker(redis_url, tmp_path) as harness:
+        await create_records(harness)
+        harness.process.gate.clear()
+        await harness.send("first", request_id="first")
+        await harness.process.started.wait()
+        for name in NAMES:
+            await harness.send(name, request_id=name, prediction="1")
+        await go_on(harness, canceled="b")
+        came = [(await harness.reply()).request_id for _ in ("first", *NAMES)]
+        assert sorted(came) == sorted(("first", *NAMES))
+        assert await ended(harness, "b") == ("canceled", "canceled", False)
+        for name in ("a", "c", "d"):
+            assert await ended(harness, name) == ("succeeded", "succeeded", True)
+        await harness.until(lambda: len(harness.rows) == 5)
+        statuses = {one.row_id: one.status for one in harness.rows}
+        assert statuses.pop("b:0") == "canceled"
+        assert set(statuses.values()) == {"succeeded"}
+
+
+async def test_predictions_end_when_redis_is_back(tmp_path: Path) -> None:
+    with RedisServer(tmp_path, tmp_path) as server:
+        async with running_worker(server.url, tmp_path) as harness:
+            await create_records(harness)
+            harness.process.gate.clear()
+            await harness.send("first", request_id="first")
+            await harness.process.started.wait()
+            for name in NAMES:
+                await harness.send(name, request_id=name, prediction="1")
+            server.kill()
+            await go_on(harness)
+            assert (await harness.reply()).request_id == "first"
+            server.start()
+            assert sorted([(await harness.reply()).request_id for _ in NAMES]) == list(NAMES)
+            for name in NAMES:
+                assert await ended(harness, name) == ("succeeded", "succeeded", True)

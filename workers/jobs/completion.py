@@ -65,7 +65,7 @@ from workers import metrics
 from workers.job import NOT_SENT, PulledJob, WorkerInfo, record_spans, row_for
 from workers.jobs.canary_share import CanaryShare, Forwarding
 from workers.jobs.registry import JobRegistry
-from workers.jobs.replies import ReplyPublisher
+from workers.jobs.replies import EncodedReply, ReplyPublisher
 
 log = logging.getLogger(__name__)
 
@@ -321,8 +321,8 @@ class Completion:
         self._rows = rows
         self._webhooks = WebhookPublisher(publisher)
         self._worker = worker
-        self._ended: dict[str, list[PulledJob]] = {}
-        """Jobs that ended in this turn of the loop, by inbox."""
+        self._ended: dict[tuple[str, bool], list[PulledJob]] = {}
+        """Jobs that ended in this turn of the loop, by inbox and whether they have records."""
 
     def settle(self, pulled: PulledJob, outcome: ItemOutcome) -> None:
         """Sets the outcome of one item. The last item finishes the job."""
@@ -334,56 +334,109 @@ class Completion:
             if self._is_plain(pulled):
                 if not self._ended:
                     asyncio.get_running_loop().call_soon(self._finish_ended)
-                self._ended.setdefault(pulled.envelope.inbox, []).append(pulled)
+                one_end = pulled.envelope.inbox, pulled.envelope.has_record
+                self._ended.setdefault(one_end, []).append(pulled)
             else:
                 self._spawn(pulled, self._finish(pulled))
 
     def _is_plain(self, pulled: PulledJob) -> bool:
-        """Returns whether a job has no steps of its own, and no spans to be made of them."""
+        """Returns whether a job has no steps of its own, and no spans to be made of them.
+
+        One with a record has some if it did not succeed: its reader may have got a part.
+        """
+        outcomes = pulled.outcomes.values()
         return (
             self.canary is None
             and self.forwarding is None
             and pulled.runs is None
-            and not pulled.envelope.has_record
+            and not pulled.envelope.webhook
             and not pulled.dead_letter_reason
-            and not any(one.result and one.result.blobs for one in pulled.outcomes.values())
+            and not any(one.result and one.result.blobs for one in outcomes)
+            and not (pulled.envelope.has_record and any(one.result is None for one in outcomes))
         )
 
     def _finish_ended(self) -> None:
         """Finishes the jobs of this turn. Those of an inbox that is slow hold up no others."""
         ended, self._ended = self._ended, {}
         with entered(None):  # they are of many traces
-            for jobs in ended.values():
-                self.registry.spawn(self._finish_together(jobs))
+            for (_, has_record), jobs in ended.items():
+                finish = self._finish_recorded if has_record else self._finish_together
+                self.registry.spawn(finish(jobs))
 
     async def _finish_together(self, jobs: Sequence[PulledJob]) -> None:
-        """Does for plain jobs of one inbox what `_finish` does for one job."""
-        now_s = time.time()
-        ours = [in_time(pulled, self._body_of(pulled, now_s), now_s) for pulled in jobs]
+        """Does for plain jobs of one inbox, without records, what `_finish` does for one job."""
+        ours = self._bodies_of(jobs)
         encoded = [encode_reply_body(body) for body in ours]
-        ends = [
-            (pulled.record, state_of(body), data)
-            for pulled, body, data in zip(jobs, ours, encoded, strict=True)
-        ]
-        ending = asyncio.ensure_future(self._records.finish_all(ends))
+        ending = asyncio.ensure_future(self._end_records(jobs, ours, encoded))
         try:
             sent = await self.replies.publish_all(
                 [(pulled.envelope, data) for pulled, data in zip(jobs, encoded, strict=True)]
             )
         finally:
             finishes = await ending
-        answers: list[tuple[PulledJob, ReplyBody]] = []
-        for pulled, body, is_sent, finish in zip(jobs, ours, sent, finishes, strict=True):
+        answers = [
+            (pulled, delivered_answer(body, finish, is_sent=is_sent is True))
+            for pulled, body, is_sent, finish in zip(jobs, ours, sent, finishes, strict=True)
+        ]
+        await self._after_replies(answers, sent)
+
+    async def _finish_recorded(self, jobs: Sequence[PulledJob]) -> None:
+        """Does for plain predictions of one inbox what `_finish` does for one job.
+
+        All are finished one by one if one is late, and those whose records Redis did not end.
+        """
+        ours = self._bodies_of(jobs)
+        if any(state_of(body) != "succeeded" for body in ours):  # some are late by now
+            for pulled in jobs:
+                self._spawn(pulled, self._finish(pulled))
+            return
+        finishes = await self._end_records(jobs, ours, [encode_reply_body(body) for body in ours])
+        answers, replies = list[tuple[PulledJob, ReplyBody]](), list[EncodedReply]()
+        for pulled, body, finish in zip(jobs, ours, finishes, strict=True):
+            if finish is None or finish.is_lost_to_cancel:
+                self._spawn(pulled, self._finish(pulled))
+                continue
+            if finish.is_ours:
+                self._count_toward_slo(pulled.envelope, body)
+            answered = answered_by(body, finish)
+            reply = await self.large_results.for_reply(pulled.envelope, answered)
+            answers.append((pulled, answered))
+            replies.append((pulled.envelope, encode_reply_body(reply)))
+        await self._after_replies(answers, await self.replies.publish_all(replies))
+
+    async def _after_replies(
+        self,
+        answers: Sequence[tuple[PulledJob, ReplyBody]],
+        sent: Sequence[bool | PenstockError],
+    ) -> None:
+        """Fills the cache and writes the rows of the answers whose replies the broker has."""
+        ended = list[tuple[PulledJob, ReplyBody]]()
+        for (pulled, answered), is_sent in zip(answers, sent, strict=True):
             if isinstance(is_sent, PenstockError):
                 self._give_up(pulled, is_sent)
             else:
-                answers.append((pulled, delivered_answer(body, finish, is_sent=is_sent)))
-        await self._fill_cache(answers)
-        self._write_rows(answers)
+                ended.append((pulled, answered))
+        await self._fill_cache(ended)
+        self._write_rows(ended)
 
-    def _body_of(self, pulled: PulledJob, now_s: float) -> ReplyBody:
-        outcomes = [pulled.outcomes[item.index] for item in pulled.items]
-        return ReplyBody(outcomes, None, self._worker.worker, self._worker.device, now_s)
+    def _bodies_of(self, jobs: Sequence[PulledJob]) -> list[ReplyBody]:
+        """The answers of jobs that end now, without results for those that are late."""
+        now_s, who = time.time(), (self._worker.worker, self._worker.device)
+        bodies = (
+            ReplyBody([pulled.outcomes[item.index] for item in pulled.items], None, *who, now_s)
+            for pulled in jobs
+        )
+        return [in_time(pulled, body, now_s) for pulled, body in zip(jobs, bodies, strict=True)]
+
+    async def _end_records(
+        self, jobs: Sequence[PulledJob], ours: Sequence[ReplyBody], encoded: Sequence[bytes]
+    ) -> list[Finish | None]:
+        return await self._records.finish_all(
+            [
+                (pulled.record, state_of(body), data)
+                for pulled, body, data in zip(jobs, ours, encoded, strict=True)
+            ]
+        )
 
     def repeat(self, pulled: PulledJob, claim: Claim) -> None:
         """Ends a job whose record is over already.
