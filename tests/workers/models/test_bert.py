@@ -35,8 +35,9 @@ CONFIGS = pytest.mark.parametrize(
         transformers.BertConfig(**SIZES, hidden_act="relu"),
         transformers.RobertaConfig(**SIZES, pad_token_id=1),
         transformers.XLMRobertaConfig(**SIZES, pad_token_id=1),
+        transformers.CamembertConfig(**SIZES, pad_token_id=1),
     ],
-    ids=["bert", "bert-relu", "roberta", "xlm-roberta"],
+    ids=["bert", "bert-relu", "roberta", "xlm-roberta", "camembert"],
 )
 
 
