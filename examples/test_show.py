@@ -43,13 +43,13 @@ def test_a_model_that_takes_long_gets_a_small_photograph(tmp_path: Path) -> None
 
 @slow
 def test_upscale_is_shown(tmp_path: Path) -> None:
-    given = photograph("flower.jpg")
-    given.thumbnail((64, 64))  # a sixth of the usual pixels, which take half a minute
-    given.save(tmp_path / "given.png")
-    done = shown("upscale", "--file", str(tmp_path / "given.png"))
+    small = photograph("flower.jpg")
+    small.thumbnail((64, 64))  # a sixth of the usual pixels, which take half a minute
+    small.save(tmp_path / "small.png")
+    done = shown("upscale", "--file", str(tmp_path / "small.png"))
     assert done.returncode == 0, done.stdout + done.stderr
     with Image.open(KEPT / "upscale/output.png") as expected:
-        assert expected.size == (given.width * 4, given.height * 4)
+        assert expected.size == (small.width * 4, small.height * 4)
         original = photograph("flower.jpg").resize((40, 27))
         differences = [
             abs(ours - theirs)
