@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from examples.oracles import fetched, photograph
-from examples.show import EXAMPLES, KEPT, curl_line, extract, main, names
+from examples.show import EXAMPLES, KEPT, curl_line, extract, main, names, usual_input
 from shared.errors import ConfigurationError
 from tests.limits import START_LIMIT_S
 
@@ -34,15 +34,22 @@ def shown(name: str, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_a_model_that_takes_long_gets_a_small_photograph(tmp_path: Path) -> None:
+    with Image.open(usual_input("upscale", tmp_path)) as usual:
+        assert usual.size == (160, 107)
+    with Image.open(usual_input("labels", tmp_path)) as usual:
+        assert usual.size == (640, 427)
+
+
 @slow
-def test_upscale_is_shown() -> None:
-    done = shown("upscale")
+def test_upscale_is_shown(tmp_path: Path) -> None:
+    small = photograph("flower.jpg")
+    small.thumbnail((64, 64))  # a sixth of the usual pixels, which take half a minute
+    small.save(tmp_path / "small.png")
+    done = shown("upscale", "--file", str(tmp_path / "small.png"))
     assert done.returncode == 0, done.stdout + done.stderr
-    with Image.open(KEPT / "upscale/input.jpg") as source:
-        assert source.size == (160, 107)
-        size = (source.width * 4, source.height * 4)
     with Image.open(KEPT / "upscale/output.png") as expected:
-        assert expected.size == size
+        assert expected.size == (small.width * 4, small.height * 4)
         original = photograph("flower.jpg").resize((40, 27))
         differences = [
             abs(ours - theirs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -66,12 +67,15 @@ def test_paths_in_documents_exist(document: Path) -> None:
     assert missing == set()
 
 
+@cache
+def module_names() -> frozenset[str]:
+    return frozenset(path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)
 def test_modules_named_without_their_folder_exist(document: Path) -> None:
     named = set(re.findall(r"`(\w+\.py)`", (ROOT / document).read_text()))
-    assert (
-        named - {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")} == set()
-    )
+    assert named - module_names() == set()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)

@@ -32,6 +32,7 @@ from shared.usage.row_list import RowList
 from tests.api.declared import Declared
 from tests.api.fake_worker import FakeWorker
 from tests.limits import WAIT_LIMIT_S
+from tests.waiting import until
 
 SERVED = read_catalog(Path(__file__).parents[2] / "models.yaml")
 PAIRS_MODEL = Model.model_validate(
@@ -87,9 +88,7 @@ class ApiUnderTest:
 
     async def until_idle(self) -> None:
         """Waits until the dispatcher has nothing in flight any more."""
-        async with asyncio.timeout(WAIT_LIMIT_S):
-            while self.dependencies.dispatcher.in_flight:  # noqa: ASYNC110 - the product has no use for an event here
-                await asyncio.sleep(0)
+        await until(lambda: not self.dependencies.dispatcher.in_flight)
 
 
 def settings_for(tmp_path: Path, **settings: object) -> ApiSettings:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from shared.tasks.text import GenerationInput
 from tests.api.harness import ApiUnderTest, api_with_redis, running_api, settings_for
 from tests.keys import bearer, keys_url
 from tests.limits import WAIT_LIMIT_S
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -418,12 +420,13 @@ async def test_a_streamed_chat_comes_token_by_token(api: ApiUnderTest) -> None:
         async for chunk in await api.openai().chat.completions.create(**asked):
             got.append(chunk)
 
+    def has(words: int) -> bool:
+        return text_of(got).split() == TEXT.split()[:words]
+
     reading = asyncio.create_task(read())
     for words in range(1, 6):
         api.worker.written.release()
-        async with asyncio.timeout(WAIT_LIMIT_S):
-            while text_of(got).split() != TEXT.split()[:words]:  # noqa: ASYNC110 - a client has no event
-                await asyncio.sleep(0)
+        await until(partial(has, words))
     await asyncio.wait_for(reading, WAIT_LIMIT_S)
     assert text_of(got) == TEXT
     assert got[0].choices[0].delta.role == "assistant"

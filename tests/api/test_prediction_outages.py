@@ -16,6 +16,7 @@ from tests.api.harness import ApiUnderTest, api_with_redis, running_api, setting
 from tests.api.predicting import TEXT, WAIT, admitted, until_over
 from tests.gated_link import gated_redis
 from tests.limits import REDIS_LIMIT_S, WAIT_LIMIT_S
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -28,9 +29,7 @@ async def test_who_hangs_up_does_not_cancel(api: ApiUnderTest) -> None:
     asked = asyncio.create_task(api.http.post("/v1/predictions", json=TEXT, headers=WAIT))
     await api.worker.claimed.wait()
     asked.cancel()
-    async with asyncio.timeout(WAIT_LIMIT_S):
-        while admitted():  # noqa: ASYNC110 - the product has no use for an event here
-            await asyncio.sleep(0)
+    await until(lambda: not admitted())
     api.worker.go.set()
     assert (await until_over(api, {"id": api.worker.jobs[0].envelope.request_id}))[
         "status"

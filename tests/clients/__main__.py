@@ -16,7 +16,6 @@ from typing import Any
 
 import yaml
 
-from infra.local.interfaces import refresh_interfaces
 from infra.local.ports import Ports
 from infra.local.stack import Stack
 from infra.text_table import table
@@ -110,7 +109,6 @@ def _catalog_settings(folder: Path, classes: list[dict[str, Any]]) -> dict[str, 
         model["deadline"] = DEADLINE
     path = folder / "models.yaml"
     path.write_text(yaml.safe_dump(catalog), encoding="utf-8")
-    refresh_interfaces(path, print)
     return {"PENSTOCK_MODELS_FILE": str(path)}
 
 

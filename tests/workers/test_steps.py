@@ -529,7 +529,7 @@ async def read_until(harness: WorkerHarness, record: str, tokens: int) -> list[T
             [(chunks, _)] = await harness.records.tokens.read([(record, 0, 0)])
             if chunks and chunks[-1].end >= tokens:
                 return chunks
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.002)
 
 
 def assert_gapless(chunks: list[TokenChunk]) -> None:

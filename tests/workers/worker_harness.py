@@ -52,6 +52,7 @@ from shared.tracing.spans import TraceContext
 from shared.transport import ReceivedMessage, SubscriptionSettings
 from shared.usage.row import Row
 from tests.limits import WAIT_LIMIT_S
+from tests.waiting import until
 from workers.job import WorkerInfo
 from workers.jobs.canary_share import CanaryShare
 from workers.jobs.completion import Completion
@@ -295,9 +296,7 @@ class WorkerHarness:
         return await asyncio.wait_for(self.replies.get(), WAIT_LIMIT_S)
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WAIT_LIMIT_S):
-            while not holds():  # noqa: ASYNC110  (conditions of the fakes have no event)
-                await asyncio.sleep(0)
+        await until(holds)
 
     async def ask(self, *texts: str, **given: object) -> list[tuple[str, bytes | None]]:
         await self.send(*texts, **given)  # type: ignore[arg-type]

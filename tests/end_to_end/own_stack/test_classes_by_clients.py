@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from infra.local.interfaces import refresh_interfaces
 from infra.local.ports import Ports
 from infra.local.stack import Stack
 from tests.clients.clients import CLIENTS, Client
@@ -30,7 +29,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     models = folder / "models.yaml"
     entries = write_forms(folder / "classes")
     models.write_text(yaml.safe_dump({"models": entries}))
-    refresh_interfaces(models, lambda line: None)
     settings = {
         "PENSTOCK_KEYS_URL": keys_url(folder, default="default"),
         "PENSTOCK_MODELS_FILE": str(models),

@@ -177,7 +177,7 @@ async def test_nothing_comes_after_the_end(
     async with DeliveryState(functions_settings["PENSTOCK_REDIS_URL"]) as notes:
         async with asyncio.timeout(WAIT_LIMIT_S):
             while await notes.admit(world.request_id, "completed") != "late":  # noqa: ASYNC110
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.005)
     await world.tell("start")
     await world.tell("completed")
     await world.tell("logs")

@@ -2,14 +2,17 @@
 left alone.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from workers.models.device import computes_bf16
-from workers.models.embedding.encoder_torch import bert_encoder
+from workers.models.embedding.encoder_torch import bert_encoder, read_bert_folder
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +26,19 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
     "type_vocab_size": 2,
 }
+
+
+CONFIGS = pytest.mark.parametrize(
+    "config",
+    [
+        transformers.BertConfig(**SIZES),
+        transformers.BertConfig(**SIZES, hidden_act="relu"),
+        transformers.RobertaConfig(**SIZES, pad_token_id=1),
+        transformers.XLMRobertaConfig(**SIZES, pad_token_id=1),
+        transformers.CamembertConfig(**SIZES, pad_token_id=1),
+    ],
+    ids=["bert", "bert-relu", "roberta", "xlm-roberta", "camembert"],
+)
 
 
 def model_of(config: Any) -> Any:
@@ -43,16 +59,7 @@ def model_of(config: Any) -> Any:
 )
 @pytest.mark.parametrize("in_bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("has_types", [False, True])
-@pytest.mark.parametrize(
-    "config",
-    [
-        transformers.BertConfig(**SIZES),
-        transformers.BertConfig(**SIZES, hidden_act="relu"),
-        transformers.RobertaConfig(**SIZES, pad_token_id=1),
-        transformers.XLMRobertaConfig(**SIZES, pad_token_id=1),
-    ],
-    ids=["bert", "bert-relu", "roberta", "xlm-roberta"],
-)
+@CONFIGS
 def test_states_are_those_of_the_modules(
     config: Any, has_types: bool, in_bf16: bool, lengths: tuple[int, ...], computed: tuple[int, int]
 ) -> None:
@@ -93,3 +100,78 @@ def test_states_are_those_of_the_modules(
 def test_what_computes_otherwise_is_left_alone(config: Any) -> None:
     with torch.inference_mode():
         assert bert_encoder(model_of(config), in_bf16=False) is None
+
+
+@CONFIGS
+@pytest.mark.parametrize("in_bf16", [False, True], ids=["fp32", "bf16"])
+def test_a_folder_read_directly_computes_the_same_bits(
+    tmp_path: Path, config: Any, in_bf16: bool
+) -> None:
+    if in_bf16 and not computes_bf16():
+        pytest.skip("this CPU computes no bf16")
+    model = model_of(config)
+    model.save_pretrained(tmp_path)
+    ids, lengths = torch.arange(5, VOCABULARY), (20, 1, 14)
+    types = torch.arange(len(ids)) % 2
+    with torch.inference_mode():
+        wanted = bert_encoder(model, in_bf16=in_bf16)
+        read = read_bert_folder(tmp_path, in_bf16=in_bf16)
+        assert wanted is not None
+        assert read is not None
+        assert read.width == SIZES["hidden_size"]
+        for some_types in (None, types):
+            assert torch.equal(
+                read.states(ids, some_types, lengths), wanted.states(ids, some_types, lengths)
+            )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_type": "electra"},
+        {"hidden_act": "gelu_new"},
+        {"is_decoder": True},
+        {"position_embedding_type": "relative_key"},
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
+        {"auto_map": {"AutoModel": "own.Own"}},
+        {"max_position_embeddings": 511},
+        {"num_hidden_layers": 1},
+        {"num_attention_heads": 3},
+        {"layer_norm_eps": None},
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+def test_settings_that_are_not_usual_are_left_to_transformers(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    model_of(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path)
+    assert read_bert_folder(tmp_path, in_bf16=False) is not None
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    assert read_bert_folder(tmp_path, in_bf16=False) is None
+
+
+@pytest.mark.parametrize("name", ["encoder.layer.0.adapter.weight", "bert.pooler.dense.weight"])
+def test_weights_beyond_those_of_bert_are_left_to_transformers(tmp_path: Path, name: str) -> None:
+    model_of(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {name: torch.zeros(3)}, path)
+    assert read_bert_folder(tmp_path, in_bf16=False) is None
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("content", [None, b"[]"], ids=["missing", "broken"])
+def test_files_that_cannot_be_read_are_left_to_transformers(
+    tmp_path: Path, name: str, content: bytes | None
+) -> None:
+    model_of(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path)
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert read_bert_folder(tmp_path, in_bf16=False) is None
+
+
+def test_an_adapter_is_left_to_transformers(tmp_path: Path) -> None:
+    model_of(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert read_bert_folder(tmp_path, in_bf16=False) is None

@@ -16,6 +16,9 @@ import torch
 from tests.limits import START_LIMIT_S
 from workers.models.kernel_store import KernelStore, kernel_key
 
+# Each process of a quick run would import torch for this file.
+pytestmark = pytest.mark.slow(about_s=30)
+
 CPU = torch.device("cpu")
 WORKER = """
 import json, sys
@@ -56,7 +59,6 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.slow(about_s=30)
 def test_the_second_worker_reads_what_the_first_compiled(tmp_path: Path) -> None:
     """Two processes with the same paths, and a disk that is empty when the second one starts."""
     found: list[Any] = []

@@ -228,6 +228,10 @@ class DiskUse:
         if self._first_bytes is None:
             self.count(set())
             self._first_bytes = max(0, self._bytes)
+        elif self.may_be_above():
+            # What one prediction has just left would otherwise be counted while the next one is
+            # computed, which would fail for it.
+            self.count(set())
         room_bytes = self.limit_bytes - self._first_bytes
         return self._bytes - self._first_bytes > room_bytes / 2
 

@@ -10,21 +10,23 @@ token by token. So the texts of a batch pass through as one row of tokens, each 
 its own text, and attention is computed text by text. transformers lets us replace attention by
 name, and passes it the keywords that the model is called with. A trial finds whether a model
 supports this (see `runs_unpadded`).
+
+transformers takes two seconds and 170 MiB to import, so whoever computes a plain BERT on a CPU
+imports it not (see `read_bert_folder`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.functional import embedding, layer_norm, linear, pad
-from transformers import AttentionInterface, AutoModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.utils import logging as transformers_logging
+from safetensors import SafetensorError, safe_open
+from torch.nn.functional import embedding, gelu, layer_norm, linear, pad, relu
 
 from shared.errors import ConfigurationError
 from workers.models.device import (
@@ -90,6 +92,9 @@ def runs_unpadded(model: Any) -> int | None:
         The position of the first token, which `run_unpadded` needs. None if the model needs
         padding.
     """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
     if model.config._attn_implementation != "sdpa":
         return None
     with torch.inference_mode():
@@ -149,6 +154,8 @@ def _attend(
     """
     lengths = rest.pop(_LENGTHS, None)
     if lengths is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **rest
         )
@@ -200,10 +207,7 @@ def _attend_one(
 
 
 FAMILIES = frozenset({"bert", "camembert", "roberta", "xlm-roberta"})
-"""Families whose modules have the names that are used here.
-
-A trial checks that they compute the same.
-"""
+"""Families whose weights have the names that are used here."""
 
 _STEP_TOKENS = 16
 """In bf16 the number of rows is filled up to a multiple of this.
@@ -230,28 +234,62 @@ class _Layer(NamedTuple):
     norm: Product
 
 
-class BertEncoder:
-    """The encoder of a model of FAMILIES, with its own weights.
+class BertWeights(NamedTuple):
+    """What BERT and related models compute with, in fp32.
 
-    The model can be dropped afterwards.
+    `tensors` has the names of transformers' BertModel. `epsilon` is that of all layer norms.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    layers: int
+    heads: int
+    epsilon: float
+    activate: Product
+
+    def norm(self, name: str) -> Product:
+        """The layer norm of this name."""
+        weight, bias = self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"]
+        return partial(
+            layer_norm, normalized_shape=weight.shape, weight=weight, bias=bias, eps=self.epsilon
+        )
+
+    def dense(self, *names: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight and bias of the linear layers of these names as one, outputs in this order."""
+        parts = [[self.tensors[f"{name}.{part}"] for name in names] for part in ("weight", "bias")]
+        weight, bias = (part[0] if len(part) == 1 else torch.cat(part) for part in parts)
+        return weight, bias
+
+
+class BertEncoder:
+    """The encoder of a model of FAMILIES.
 
     Args:
-        model: a model of transformers, in fp32.
+        weights: of the model. They can be dropped afterwards.
         first_position: the position of the first token of a text.
         in_bf16: whether to compute products and attention in bf16. The rest is fp32.
     """
 
-    def __init__(self, model: Any, first_position: int, *, in_bf16: bool) -> None:
-        embeddings = model.embeddings
-        self._words = embeddings.word_embeddings.weight
-        self._types = embeddings.token_type_embeddings.weight
-        self._positions = embeddings.position_embeddings.weight[first_position:]
+    def __init__(self, weights: BertWeights, first_position: int, *, in_bf16: bool) -> None:
+        words, types, positions = (
+            weights.tensors[f"embeddings.{name}_embeddings.weight"]
+            for name in ("word", "token_type", "position")
+        )
+        self._words = words
+        self._types = types
+        self._positions = positions[first_position:]
         self._untyped_positions = self._positions + self._types[0]
-        self._norm = _norm(embeddings.LayerNorm)
-        self._heads = int(model.config.num_attention_heads)
+        self._norm = weights.norm("embeddings.LayerNorm")
+        self._heads = weights.heads
         self._dtype = torch.bfloat16 if in_bf16 else torch.float32
         make = packed_product if in_bf16 else _product
-        self._layers = [_layer(one, make) for one in model.encoder.layer]
+        self._layers = [
+            _layer(weights, f"encoder.layer.{number}", make) for number in range(weights.layers)
+        ]
+
+    @property
+    def width(self) -> int:
+        """The width of the states."""
+        return self._words.shape[1]
 
     def computed_tokens(self, lengths: Sequence[int]) -> int:
         """Returns how many rows are computed for texts of these lengths, filler included."""
@@ -295,52 +333,121 @@ class BertEncoder:
 
 
 def bert_encoder(model: Any, *, in_bf16: bool) -> BertEncoder | None:
-    """The encoder of `model` (of transformers, fp32, on a CPU).
+    """The encoder of `model` (of transformers, fp32, on a CPU). It can be dropped afterwards.
 
-    None if it is not of these families.
+    None if it is not of these families, or if a trial shows that it computes something else.
     """
     if model.config.model_type not in FAMILIES:
         return None
+    weights = BertWeights(
+        dict(model.state_dict()),
+        model.config.num_hidden_layers,
+        model.config.num_attention_heads,
+        model.config.layer_norm_eps,
+        model.encoder.layer[0].intermediate.intermediate_act_fn,
+    )
     trial = Trial(model)
     for first_position in trial.first_positions:
         try:
-            encoder = BertEncoder(model, first_position, in_bf16=in_bf16)
+            encoder = BertEncoder(weights, first_position, in_bf16=in_bf16)
             states = encoder.states(trial.ids, None, trial.lengths)
-        except (AttributeError, RuntimeError, IndexError):
-            continue  # unexpected modules, or too few positions
+        except (KeyError, RuntimeError, IndexError):
+            continue  # unexpected weights, or too few positions
         if trial.is_right(states):
             return encoder
     return None
 
 
-def _layer(module: Any, make: Callable[[torch.Tensor, torch.Tensor], Product]) -> _Layer:
-    attention = module.attention.self
-    parts = (attention.query, attention.key, attention.value)
+_ACTIVATIONS: Mapping[str, Product] = {"gelu": gelu, "relu": relu}
+_UNUSED = frozenset({"embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias"})
+"""Weights that no state depends on."""
+_USUAL = {
+    "add_cross_attention": False,
+    "auto_map": None,
+    "is_decoder": False,
+    "position_embedding_type": "absolute",
+    "quantization_config": None,
+}
+"""Settings in config.json, with the only values that are computed here."""
+
+
+def read_bert_folder(folder: Path, *, in_bf16: bool) -> BertEncoder | None:
+    """The encoder of a folder of transformers, without importing that.
+
+    None unless the folder says in full that it is a plain model of FAMILIES: config.json has the
+    usual settings, and model.safetensors has just the weights of BertModel, under its names. In all
+    other cases, also if something is wrong with a file, transformers is to read it, or to say why
+    it can't.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not _is_usual(config) or (folder / "adapter_config.json").exists():
+            return None
+        # BERT counts from 0, RoBERTa from the id of its padding token plus 1.
+        first_position = 0 if config["model_type"] == "bert" else 1 + config["pad_token_id"]
+        shapes = _shapes(config)
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            if set(file.keys()) - _UNUSED != shapes.keys():
+                return None
+            tensors = {name: file.get_tensor(name).float() for name in shapes}
+        layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+        epsilon, activate = float(config["layer_norm_eps"]), _ACTIVATIONS[config["hidden_act"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
+        return None
+    if any(tensors[name].shape != shape for name, shape in shapes.items()):
+        return None
+    weights = BertWeights(tensors, layers, heads, epsilon, activate)
+    return BertEncoder(weights, first_position, in_bf16=in_bf16)
+
+
+def _is_usual(config: dict[str, Any]) -> bool:
+    return (
+        config["model_type"] in FAMILIES
+        and config["hidden_act"] in _ACTIVATIONS
+        and config["hidden_size"] % config["num_attention_heads"] == 0
+        and all(config.get(name, usual) == usual for name, usual in _USUAL.items())
+    )
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The names and the shapes of the weights of BertModel, as config.json has it."""
+    width, wide = config["hidden_size"], config["intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (config["vocab_size"], width),
+        "embeddings.position_embeddings.weight": (config["max_position_embeddings"], width),
+        "embeddings.token_type_embeddings.weight": (config["type_vocab_size"], width),
+    }
+    sizes: dict[str, tuple[int, ...]] = {"embeddings.LayerNorm": (width,)}
+    for number in range(config["num_hidden_layers"]):
+        name = f"encoder.layer.{number}"
+        for part in ("self.query", "self.key", "self.value", "output.dense"):
+            sizes[f"{name}.attention.{part}"] = (width, width)
+        sizes[f"{name}.intermediate.dense"] = (wide, width)
+        sizes[f"{name}.output.dense"] = (width, wide)
+        sizes[f"{name}.attention.output.LayerNorm"] = (width,)
+        sizes[f"{name}.output.LayerNorm"] = (width,)
+    for name, size in sizes.items():
+        shapes |= {f"{name}.weight": size, f"{name}.bias": size[:1]}
+    return shapes
+
+
+def _layer(
+    weights: BertWeights, name: str, make: Callable[[torch.Tensor, torch.Tensor], Product]
+) -> _Layer:
+    own = f"{name}.attention.self"
     return _Layer(
-        heads=make(
-            torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
-        ),
-        mix=make(module.attention.output.dense.weight, module.attention.output.dense.bias),
-        mix_norm=_norm(module.attention.output.LayerNorm),
-        widen=make(module.intermediate.dense.weight, module.intermediate.dense.bias),
-        activate=module.intermediate.intermediate_act_fn,
-        narrow=make(module.output.dense.weight, module.output.dense.bias),
-        norm=_norm(module.output.LayerNorm),
+        heads=make(*weights.dense(f"{own}.query", f"{own}.key", f"{own}.value")),
+        mix=make(*weights.dense(f"{name}.attention.output.dense")),
+        mix_norm=weights.norm(f"{name}.attention.output.LayerNorm"),
+        widen=make(*weights.dense(f"{name}.intermediate.dense")),
+        activate=weights.activate,
+        narrow=make(*weights.dense(f"{name}.output.dense")),
+        norm=weights.norm(f"{name}.output.LayerNorm"),
     )
 
 
 def _product(weight: torch.Tensor, bias: torch.Tensor) -> Product:
     return partial(linear, weight=weight, bias=bias)
-
-
-def _norm(module: Any) -> Product:
-    return partial(
-        layer_norm,
-        normalized_shape=module.normalized_shape,
-        weight=module.weight,
-        bias=module.bias,
-        eps=module.eps,
-    )
 
 
 class TorchEncoder:
@@ -376,18 +483,15 @@ class TorchEncoder:
         """
         self._device, self.device_name = self._requested_device.open()
         self._check_precision()
-        transformers_logging.disable_progress_bar()
-        try:
-            model = AutoModel.from_pretrained(
-                self._settings.transformer, dtype=torch.float32, local_files_only=True
-            )
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigurationError(
-                f"{self._settings.transformer}: {error}", field="source"
-            ) from error
-        model.eval().requires_grad_(False)
         in_bf16 = (self._precision, self._device.type) == ("bf16", "cpu") and computes_bf16()
-        if self._device.type == "cpu" and (in_bf16 or self._precision == "fp32"):
+        reads_bert = self._device.type == "cpu" and (in_bf16 or self._precision == "fp32")
+        if reads_bert:
+            self._bert = read_bert_folder(self._settings.transformer, in_bf16=in_bf16)
+        if self._bert is not None:
+            self.pads, width = False, self._bert.width
+            return width * len(self._settings.pooling)
+        model = _load_modules(self._settings.transformer)
+        if reads_bert:
             with torch.inference_mode():
                 self._bert = bert_encoder(model, in_bf16=in_bf16)
         if self._bert is None:
@@ -469,6 +573,19 @@ class TorchEncoder:
 
     def _pooled(self, states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         return torch.cat([_pool(mode, states, mask) for mode in self._settings.pooling], dim=1)
+
+
+def _load_modules(folder: Path) -> Any:
+    """The model of transformers, in fp32."""
+    from transformers import AutoModel
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        model = AutoModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(f"{folder}: {error}", field="source") from error
+    return model.eval().requires_grad_(False)
 
 
 def _narrow_linear_layers(model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -12,6 +12,7 @@ import pytest
 from shared.blob import Blob
 from shared.errors import BadInput, ConfigurationError, ModelFailed
 from shared.messages import PrintedLogs
+from shared.model_interface import FILE_NAME, read_interface
 from shared.tasks.custom import (
     CustomResult,
     StreamedElement,
@@ -53,7 +54,7 @@ def started() -> Any:
 def test_output_is_that_of_the_class(tmp_path: Path, started: Any, name: str) -> None:
     """Called here, for each of its inputs. The clients get the same (tests/end_to_end)."""
     folder = write_form(tmp_path / "served", name)
-    model = started(folder)
+    model = started(folder, interface=read_interface(folder / FILE_NAME))
     for form in FORMS:
         if form.name == name:
             assert served(model, form) == form.output(tmp_path)

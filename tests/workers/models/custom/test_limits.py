@@ -115,6 +115,14 @@ def test_half_of_the_room_is_of_what_was_free_at_first(scratch: Path) -> None:
     assert disk.is_half_full()
 
 
+def test_what_was_written_since_the_last_count_is_half_of_the_room(scratch: Path) -> None:
+    disk = DiskUse(scratch, 200 * MIB)
+    assert not disk.is_half_full()
+    with open(scratch / "left", "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 160 * MIB)
+    assert disk.is_half_full()
+
+
 def test_a_folder_that_cant_be_read_is_named(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,22 +1,31 @@
 """One tiny model for all tests here."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from tests.workers.models.generation import tiny
-from workers.models.generation.model import GenerationModel
+if TYPE_CHECKING:
+    # Torch and transformers, which each process of a quick run would import for one file without.
+    import torch
+
+    from tests.workers.models.generation import tiny
+    from workers.models.generation.model import GenerationModel
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.workers.models.generation import tiny
+
     return tiny.write_folder(tmp_path_factory.mktemp("tiny-text"))
 
 
 @pytest.fixture(scope="session")
 def shared_model(folder: Path) -> GenerationModel:
+    from tests.workers.models.generation import tiny
+
     return tiny.open_model(folder)
 
 
@@ -30,6 +39,7 @@ def model(shared_model: GenerationModel) -> GenerationModel:
 
 @pytest.fixture(scope="session")
 def reference(folder: Path) -> tiny.Generate:
+    import torch
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

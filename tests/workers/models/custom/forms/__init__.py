@@ -14,6 +14,7 @@ import io
 import json
 import os
 import shutil
+import sys
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,11 @@ from typing import Any
 import cog
 from cog.input import FieldInfo
 
+from shared.model_interface import ModelInterface
 from tests.workers.models.custom.forms import predict
+from workers.models.custom.checking import write_interface
+from workers.models.custom.runner import loading
+from workers.models.custom.sources import read_sources
 
 SOURCE = Path(predict.__file__)
 
@@ -200,10 +205,22 @@ FORMS = (
 
 
 def write_form(folder: Path, name: str) -> Path:
-    """Makes a folder for the class of this name."""
+    """Makes a folder for the class of this name, with its schema.json.
+
+    The class is inspected in this process: `penstock models check` starts one for each, of 0.3 s of
+    CPU time. Whatever serves it inspects it again, and refuses one that is not as this says.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(SOURCE, folder / "predict.py")
     (folder / "cog.yaml").write_text(f"run: predict.py:{name}\n")
+    path = [*sys.path]
+    try:
+        found = json.loads(json.dumps(loading.interface_of(loading.load(folder))))
+    finally:
+        sys.path[:] = path
+        sys.modules.pop(SOURCE.stem, None)
+    interface = ModelInterface(**found, sources_sha256=read_sources(folder).sha256)
+    write_interface(folder, interface)
     return folder
 
 
