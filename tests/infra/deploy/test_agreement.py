@@ -23,6 +23,7 @@ from prometheus_client import REGISTRY
 
 import api.dispatch.reply_inbox
 import api.metrics
+import infra.row_archive.archive
 import shared.stores.cache
 import shared.usage.writer
 import workers.metrics
@@ -282,10 +283,10 @@ def test_rights_are_given_to_the_accounts_of_the_pods(plan: Plan, objects: Objec
         for found in plan.of("google_pubsub_subscription_iam_member")
         if found["member"].startswith("principal://")
     }
-    assert pulling == accounts
-    assert {pod(found)["serviceAccountName"] for found in deployments(objects).values()} == set(
-        of_kind(objects, "ServiceAccount")
-    )
+    # What empties nodes talks to the cluster alone.
+    assert pulling == accounts - {"ns/penstock/sa/gpu-nodes"}
+    of_workers = {pod(found)["serviceAccountName"] for found in deployments(objects).values()}
+    assert of_workers == of_kind(objects, "ServiceAccount").keys() - {"gpu-nodes"}
 
 
 def test_pods_find_the_pools(plan: Plan, objects: Objects) -> None:
