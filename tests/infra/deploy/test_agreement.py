@@ -23,7 +23,6 @@ from prometheus_client import REGISTRY
 
 import api.dispatch.reply_inbox
 import api.metrics
-import infra.row_archive.archive
 import shared.stores.cache
 import shared.usage.writer
 import workers.metrics
@@ -31,6 +30,7 @@ from api.routes import health
 from infra import bigquery
 from infra.local.provision_servers import provision
 from infra.planning.deploy.platform_variables import INBOX_STRIDE
+from infra.row_archive import archive as row_archive
 from pubsub_emulator import parse_filter
 from shared.catalog import read_catalog
 from shared.messages import Envelope, Reply, ReplyBody, encode_reply
@@ -49,6 +49,7 @@ CATALOG = read_catalog(Path("models.yaml"))
 EXPORTERS = (
     api.dispatch.reply_inbox,
     api.metrics,
+    row_archive,
     shared.stores.cache,
     shared.usage.writer,
     workers.metrics,
