@@ -102,10 +102,13 @@ class TriggerQueries:
         model: the model, as the API labels its items.
         worker: the worker, as the collector labels the pods of this model.
         source: the source that answers the queries.
+        processes: model processes of a worker. They compute at the same time, so a worker does an
+            item in that part of a process's time.
     """
 
-    def __init__(self, model: Model, worker: str, source: MetricSource) -> None:
+    def __init__(self, model: Model, worker: str, source: MetricSource, processes: int) -> None:
         self._model = model
+        self._processes = processes
         self._messages = source.messages
         self._asked = _matchers({"model": model.name} | dict(source.region))
         self._here = _matchers({"worker": worker} | dict(source.region))
@@ -153,7 +156,8 @@ class TriggerQueries:
     def _item_s(self) -> str:
         """PromQL: the time of an item in full-worker seconds.
 
-        Spare is what others could have used for nothing (shared/step_time.py).
+        Spare is what others could have used for nothing (shared/step_time.py). Workers
+        report seconds of their processes.
         """
         # Sums over all regions: one without workers learns from the others.
         seconds, spare, items = (
@@ -163,7 +167,8 @@ class TriggerQueries:
         guess_s = self._model.definition.first_guesses.item_s
         # Workers that do not report spare time have none: their items count for more, not for less.
         taken = f"({seconds} - ({spare} or vector(0)))"
-        return f"{taken} / ({items} > 0) or vector({guess_s:g})"
+        process_s = f"{taken} / ({items} > 0) or vector({guess_s:g})"
+        return process_s if self._processes == 1 else f"({process_s}) / {self._processes}"
 
 
 UTILIZATION = 0.7
@@ -175,9 +180,16 @@ FALLBACK_FAILURES = 6
 """Failed reads of a trigger until KEDA stands in for it. Until then the HPA keeps the count."""
 
 
-def keda_patch(model: Model, worker: str, deployment: Deployment) -> dict[str, Any]:
-    """Returns the fields of one worker's ScaledObject beyond components/keda."""
-    queries = TriggerQueries(model, worker, _source(deployment))
+def keda_patch(model: Model, worker: str, deployment: Deployment, processes: int) -> dict[str, Any]:
+    """Returns the fields of one worker's ScaledObject beyond components/keda.
+
+    Args:
+        model: the model.
+        worker: the worker's name.
+        deployment: where it runs.
+        processes: model processes of a worker.
+    """
+    queries = TriggerQueries(model, worker, _source(deployment), processes)
     triggers = [
         _trigger("arrivals", queries.arrivals(), UTILIZATION, deployment),
         _trigger("work", queries.work(), 1, deployment),
@@ -223,13 +235,14 @@ def _trigger(name: str, query: str, threshold: float, deployment: Deployment) ->
     return trigger
 
 
-def hpa_patch(model: Model, worker: str, deployment: Deployment) -> dict[str, Any]:
+def hpa_patch(model: Model, worker: str, deployment: Deployment, processes: int) -> dict[str, Any]:
     """The metrics of a worker's HorizontalPodAutoscaler, which can't multiply or add.
 
     So what waits is counted in items, by the first guess of the seconds that one takes. Where a
     step computes many items for little more than one, those that a full worker has wait for none.
+    Arguments as of `keda_patch`.
     """
-    item_s = model.definition.first_guesses.item_s
+    item_s = model.definition.first_guesses.item_s / processes
     held = model.batch.max_items if model.definition.shares_weights else 1
     here = {"resource.labels.location": deployment.region}
     metrics = [

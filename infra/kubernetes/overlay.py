@@ -452,9 +452,8 @@ def _write_worker(
         components.append(deployment.autoscaler)
         if by_keda and not deployment.is_outside:
             components.append("keda-google")
-        patches.append(
-            keda_patch(model, name, deployment) if by_keda else hpa_patch(model, name, deployment)
-        )
+        patch = keda_patch if by_keda else hpa_patch
+        patches.append(patch(model, name, deployment, placement.processes))
     write_kustomization(
         folder,
         [path_up_to(folder, "worker")],
@@ -505,7 +504,7 @@ def _sized_volumes(model: Model, placement: Placement) -> Iterator[dict[str, Any
         yield {"name": "cache", "emptyDir": {"sizeLimit": f"{placement.cache_gib}Gi"}}
     if model.definition.has_interface:  # each process of a class writes to /tmp within a bound
         process_mib = -(-model.resources.disk_bytes // 2**20)
-        tmp_mib = TMP_MIB + process_mib * int(placement.settings["PENSTOCK_PROCESSES"])
+        tmp_mib = TMP_MIB + process_mib * placement.processes
         yield {"name": "tmp", "emptyDir": {"sizeLimit": f"{tmp_mib}Mi"}}
 
 

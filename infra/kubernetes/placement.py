@@ -50,6 +50,11 @@ class Placement:
     grace_s: int
 
     @property
+    def processes(self) -> int:
+        """Model processes of the worker, which compute at the same time."""
+        return int(self.settings["PENSTOCK_PROCESSES"])
+
+    @property
     def cache_gib(self) -> int | None:
         """The part of the node's disk for downloads. None: as in the base."""
         most = self.resources["limits"].get("ephemeral-storage")
@@ -60,6 +65,15 @@ class Placement:
         """The worker's part of the node's disk."""
         asked = self.resources["requests"]["ephemeral-storage"]
         return int(asked.removesuffix("Mi"))
+
+
+def processes_of(model: Model) -> int:
+    """Model processes of one of its workers, which compute at the same time.
+
+    One for each CPU, or one for all of them if the weights are shared. One on a GPU.
+    """
+    has_one = model.gpu.type != "none" or model.definition.shares_weights
+    return 1 if has_one else int(CPU_ONLY["cpu"])
 
 
 def place(model: Model, deployment: Deployment, gpu_types: dict[str, GpuType]) -> Placement:
@@ -73,13 +87,11 @@ def place(model: Model, deployment: Deployment, gpu_types: dict[str, GpuType]) -
     grace_s = PAUSE_S + drain_s + margin_s
     if model.gpu.type == "none":
         # A container sees the cores of the whole node: what it may use is said.
-        processes, threads = CPU_ONLY["cpu"], "1"
-        if model.definition.shares_weights:
-            processes, threads = threads, processes
+        processes = processes_of(model)
         settings |= {
             "PENSTOCK_DEVICE": "cpu",
-            "PENSTOCK_PROCESSES": processes,
-            "PENSTOCK_THREADS": threads,
+            "PENSTOCK_PROCESSES": str(processes),
+            "PENSTOCK_THREADS": str(int(CPU_ONLY["cpu"]) // processes),
         }
         return Placement((), {}, (), _resources(CPU_ONLY), settings, grace_s)
     settings |= {"PENSTOCK_DEVICE": "cuda", "PENSTOCK_PROCESSES": "1"}

@@ -10,22 +10,26 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Self
 
 import pytest
-import redis
 import typer
 
 from infra.cli.main import app
 from infra.local.ports import Ports
+from infra.local.redis_server import RedisServer
 from infra.local.stack import Stack
 from shared.tenants.plan import Plan
+from tests.bigquery_client import connected, rows_of
 from tests.infra.running_up import CATALOG, MINI, SMALLEST
 from tests.keys import bearer, key_for, keys_url
 from tests.limits import WAIT_LIMIT_S
@@ -40,15 +44,21 @@ note() { printf '%s\\n' "$*" >> "$NOTED"; }
 gcloud() { note gcloud "$@"; }
 kubectl() { note kubectl "$@"; }
 terraform() { note terraform "$@"; }
+jq() { note jq "$@"; }
+sh() { note sh "$@"; }
 penstock() { if [ "${2:-}" = --cluster ]; then note penstock "$@"; else command penstock "$@"; fi; }
 """
+PLACES = {"R": "europe-west1", "LOST": "europe-west4", "ROOT": "root", "PLAN": "team"}
 MODEL, REVISION = "mini", "1.0"
 PRICED = CATALOG + f'    revision: "{REVISION}"\n    price: {{{{per_million_tokens_usd: 1000}}}}\n'
 
 
-def lines_of(page: str) -> list[str]:
-    """The commands of a page, one each."""
+def lines_of(page: str, heading: str = "") -> list[str]:
+    """The commands of a page, one each; of one of its sections."""
     text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
+    if heading:
+        text = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+        assert text, f"{page} has no section {heading}"
     blocks = re.findall(r"^ *```sh\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
     joined = "\n".join(blocks).replace("\\\n", " ")
     return [line.strip() for line in joined.splitlines() if line.strip()]
@@ -93,6 +103,10 @@ class Reader:
         self.printed: dict[str, str] = {}
         """The output of each line."""
 
+    def gets(self, settings: Mapping[str, str]) -> None:
+        """Something of theirs is elsewhere now."""
+        self._settings |= settings
+
     @property
     def noted(self) -> list[str]:
         """What was for Google or the cluster."""
@@ -103,8 +117,8 @@ class Reader:
         for line in lines_of(page):
             if line.startswith("export "):
                 names = re.findall(r"(\w+)=", line.partition("#")[0])
-                theirs = {name for name in names if not name.startswith("PENSTOCK_")}
-                assert theirs <= self._settings.keys() | {"R", "ROOT", "LOST", "PLAN"}
+                theirs = {name for name in names if not name.startswith(("PENSTOCK_", "TF_VAR_"))}
+                assert theirs <= self._settings.keys() | {*PLACES, "STATE_BUCKET"}
                 continue
             for start, act in (before or {}).items():
                 if line.startswith(start):
@@ -134,11 +148,10 @@ class Reader:
 
     def _environment(self) -> dict[str, str]:
         program = Path(sys.executable).parent
-        places = {"R": "europe-west1", "LOST": "europe-west4", "ROOT": "root", "PLAN": "team"}
         return (
             os.environ
             | self._stack.environment
-            | places
+            | PLACES
             | self._settings
             | {"NOTED": str(self._noted), "PATH": f"{program}:{os.environ['PATH']}"}
         )
@@ -221,27 +234,174 @@ def test_poisoned_model(stack: Stack, tmp_path: Path) -> None:
     assert [one for one in reader.noted if "paused-replicas" in one] != []
 
 
-def test_lost_region(stack: Stack, tmp_path: Path) -> None:
-    """With all that its Redis had lost in the middle."""
-    becomes(200, lambda: status(stack, "acme", "before the loss"))
-    keys_file = Path(stack.environment["PENSTOCK_KEYS_URL"].removeprefix("file://"))
-    reader = Reader(stack, tmp_path, {"KEY": key_for("default")})
+class LostHome:
+    """A region whose home is another one: its Redis has the records and the keys.
 
-    def loses() -> None:
-        exported = subprocess.run(
-            [sys.executable, "-m", "infra.cli.main", "keys", "export"],
-            env=os.environ | stack.environment,
-            capture_output=True,
-            timeout=WAIT_LIMIT_S,
-            check=True,
+    Pub/Sub, BigQuery and the bucket of rows are in neither.
+
+    Args:
+        folder: of everything.
+        settings: of what is in no region.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
+        self._folder = folder
+        self._settings = SMALLEST | dict(settings)
+        self._ports = Ports.free(1)
+        self._running = ExitStack()
+        self._cache = RedisServer(folder / "cache", folder)
+        self.answered: set[str] = set()
+        """Ids of the requests that were answered with 200."""
+
+    def __enter__(self) -> Self:
+        self._cache.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._running.close()
+        self._cache.stop()
+
+    def has(self, records: RedisServer) -> dict[str, str]:
+        """The settings of a region with these records."""
+        return self._settings | {
+            "PENSTOCK_REDIS_URL": self._cache.url,
+            "PENSTOCK_RECORDS_URL": records.url,
+            "PENSTOCK_KEYS_URL": records.url,
+        }
+
+    def runs(self, records: RedisServer) -> Stack:
+        """Replaces API, workers and row archive, as an apply does."""
+        self._running.close()
+        stack = Stack(self._folder / "var", ports=self._ports, settings=self.has(records))
+        return self._running.enter_context(stack)
+
+    def ask(self, stack: Stack, key: str, text: str, **headers: str) -> int:
+        """Returns the status of a request."""
+        body = json.dumps({"model": MODEL, "input": text}).encode()
+        head = bearer(key) | {"content-type": "application/json"}
+        head |= {name.replace("_", "-"): value for name, value in headers.items()}
+        asked = urllib.request.Request(f"{stack.api_url}/v1/embeddings", body, head)
+        try:
+            with urllib.request.urlopen(asked, timeout=WAIT_LIMIT_S) as answer:
+                self.answered.add(answer.headers["x-request-id"])
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+
+def command(settings: Mapping[str, str], *words: str) -> str:
+    """What a command of `penstock` prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "infra.cli.main", *words],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_lost_region(tmp_path: Path, pubsub_endpoint: str, bigquery_endpoint: str) -> None:
+    """The home region, for good: its Redis is gone while requests run, and another takes over."""
+    (tmp_path / "models.yaml").write_text(PRICED.format(source=MINI))
+    first_keys = keys_url(
+        tmp_path / "first",
+        plans={"team": Plan(budget_usd_per_month=100.0)},
+        tenants={"acme": "team"},
+        default="default",
+        acme="acme",
+    ).removeprefix("file://")
+    project = f"lost-{secrets.token_hex(4)}"
+    outside = {
+        "PENSTOCK_PROJECT": project,
+        "PENSTOCK_PUBSUB_ENDPOINT": pubsub_endpoint,
+        "PENSTOCK_BIGQUERY_ENDPOINT": bigquery_endpoint,
+        "PENSTOCK_MODELS_FILE": str(tmp_path / "models.yaml"),
+        "PENSTOCK_ROWS_URL": (tmp_path / "bucket").as_uri(),
+        "PENSTOCK_ARCHIVE_EVERY_S": "1",
+    }
+    home, next_home = (RedisServer(tmp_path / name, tmp_path) for name in ("home", "next"))
+    with ExitStack() as undo:
+        undo.callback(next_home.stop)
+        undo.callback(home.stop)
+        region = undo.enter_context(LostHome(tmp_path, outside))
+        home.start()
+        command(region.has(home), "keys", "init", "--from", first_keys)
+        stack = region.runs(home)
+        for number in range(20):
+            assert region.ask(stack, "acme", f"before {number}") == 200
+            assert region.ask(stack, "default", f"before {number}") == 200
+        assert region.ask(stack, "acme", "once", idempotency_key="once") == 200
+        exported = command(region.has(home), "keys", "export")
+        home.stop()
+
+        reader = Reader(stack, tmp_path, {"KEY": key_for("default")} | region.has(home))
+
+        def is_away() -> None:
+            # What needs the records waits for them. All else goes on.
+            assert region.ask(stack, "acme", "once", idempotency_key="once") == 503
+            for number in range(20):
+                assert region.ask(stack, "acme", f"meanwhile {number}") == 200
+
+        def has_redis() -> None:
+            next_home.start()
+            reader.gets(region.has(next_home))
+
+        def has_export() -> None:
+            (tmp_path / "keys.json").write_text(exported)
+
+        def is_replaced() -> None:
+            region.runs(next_home)
+            becomes(200, lambda: region.ask(stack, "acme", "first"))
+
+        reader.follows(
+            "lost-region",
+            {
+                "gcloud artifacts repositories": is_away,
+                'terraform -chdir="$ROOT" apply -target': has_redis,
+                "gcloud storage cp": has_export,
+                "penstock budgets restore --dry-run": is_replaced,
+            },
         )
-        (tmp_path / "keys.json").write_bytes(exported.stdout)
-        keys_file.unlink()
-        with redis.Redis.from_url(stack.environment["PENSTOCK_REDIS_URL"]) as client:
-            client.flushall()
+        # The keys of before, and nobody else's. What was kept for the key is computed again.
+        assert region.ask(stack, "acme", "once", idempotency_key="once") == 200
+        assert region.ask(stack, "stranger", "hello") == 401
+        assert "acme" in reader.printed_by("penstock budgets restore --dry-run")
+        for number in range(20):
+            assert region.ask(stack, "acme", f"after {number}") == 200
+        becomes(
+            0, lambda: len(region.answered - rows_of_requests(bigquery_endpoint, project).keys())
+        )
+        found = rows_of_requests(bigquery_endpoint, project)
+        assert set(found.values()) == {1}
+        # The page asks once itself, to see whether it worked.
+        assert len(found) == len(region.answered) + 1
+        # Once more, as the page says. Then, to the cent, counters are what the rows say.
+        command(region.has(next_home), "budgets", "restore")
+        last = command(region.has(next_home), "budgets", "restore", "--dry-run")
+        assert "all budgets are as their rows say" in last
+    noted = reader.noted
+    noted = noted[next(at for at, one in enumerate(noted) if ORDER[0] in one) :]
+    first = {word: next(at for at, one in enumerate(noted) if word in one) for word in ORDER}
+    assert list(first.values()) == sorted(first.values())
 
-    reader.follows("lost-region", {"penstock keys init": loses})
-    assert keys_file.exists()
-    becomes(200, lambda: status(stack, "acme", "after the loss"))
-    assert "acme" in reader.printed_by("penstock budgets restore --dry-run")
-    assert [one for one in reader.noted if one.startswith("terraform")] != []
+
+ORDER = (
+    "repositories list",
+    "state rm",
+    "-target=module.platform.module.records",
+    "apply -var project_id=my-project",
+)
+"""Registry, state, keys, subscriptions."""
+
+
+def rows_of_requests(endpoint: str, project: str) -> dict[str, int]:
+    """How many rows each request has that was answered."""
+    query = (
+        "SELECT request_id, COUNT(*) FROM penstock.rows_deduplicated"
+        " WHERE received_at >= TIMESTAMP '2000-01-01' AND status = 'succeeded' GROUP BY request_id"
+    )
+    with connected(endpoint, project) as client:
+        return {str(name): int(str(count)) for name, count in rows_of(client, query)}

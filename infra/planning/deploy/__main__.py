@@ -244,8 +244,9 @@ def _costs(plan: DeployPlan) -> str:
             f"{_usd(plan.on_demand_usd[1])}"
         )
     lines.append(
-        "  not in the table: functions, logs, metrics, secrets, image registry, traffic between "
-        "regions, tax"
+        "  not in the table: persistence and backups of Memorystore, operations on large inputs "
+        "and results, functions, logs, metrics, secrets, image registry, traffic between regions, "
+        "tax"
     )
     return "\n".join(lines)
 

@@ -12,6 +12,8 @@ from infra.planning.deploy.sizing import Pool, Site
 from infra.planning.deploy.topology import redis
 from infra.planning.deploy.volumes import DAYS, HOURS, SECONDS, Volume, row_days
 from shared.catalog_entry import Replies
+from shared.usage.senders import ObjectSender
+from shared.usage.writer import BATCH_ROWS
 
 GIB = 2**30
 MIN_ROW_BYTES = 1024
@@ -21,6 +23,18 @@ SIDECAR_CPU, SIDECAR_GIB = 0.5, 0.25
 """The API's sidecar that collects metrics (infra/terraform/modules/region/api.tf)."""
 RUNNER_CPU = 1
 """CPUs of a runner of batches (infra/terraform/platform/batches.tf)."""
+ARCHIVE_CPU = 1
+"""CPUs of the row archive (infra/terraform/platform/row_archive.tf)."""
+ARCHIVE_TABLES = 3
+"""Tables of which each pass of the archive lists the objects (infra/row_archive/__main__.py)."""
+ARCHIVE_DAYS_MORE, ARCHIVE_DELETED_DAYS = 3, 7
+"""Days that the archive keeps rows for longer than BigQuery, and what is deleted is billed
+(infra/terraform/platform/row_archive.tf).
+"""
+PASS_WRITES, PASS_READS = 3, 2
+"""Of a pass that has rows, besides a listing and its objects: its list is written twice, and a
+file. Read are the list, and the file when its day is merged (infra/row_archive/archive.py).
+"""
 ARMOR_RULES = 4
 """Rules of the policy (infra/terraform/platform/balancer.tf)."""
 REPLIES: Mapping[Replies, str] = {"direct": "direct replies", "slots": "replies to slots"}
@@ -61,7 +75,7 @@ def cost_table(
     if platform.domain is not None:
         _balancer(bill, volumes)
     _messages(bill, volumes, platform)
-    _rows(bill, volumes, platform)
+    _rows(bill, sites, volumes, platform)
     _objects(bill, volumes, platform)
     _answers(bill, sites, volumes, platform)
     return bill.rows
@@ -237,14 +251,66 @@ def _traffic(
     bill.add(item, "", "TiB", THROUGHPUT, amount, lacks=_give(field, unknown))
 
 
-def _rows(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
+def _rows(
+    bill: _Bill, sites: Sequence[Site], volumes: Sequence[Volume], platform: Platform
+) -> None:
     place = platform.dataset_location
-    inserted = sum(one.items * max(MIN_ROW_BYTES, one.row_bytes) for one in volumes)
-    bill.add("BigQuery, rows inserted", place, "200 MB", "bigquery/insert", inserted / 200e6)
+    if platform.rows.archive:
+        _archive(bill, sites, volumes, platform)
+    else:
+        inserted = sum(one.items * max(MIN_ROW_BYTES, one.row_bytes) for one in volumes)
+        bill.add("BigQuery, rows inserted", place, "200 MB", "bigquery/insert", inserted / 200e6)
     kept = sum(one.items * one.row_bytes for one in volumes) * row_days() / DAYS
     bill.add(
         f"BigQuery, rows of {row_days():g} days", place, "GiB-month", "bigquery/storage", kept / GIB
     )
+
+
+def _archive(
+    bill: _Bill, sites: Sequence[Site], volumes: Sequence[Volume], platform: Platform
+) -> None:
+    """Rows by way of a bucket: the process, its objects, and load jobs instead of inserts."""
+    home, place = platform.home, platform.storage_location
+    cpu, memory = ARCHIVE_CPU + SIDECAR_CPU, platform.rows.memory_gib + SIDECAR_GIB
+    bill.add("row archive on Cloud Run, CPU", home, "vCPU-second", "run/cpu", cpu * SECONDS)
+    bill.add("row archive on Cloud Run, memory", home, "GiB-second", "run/memory", memory * SECONDS)
+    rows = sum(one.items for one in volumes)
+    writers = (
+        platform.batches.instances
+        + sum(site.api_mean + sum(one.pods_mean for one in site.workers) for site in sites),
+        platform.batches.instances
+        + sum(site.api_peak + sum(one.pods_peak for one in site.workers) for site in sites),
+    )
+    passes = ARCHIVE_TABLES * SECONDS / platform.rows.every_s
+    # An object has what came in the linger time, and at most a batch. None is empty.
+    mean, peak = (
+        min(rows, count * SECONDS / ObjectSender.linger_s + rows / BATCH_ROWS) for count in writers
+    )
+    days_kept = row_days() + ARCHIVE_DAYS_MORE
+    listings = passes + days_kept * ARCHIVE_TABLES * DAYS  # each day looks for days to merge
+    writes, reads = listings + PASS_WRITES * passes, PASS_READS * passes
+    bill.add(
+        "row archive, objects written and listed",
+        place,
+        "1,000",
+        "objects/write",
+        (mean + writes) / 1000,
+        (peak + writes) / 1000,
+    )
+    bill.add(
+        "row archive, objects read",
+        place,
+        "1,000",
+        "objects/read",
+        (mean + reads) / 1000,
+        (peak + reads) / 1000,
+    )
+    # Deleted are what writers put, and the small files of each day once they are merged.
+    packed = sum(one.items * one.packed_row_bytes for one in volumes) / DAYS / GIB
+    item = f"row archive, rows of {days_kept:g} days and what was deleted"
+    days = days_kept + 2 * ARCHIVE_DELETED_DAYS
+    bill.add(item, place, "GiB-month", "objects/storage", packed * days)
+    bill.add("BigQuery, load jobs", platform.dataset_location, "job", "bigquery/load", passes)
 
 
 def _objects(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:

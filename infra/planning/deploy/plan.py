@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from infra.kubernetes.deployment import GpuType
-from infra.kubernetes.placement import memory_mib
+from infra.kubernetes.placement import memory_mib, processes_of
 from infra.planning.deploy.costs import (
     SIDECAR_CPU,
     SIDECAR_GIB,
@@ -27,7 +27,6 @@ from infra.planning.deploy.prices import Prices, Source
 from infra.planning.deploy.rates import DemandRates, ModelRate
 from infra.planning.deploy.reply_costs import reply_notes
 from infra.planning.deploy.sizing import (
-    CPUS_OF_A_WORKER,
     Site,
     inboxes_for,
     size_site,
@@ -418,7 +417,7 @@ def _memory_notes(catalog: Catalog, rates: DemandRates, gpus: dict[str, GpuType]
     """Yields the models of one's own that took more memory than a worker has."""
     for model in catalog.models:
         peak = _rate_of(model, rates).peak_memory_bytes or 0
-        processes = CPUS_OF_A_WORKER if model.gpu.type == "none" else 1
+        processes = processes_of(model)
         needed_mib, has_mib = processes * peak / 2**20, memory_mib(model.gpu, gpus)
         if needed_mib > has_mib:
             yield (

@@ -149,6 +149,19 @@ class Nodes(_Variable):
     spot: bool = True
 
 
+class RowsVariable(_Variable):
+    """Terraform's `rows`: the row archive, a process between the writers' bucket and BigQuery."""
+
+    archive: bool = True
+    every_s: int = Field(120, ge=90, le=3600)
+    memory: str = Field("4Gi", pattern=MEMORY)
+
+    @property
+    def memory_gib(self) -> float:
+        """Memory of the process."""
+        return _gib(self.memory)
+
+
 class ObjectsDays(_Variable):
     """Terraform's `objects_days`, of the folders that requests fill."""
 
@@ -193,7 +206,6 @@ class Platform(_Variable):
             "prefix",
             "project_id",
             "registry_location",
-            "rows",
             "secrets_version",
             "slos",
             "traces",
@@ -210,6 +222,7 @@ class Platform(_Variable):
     nodes: Nodes = Nodes()
     objects_days: ObjectsDays = ObjectsDays()
     records: RecordsVariable = RecordsVariable()
+    rows: RowsVariable = RowsVariable()
     regions: dict[str, Region] = Field({"europe-west4": Region()}, min_length=1)
     storage_location: str = "EU"
 

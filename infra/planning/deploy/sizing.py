@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infra.kubernetes.deployment import GpuType, gpu_class, zones_with
-from infra.kubernetes.placement import CPU_ONLY, is_standard
+from infra.kubernetes.placement import CPU_ONLY, is_standard, processes_of
 from infra.planning.autoscaled import gpu_nodes, most_workers, usual_workers
 from infra.planning.deploy.platform_variables import INSTANCES_TO_INBOXES, Platform
 from infra.planning.deploy.rates import DemandRates, ModelRate
@@ -86,7 +86,7 @@ def mean_wait_s(servers: int, load: float, service_s: float) -> float:
 
 
 CPUS_OF_A_WORKER = int(CPU_ONLY["cpu"])
-"""CPUs of a worker without a GPU. It has a process for each, or one if the weights are shared."""
+"""CPUs of a worker without a GPU."""
 
 
 @dataclass(frozen=True)
@@ -217,8 +217,11 @@ def size_workers(
         processes_peak=at_peak,
         pods_mean=max(model.replicas.min, _pods(model, at_mean)),
         pods_peak=max(model.replicas.min, _pods(model, at_peak)),
-        # It counts processes: a worker without a GPU has two, and is counted as one here.
-        pods_most=max(model.replicas.min, at_peak, most_workers(load, computed_requests_per_s)),
+        pods_most=max(
+            model.replicas.min,
+            _pods(model, at_peak),
+            most_workers(load / processes_of(model), computed_requests_per_s),
+        ),
         answer_s=trips_s + wait_s + batch * service_s,
         held_jobs=hand.jobs,
         most_busy=hand.most_busy,
@@ -280,8 +283,7 @@ def _spare_s(model: Model, batch: int, batch_s: float, trips_s: float) -> float:
 
 
 def _pods(model: Model, processes: int) -> int:
-    has_one_process = model.gpu.type != "none" or model.definition.shares_weights
-    return processes if has_one_process else math.ceil(processes / CPUS_OF_A_WORKER)
+    return math.ceil(processes / processes_of(model))
 
 
 def size_site(

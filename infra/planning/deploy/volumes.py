@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import math
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast, get_args
@@ -31,6 +34,8 @@ from shared.messages import (
 from shared.tasks import Input, Result
 from shared.topics import direct_id, inbox_topic_id
 from shared.usage.row import row_of
+from shared.usage.spool import LEVEL, Fields
+from shared.usage.writer import fields_of
 
 HOURS = 730.0
 """Hours per month: 365 x 24 / 12, as in Google's price lists."""
@@ -67,6 +72,8 @@ class Volume:
     shared_reply_bytes: int | None
     """Billed bytes of each publish or delivery of such a message."""
     row_bytes: int
+    packed_row_bytes: int
+    """Size of a row in the objects of the row archive."""
     inputs_bytes: float
     """Size of the inputs that are too large for a message."""
     results_bytes: float | None
@@ -98,6 +105,7 @@ def volume(model: Model, rate: ModelRate) -> Volume:
         shared_replies=shared_replies(model, replies[model.replies], in_job),
         shared_reply_bytes=shared_reply_bytes(model, rate.output_bytes, in_job),
         row_bytes=row_bytes(model),
+        packed_row_bytes=packed_row_bytes(model),
         inputs_bytes=computed * _apart(model, rate.input_bytes, INLINE_LIMIT_BYTES),
         results_bytes=None
         if replies[model.replies] is None
@@ -166,8 +174,36 @@ def shared_replies(model: Model, size_bytes: int | None, items: int) -> int:
 
 def row_bytes(model: Model) -> int:
     """Stored size of a row: 8 bytes per number or time, 2 + length per string (BigQuery's docs)."""
-    receipt = Receipt("miss", NOW_S, NOW_S, NOW_S, 10.25, 100.25, 8, 100)
-    outcome = ItemOutcome(0, "succeeded", receipt)
+    return sum(
+        2 + len(value) if isinstance(value, str) else 8
+        for value in sample_row(model, random.Random(0)).values()
+        if value is not None
+    )
+
+
+SAMPLE_ROWS = 50
+"""Rows that share an object, for their packed size. More share it where more are written."""
+
+
+def packed_row_bytes(model: Model) -> int:
+    """Size of a row in the objects that writers put, with ids, times and sizes that differ.
+
+    In the Parquet files of the archive a row is smaller.
+    """
+    chance = random.Random(0)
+    rows = [sample_row(model, chance) for _ in range(SAMPLE_ROWS)]
+    lines = b"\n".join(map(msgspec.json.encode, rows))
+    return math.ceil(len(gzip.compress(lines, LEVEL)) / SAMPLE_ROWS)
+
+
+def sample_row(model: Model, chance: random.Random) -> Fields:
+    """Returns a row of one item, with ids and times by chance."""
+    received_at_s = NOW_S + chance.random() * 10
+    queued_ms, inference_ms = 100 * chance.random(), 100 * chance.random()
+    replied_at_s = received_at_s + (queued_ms + inference_ms) / 1000
+    receipt = Receipt(
+        "miss", received_at_s, received_at_s, received_at_s, queued_ms, inference_ms, 8, 100
+    )
     facts = {
         "worker": "worker-" + "0" * 24,
         "device": "NVIDIA L4",
@@ -176,14 +212,14 @@ def row_bytes(model: Model) -> int:
         "gpu_type": "l4",
         "spot": True,
     }
-    row = msgspec.structs.asdict(
-        row_of(_envelope(model), outcome, model, replied_at_s=NOW_S, **facts)
+    envelope = msgspec.structs.replace(
+        _envelope(model),
+        request_id=f"req_{chance.randbytes(16).hex()}",
+        received_at_s=received_at_s,
+        published_at_s=received_at_s,
     )
-    return sum(
-        2 + len(value) if isinstance(value, str) else 8
-        for value in row.values()
-        if value is not None
-    )
+    outcome = ItemOutcome(0, "succeeded", receipt)
+    return fields_of(row_of(envelope, outcome, model, replied_at_s=replied_at_s, **facts))
 
 
 def row_days() -> float:

@@ -7,8 +7,11 @@ from collections import deque
 
 import simpy
 
-from infra.planning.simulation.scenario import Cluster
+from infra.planning.simulation.scenario import Cluster, GpuFailure
 from infra.planning.simulation.worker import Node, SimulatedWorker, Steps
+
+CORDONED_MAX_SHARE = 0.1
+"""Equals MAX_SHARE of workers/gpu_nodes.py."""
 
 
 class Fleet:
@@ -38,11 +41,14 @@ class Fleet:
         self.places = places
         self._most_nodes = most_nodes
         self._chance = chance
+        self._made = 0
         self.nodes: list[Node] = []
         """Ordered, started, or on notice. All of them are paid from their order on."""
         self._pending: deque[SimulatedWorker] = deque()
         self.is_out_of_stock = False
         self.is_lost = False
+        self.emptied_s: list[float] = []
+        """Times at which nodes with a failed GPU were cordoned."""
         self._retired_busy_s = self._retired_s = 0.0
         """Seconds of nodes that are gone."""
         env.process(self._scale())
@@ -93,7 +99,7 @@ class Fleet:
             yield self._env.timeout(self._cluster.tick_s)
 
     def _order_nodes(self) -> None:
-        places = sum(node.free for node in self.nodes)
+        places = sum(node.free for node in self.nodes if not node.is_cordoned)
         missing = len(self._pending) + self.buffer - places
         wanted = max(0, -(-missing // self.places))
         if self._most_nodes is not None:
@@ -104,7 +110,8 @@ class Fleet:
             self._env.process(self._start(self._ordered()))
 
     def _ordered(self) -> Node:
-        node = Node(self.places, self._cluster.spot)
+        self._made += 1
+        node = Node(f"node-{self._made}", self.places, self._cluster.spot)
         node.since_s = node.ordered_s = self._env.now
         self.nodes.append(node)
         rate_per_s = self._cluster.spot_losses_per_node_day / 86400
@@ -145,6 +152,35 @@ class Fleet:
         spot = [node for node in self.nodes if node.is_spot and node.is_ready]
         for node in self._chance.sample(spot, round(len(spot) * share)):
             self._env.process(self._lose(node))
+
+    def fail_gpus(self, failure: GpuFailure) -> None:
+        """The GPUs of some nodes fail now."""
+        nodes = [node for node in self.nodes if node.is_ready and not node.has_failed]
+        for node in self._chance.sample(nodes, min(len(nodes), failure.count)):
+            node.has_failed = True
+            self._env.process(self._empty(node, failure))
+
+    def _empty(self, node: Node, failure: GpuFailure) -> Steps:
+        """What happens to a node whose GPU has failed, up to its end."""
+        for worker in list(node.workers):
+            worker.lose_gpu(failure.worker_leaves_s)
+        yield self._env.timeout(failure.node_emptied_s)
+        while self._cordoned() >= max(1, int(len(self.nodes) * CORDONED_MAX_SHARE)):
+            yield self._env.timeout(self._cluster.tick_s)
+        if node not in self.nodes:
+            return
+        node.is_ready, node.is_cordoned = False, True
+        self.emptied_s.append(self._env.now)
+        for worker in list(node.workers):
+            worker.evict("GPU failed")
+        while node in self.nodes:
+            if not node.workers and self._env.now - node.since_s >= self._cluster.node_idle_s:
+                self._remove(node)
+            else:
+                yield self._env.timeout(self._cluster.tick_s)
+
+    def _cordoned(self) -> int:
+        return sum(node.is_cordoned for node in self.nodes)
 
     def lose_all(self) -> None:
         """Every node is gone at once, with its workers."""

@@ -38,6 +38,11 @@ OF_WORKERS: dict[str, Callable[[SimulatedWorker, float], Values]] = {
 }
 """Metrics of each pod, as in workers/metrics.py, plus the labels `worker`, `pod` and `location`."""
 
+LOST_GPUS = "penstock_worker_lost_gpus_total"
+"""Counter of each pod. Only alerts query it."""
+XID_ERRORS = "DCGM_FI_DEV_XID_ERRORS"
+"""DCGM's gauge of each GPU: the last error of the driver."""
+
 OF_API: dict[str, Callable[[ApiSite], Values]] = {
     "penstock_api_items_in_flight": lambda site: (
         (INTERACTIVE, site.interactive),

@@ -74,5 +74,7 @@ class Recorder:
         self.worker_busy_s = 0.0
         self.worker_work_s = 0.0
         self.worker_ready_s = 0.0
+        self.alerted_s: list[float] = []
+        """Times at which the alert on failed GPUs began to fire."""
         self.lost_workers: Counter[str] = Counter()
         """Workers that ended, by reason."""

@@ -138,16 +138,19 @@ class SimulatedDeployment:
             name,
             self.region,
             self.service.model.name,
+            processes=self.rules.processes,
             placed=self._env.event(),
             is_spread=self.rules.spread_over_nodes,
             evict=self._evict,
+            lose_gpu=self._lose_gpu,
         )
 
     def _start(self, worker: SimulatedWorker) -> Steps:
         self.fleet.request(worker)
         yield worker.placed
         yield self._env.timeout(self._cluster.pod_start_s)
-        if not worker.is_gone and not worker.is_draining:
+        # On a GPU that has failed it never gets ready.
+        if not worker.is_gone and not worker.is_draining and worker.has_gpu:
             self.service.add_worker(worker)
             self._reconcile()
 
@@ -203,6 +206,29 @@ class SimulatedDeployment:
         (self.workers if worker in self.workers else self.leaving).remove(worker)
         self._recorder.lost_workers[reason] += 1
         self._gone(worker)
+
+    def _lose_gpu(self, worker: SimulatedWorker, leaves_s: float) -> None:
+        if worker.is_ready:
+            self._env.process(self._leave_gpu(worker, leaves_s))
+
+    def _leave_gpu(self, worker: SimulatedWorker, leaves_s: float) -> Steps:
+        """Its process loses its GPU, starts anew, and loses it again: the worker leaves.
+
+        Its pod starts again on the same GPU, and is not ready, until its node is emptied.
+        """
+        worker.lost_gpus = 1
+        self.service.lose_gpu(worker)
+        yield self._env.timeout(leaves_s)
+        if worker.is_gone:
+            return
+        worker.lost_gpus = 2
+        if worker in self.leaving:
+            self.leaving.remove(worker)
+            self._gone(worker)
+            return
+        self._count(worker)
+        self.service.leave(worker)
+        worker.is_ready = False
 
     def lose_all(self) -> None:
         """The region is gone. Its nodes have evicted their pods already."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from infra.planning.simulation.recorder import Recorder, RequestEnd
-from infra.planning.simulation.scenario import Scenario
+from infra.planning.simulation.scenario import GpuFailure, Scenario
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 
@@ -63,6 +64,19 @@ class ModelSummary:
 
 
 @dataclass(frozen=True)
+class GpuFailureSummary:
+    """What followed from one `gpu_failure`, in seconds after it. None: not before the end."""
+
+    at_s: float
+    alert_s: float | None
+    """The alert on failed GPUs begins to fire. None too if it fires since an earlier failure."""
+    emptied_s: float | None
+    """The last of its nodes is cordoned and emptied."""
+    replaced_s: float | None
+    """All workers that the autoscaler wants are ready again, on other nodes."""
+
+
+@dataclass(frozen=True)
 class RunSummary:
     """The figures of a run."""
 
@@ -82,6 +96,7 @@ class RunSummary:
     """Cost of GPU nodes. None if a price is not known."""
     dollars_per_day: float | None
     workers_lost: dict[str, int]
+    gpu_failures: tuple[GpuFailureSummary, ...]
 
 
 @dataclass(frozen=True)
@@ -92,6 +107,8 @@ class SimulationResult:
     deadlines_s: dict[str, float]
     recorder: Recorder
     fleets: tuple[FleetCost, ...]
+    emptied_s: tuple[float, ...] = ()
+    """Times at which nodes with a failed GPU were emptied."""
 
     @cached_property
     def summary(self) -> RunSummary:
@@ -114,6 +131,7 @@ class SimulationResult:
             dollars=dollars,
             dollars_per_day=None if dollars is None else dollars / days,
             workers_lost=dict(recorder.lost_workers),
+            gpu_failures=tuple(self._gpu_failures()),
         )
 
     @cached_property
@@ -131,6 +149,28 @@ class SimulationResult:
             if sample.model == model:
                 counts[sample.at_s] = counts.get(sample.at_s, 0) + sample.replicas
         return counts
+
+    def _gpu_failures(self) -> Iterator[GpuFailureSummary]:
+        failures = [one for one in self.scenario.events if isinstance(one, GpuFailure)]
+        emptied = iter(self.emptied_s)
+        for failure in sorted(failures, key=lambda one: one.at_s):
+            at_s = failure.at_s
+            its_nodes = [one for _, one in zip(range(failure.count), emptied, strict=False)]
+            emptied_s = its_nodes[-1] - at_s if len(its_nodes) == failure.count else None
+            alert_s = next((one - at_s for one in self.recorder.alerted_s if one >= at_s), None)
+            replaced_s = None if emptied_s is None else self._all_ready_s(at_s + emptied_s)
+            yield GpuFailureSummary(
+                at_s, alert_s, emptied_s, None if replaced_s is None else replaced_s - at_s
+            )
+
+    def _all_ready_s(self, after_s: float) -> float | None:
+        """The first sample after a time in which no worker is missing."""
+        missing: dict[float, int] = {}
+        for sample in self.recorder.samples:
+            if sample.at_s > after_s:
+                short = max(0, sample.replicas - sample.ready)
+                missing[sample.at_s] = missing.get(sample.at_s, 0) + short
+        return next((at_s for at_s, count in missing.items() if count == 0), None)
 
     def _dollars(self) -> float | None:
         total = 0.0

@@ -7,6 +7,7 @@ compares the two where kubectl is installed.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from shared.catalog import Catalog
 from shared.errors import ConfigurationError
 from shared.kubernetes_names import slug
 
+ALERTS_FILE = Path(__file__).parents[2] / "monitoring/rendered/alerts.json.tftpl"
 Document = dict[str, Any]
 
 
@@ -112,8 +114,29 @@ class WorkerRules(_Read):
     """Unavailable pods allowed during a rollout: a number, or a share with `%`."""
     drain_s: float
     """Seconds that a stopping worker allows its running batches."""
+    processes: int = 1
+    """Model processes of a worker."""
     spread_over_nodes: bool
     """True if pods of a model prefer nodes without each other."""
+
+
+class AlertRules(_Read):
+    """An alert, as Terraform makes it."""
+
+    query: str
+    duration_s: float
+    """How long the query must return a series before the alert fires."""
+    evaluation_interval_s: float
+
+
+def read_alert(key: str) -> AlertRules:
+    """The alert that deploys under this key."""
+    alert = json.loads(ALERTS_FILE.read_text(encoding="utf-8"))[key]
+    return AlertRules(
+        query=alert["query"],
+        duration_s=float(alert["duration"].removesuffix("s")),
+        evaluation_interval_s=float(alert["evaluation_interval"].removesuffix("s")),
+    )
 
 
 def read_rules(
@@ -139,6 +162,7 @@ def _worker_rules(model: str, folder: Path) -> WorkerRules:
     deployment = _one(objects, "Deployment")["spec"]
     update = (deployment.get("strategy") or {}).get("rollingUpdate") or {}
     pod = deployment["template"]["spec"]
+    settings = _settings(folder)
     preferred = ((pod.get("affinity") or {}).get("podAntiAffinity") or {}).get(
         "preferredDuringSchedulingIgnoredDuringExecution"
     )
@@ -149,7 +173,8 @@ def _worker_rules(model: str, folder: Path) -> WorkerRules:
             autoscaler=autoscaler_rules(_one(objects, "ScaledObject")),
             max_surge=str(update.get("maxSurge", "25%")),
             max_unavailable=str(update.get("maxUnavailable", "25%")),
-            drain_s=float(_settings(folder)["PENSTOCK_DRAIN_S"]),
+            drain_s=float(settings["PENSTOCK_DRAIN_S"]),
+            processes=int(settings["PENSTOCK_PROCESSES"]),
             spread_over_nodes=bool(preferred),
         )
     except ValidationError as error:

@@ -112,6 +112,27 @@ class StockOut(Entry):
     region: str | None = None
 
 
+class GpuFailure(Entry):
+    """GPUs fail, each on a node of its own (decision 98).
+
+    Their workers leave, and their nodes are emptied and deleted.
+    """
+
+    kind: Literal["gpu_failure"]
+    at_s: Seconds
+    count: int = Field(1, ge=1)
+    gpu: str | None = None
+    """A type of models.yaml. None: all."""
+    region: str | None = None
+    """None: all."""
+    worker_leaves_s: Seconds = 20.0
+    """Time until a worker has lost its GPU twice in a row, which ends it. An assumption."""
+    node_emptied_s: Seconds = 45.0
+    """Time until a condition of the node says it and workers/gpu_nodes.py, which looks every 15 s,
+    has cordoned the node. An assumption.
+    """
+
+
 class RegionLoss(Entry):
     """A region is gone for a while: API, nodes and workers. Callers go to the others."""
 
@@ -153,7 +174,7 @@ class SetReplicas(Entry):
 
 
 Event = Annotated[
-    SpotLoss | StockOut | RegionLoss | MetricsOutage | RolloutEvent | SetReplicas,
+    SpotLoss | StockOut | GpuFailure | RegionLoss | MetricsOutage | RolloutEvent | SetReplicas,
     Field(discriminator="kind"),
 ]
 

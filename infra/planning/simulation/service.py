@@ -20,7 +20,12 @@ from infra.planning.simulation.api_site import ApiSite, SimulatedJob
 from infra.planning.simulation.model_load import ModelLoad
 from infra.planning.simulation.recorder import ModelRecord, RequestEnd
 from infra.planning.simulation.scenario import ScenarioBroker
-from infra.planning.simulation.worker import Inside, SimulatedWorker, Steps
+from infra.planning.simulation.worker import (
+    Inside,
+    RunningBatch,
+    SimulatedWorker,
+    Steps,
+)
 from shared.catalog import Model
 from shared.flow_control import held_messages, refill_s
 from shared.step_time import StepTime
@@ -60,27 +65,31 @@ class WholeBatches:
         self._batches = 0
 
     def start(self, worker: SimulatedWorker) -> None:
-        """A worker begins a batch, if it runs none and holds jobs."""
-        if worker.running:
-            return
-        batch = list(self._batch_of(worker))
-        if not batch:
-            return
-        items = sum(job.items for job in batch)
-        worker.occupy(self._env.now)
+        """Each process of a worker that has no batch begins one, if the worker holds jobs."""
+        while len(worker.computing) < worker.processes:
+            jobs = list(self._batch_of(worker))
+            if not jobs:
+                return
+            self._begin(worker, jobs)
+
+    def _begin(self, worker: SimulatedWorker, jobs: list[SimulatedJob]) -> None:
+        items = sum(job.items for job in jobs)
+        if not worker.running:
+            worker.occupy(self._env.now)
         took_s = self._load.batch_s(items)
         if self._load.spread == "exponential":
             took_s = self._chance.expovariate(1 / took_s)
         # Those that compute share the GPU in time. It counts as of the start of the batch.
         took_s *= worker.slowed(self._load.kept_when_sharing)
-        worker.running, worker.running_s, worker.started_s = batch, took_s, self._env.now
         in_batch_priority = 0
-        for job in batch:
+        for job in jobs:
             job.started_s = self._env.now
             in_batch_priority += job.items * job.is_batch_priority
-        share = in_batch_priority / items
-        worker.set_busy((1 - share, share), self._env.now)
-        done = worker.batch_done = self._env.timeout(took_s, worker)
+        batch = RunningBatch(worker, jobs, took_s, in_batch_priority / items, self._env.now)
+        worker.computing.append(batch)
+        worker.running = [*worker.running, *jobs]
+        worker.set_busy_of_batches(self._env.now)
+        done = self._env.timeout(took_s, batch)
         assert done.callbacks is not None
         done.callbacks.append(self._finish)
 
@@ -90,10 +99,10 @@ class WholeBatches:
         priorities = (INTERACTIVE, BATCH)
         if worker.held[BATCH] and self._batches % BATCH_PRIORITY_EVERY == 0:
             priorities = (BATCH, INTERACTIVE)
-        items = 0
+        items, most_items = 0, self._share(worker)
         for priority in priorities:
             held = worker.held[priority]
-            while held and (items == 0 or items + held[0].items <= self._most_items):
+            while held and (items == 0 or items + held[0].items <= most_items):
                 job = held.popleft()
                 if job.has_ended:
                     worker.held_jobs[priority] -= 1
@@ -101,23 +110,42 @@ class WholeBatches:
                 items += job.items
                 yield job
 
+    def _share(self, worker: SimulatedWorker) -> int:
+        """Items of a batch, as `take` of workers/scheduling/priority_queue.py: an even part.
+
+        A larger batch would delay items that another process could compute at the same time.
+        """
+        if worker.processes == 1:
+            return self._most_items
+        there = (*worker.held[INTERACTIVE], *worker.held[BATCH], *worker.running)
+        return min(self._most_items, -(-sum(job.items for job in there) // worker.processes))
+
     def _finish(self, event: simpy.Event) -> None:
-        worker = cast(SimulatedWorker, event.value)
-        if worker.batch_done is not event:
-            return  # the batch was cut off
-        took_s = worker.running_s
-        worker.inference_s += took_s
+        batch = cast(RunningBatch, event.value)
+        worker = batch.worker
+        if batch not in worker.computing:
+            return  # it was cut off
+        worker.inference_s += batch.took_s
         worker.batches += 1
-        self._on_ended(worker, self.stop(worker), took_s)
+        self._end(batch)
+        self._on_ended(worker, batch.jobs, batch.took_s)
+
+    def _end(self, batch: RunningBatch) -> None:
+        worker, now_s = batch.worker, self._env.now
+        worker.count(batch, now_s)
+        worker.computing.remove(batch)
+        worker.running = [job for other in worker.computing for job in other.jobs]
+        if worker.running:
+            worker.set_busy_of_batches(now_s)
+        else:
+            worker.vacate(now_s)
 
     def stop(self, worker: SimulatedWorker) -> list[SimulatedJob]:
-        """Ends the batch of a worker, done or not. Returns its jobs."""
-        batch, worker.running, worker.batch_done = worker.running, [], None
-        now_s = self._env.now
-        worker.busy_s += now_s - worker.started_s
-        worker.work_s += now_s - worker.started_s
-        worker.vacate(now_s)
-        return batch
+        """Ends the batches of a worker, done or not. Returns its jobs."""
+        jobs = worker.running
+        for batch in list(worker.computing):
+            self._end(batch)
+        return jobs
 
 
 BATCH_SLOTS_SHARE = 1 / 4
@@ -309,11 +337,7 @@ class Service:
         self._is_idle_first = broker.delivery == "idle_first"
         self._lease_s = broker.lease_s
         self._refill_s = refill_s(broker.round_trip_s) if broker.round_trip_s else 0.0
-        held = held_messages(model.batch.max_items, 1, in_steps=load.steps is not None)
-        if broker.batches_held is not None:
-            held = broker.batches_held * model.batch.max_items
-        self._held = held
-        """Held jobs of each priority, including the running batch, of a worker near its broker."""
+        self._batches_held = broker.batches_held
         # A model that computes in steps holds a fixed number (workers/worker.py).
         self._holds_more = broker.batches_held is None and load.steps is None
         self.queues: tuple[deque[SimulatedJob], deque[SimulatedJob]] = (deque(), deque())
@@ -421,6 +445,14 @@ class Service:
                 last.open_at = worker.open_at
             worker.open_at = -1
 
+    def _held(self, worker: SimulatedWorker) -> int:
+        """Jobs of each priority that a worker near its broker holds, those that run included."""
+        most_items = self.model.batch.max_items
+        if self._batches_held is not None:
+            return self._batches_held * most_items
+        in_steps = self.load.steps is not None
+        return held_messages(most_items, worker.processes, in_steps=in_steps)
+
     # What workers compute
 
     def _without_work(self, worker: SimulatedWorker) -> None:
@@ -441,9 +473,12 @@ class Service:
         if self._holds_more:
             for priority, count in enumerate(ended):
                 ahead = worker.ahead[priority].batch_ended(
-                    count / max(took_s, 1e-3), took_s, self._refill_s, self._env.now
+                    worker.processes * count / max(took_s, 1e-3),
+                    took_s,
+                    self._refill_s,
+                    self._env.now,
                 )
-                worker.most_held[priority] = self._held + ahead
+                worker.most_held[priority] = self._held(worker) + ahead
         self._compute(worker)
         if self._refill_s:
             self._env.process(self._free_later(worker, ended))
@@ -467,11 +502,16 @@ class Service:
 
     def _compute(self, worker: SimulatedWorker) -> None:
         """A worker takes on what it holds, as far as it can now."""
-        self._work.start(worker)
-        if worker.running:
+        if not worker.has_gpu:
             self._idle.pop(worker, None)
-        else:
+            return
+        self._work.start(worker)
+        if not worker.running:
             self._without_work(worker)
+        elif worker.has_free_process and worker.is_serving:
+            self._idle[worker] = None
+        else:
+            self._idle.pop(worker, None)
 
     def _serve(self, job: SimulatedJob, took_s: float) -> None:
         now_s, record = self._env.now, self.record
@@ -487,7 +527,7 @@ class Service:
     def add_worker(self, worker: SimulatedWorker) -> None:
         """A worker is warm: it pulls."""
         worker.is_ready, worker.ready_s = True, self._env.now
-        worker.most_held[:] = [self._held, self._held]
+        worker.most_held[:] = [self._held(worker)] * 2
         self._refill(worker)
         self._compute(worker)
         self._open_up(worker)
@@ -505,6 +545,13 @@ class Service:
     def leave(self, worker: SimulatedWorker) -> None:
         """A worker is gone. The broker gets what it still held."""
         self._hand_back(self._taken_from(worker))
+
+    def lose_gpu(self, worker: SimulatedWorker) -> None:
+        """A worker's GPU has failed. It still holds what it ran, to try it again, and pulls."""
+        jobs = self._work.stop(worker) if worker.running else []
+        for job in sorted(jobs, key=_age, reverse=True):
+            worker.held[BATCH if job.is_batch_priority else INTERACTIVE].appendleft(job)
+        self._compute(worker)
 
     def lose(self, worker: SimulatedWorker) -> None:
         """A worker died. The broker gives what it held to others when the leases end."""

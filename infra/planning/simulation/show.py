@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from infra.planning.simulation.result import ModelSummary, RunSummary, SimulationResult
+from infra.planning.simulation.result import (
+    GpuFailureSummary,
+    ModelSummary,
+    RunSummary,
+    SimulationResult,
+)
 from infra.text_table import transposed
 
 
@@ -16,6 +21,7 @@ def text(result: SimulationResult) -> str:
             transposed(_MODEL_HEADS, [_model_row(one) for one in summary.models]),
             transposed(_GPU_HEADS, [_gpu_row(summary)]),
             *(f"workers ended, {reason}: {count}" for reason, count in _lost(summary)),
+            *(_failure(one) for one in summary.gpu_failures),
         ]
     )
 
@@ -94,6 +100,16 @@ def _gpu_row(summary: RunSummary) -> tuple[object, ...]:
         _rounded(summary.dollars, 2),
         _rounded(summary.dollars_per_day, 2),
     )
+
+
+def _failure(one: GpuFailureSummary) -> str:
+    times = (
+        ("alert", one.alert_s),
+        ("node emptied", one.emptied_s),
+        ("all workers ready", one.replaced_s),
+    )
+    after = (f"{step} {'never' if at is None else f'after {at:.0f} s'}" for step, at in times)
+    return f"GPU failed at {one.at_s:.0f} s: {', '.join(after)}"
 
 
 def _lost(summary: RunSummary) -> list[tuple[str, int]]:

@@ -40,24 +40,42 @@ class Inside:
     """0: a prompt is read."""
 
 
+@dataclass(slots=True, eq=False)
+class RunningBatch:
+    """A whole batch that one process of a worker computes."""
+
+    worker: SimulatedWorker
+    jobs: list[SimulatedJob]
+    took_s: float
+    batch_share: float
+    """Share of its items at `batch` priority."""
+    counted_s: float
+    """The time up to which the worker has counted it."""
+
+
 class Node:
     """A machine with one GPU, which `places` workers share in time."""
 
     __slots__ = (
         "busy",
         "busy_s",
+        "has_failed",
+        "is_cordoned",
         "is_ready",
         "is_spot",
+        "name",
         "ordered_s",
         "places",
         "since_s",
         "workers",
     )
 
-    def __init__(self, places: int, is_spot: bool) -> None:
+    def __init__(self, name: str, places: int, is_spot: bool) -> None:
+        self.name = name
         self.places = places
         self.is_spot = is_spot
-        self.is_ready = False
+        self.is_ready = self.has_failed = self.is_cordoned = False
+        """Whether pods can start on it, its GPU has failed, and it was cordoned for that."""
         self.workers: list[SimulatedWorker] = []
         self.busy = 0
         """Workers that compute right now."""
@@ -84,6 +102,7 @@ class SimulatedWorker:
         "busy_parts",
         "busy_s",
         "busy_since_s",
+        "computing",
         "drained",
         "evict",
         "held",
@@ -96,16 +115,18 @@ class SimulatedWorker:
         "is_ready",
         "is_spread",
         "items",
+        "lose_gpu",
+        "lost_gpus",
         "model",
         "most_held",
         "name",
         "node",
         "open_at",
         "placed",
+        "processes",
         "ready_s",
         "region",
         "running",
-        "running_s",
         "spare_s",
         "started_s",
         "step_time",
@@ -118,18 +139,25 @@ class SimulatedWorker:
         region: str,
         model: str,
         *,
+        processes: int,
         placed: simpy.Event,
         is_spread: bool,
         evict: Callable[[SimulatedWorker, str], None],
+        lose_gpu: Callable[[SimulatedWorker, float], None],
     ) -> None:
         self.name = name
         self.region = region
         self.model = model
+        self.processes = processes
+        """Model processes, each with a CPU of its own if there are several."""
         self.placed = placed
         """Comes when it has a place on a node."""
         self.is_spread = is_spread
         self.evict = partial(evict, self)
         """Tells its Deployment that its node goes, and why."""
+        self.lose_gpu = partial(lose_gpu, self)
+        """Tells its Deployment that its GPU has failed, and after which time it leaves."""
+        self.lost_gpus = 0
         self.node: Node | None = None
         self.is_ready = self.is_draining = self.is_gone = False
         self.is_new = True
@@ -144,7 +172,8 @@ class SimulatedWorker:
         self.ahead = (HeldAhead(), HeldAhead())
         """What it measures of each priority."""
         self.running: list[SimulatedJob] = []
-        self.running_s = 0.0
+        self.computing: list[RunningBatch] = []
+        """The whole batches of `running`, at most one for each process."""
         self.started_s = 0.0
         self.batch_done: simpy.Event | None = None
         self.drained: simpy.Event | None = None
@@ -187,12 +216,31 @@ class SimulatedWorker:
             node.busy_s += now_s - node.since_s
         self.set_busy((0.0, 0.0), now_s)
 
+    @property
+    def has_free_process(self) -> bool:
+        """Returns whether a process could begin a whole batch while others compute."""
+        return 0 < len(self.computing) < self.processes
+
     def settle(self, now_s: float) -> None:
         """Counts what it did in what it computes now."""
-        if self.running:
+        if self.inside is not None:
             passed_s, self.started_s = now_s - self.started_s, now_s
             self.busy_s += passed_s
-            self.work_s += passed_s * (1.0 if self.inside is None else self.inside.work_part)
+            self.work_s += passed_s * self.inside.work_part
+        for batch in self.computing:
+            self.count(batch, now_s)
+
+    def count(self, batch: RunningBatch, now_s: float) -> None:
+        """Counts what a process did in a batch, as a part of the worker."""
+        part_s = (now_s - batch.counted_s) / self.processes
+        batch.counted_s = now_s
+        self.busy_s += part_s
+        self.work_s += part_s
+
+    def set_busy_of_batches(self, now_s: float) -> None:
+        """Its processes compute the batches that they have now."""
+        share = sum(batch.batch_share for batch in self.computing) / self.processes
+        self.set_busy((len(self.computing) / self.processes - share, share), now_s)
 
     def slowed(self, kept_when_sharing: float) -> float:
         """Returns the current slowdown factor from others that compute on the same GPU."""
@@ -210,6 +258,11 @@ class SimulatedWorker:
         fade = math.exp((self.busy_since_s - now_s) / BUSY_FADE_S)
         (interactive, batch), (old, old_batch) = self.busy_parts, self.busy_average
         return interactive + (old - interactive) * fade, batch + (old_batch - batch) * fade
+
+    @property
+    def has_gpu(self) -> bool:
+        """Returns whether it can compute."""
+        return self.node is None or not self.node.has_failed
 
     @property
     def is_serving(self) -> bool:

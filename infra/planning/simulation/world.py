@@ -17,6 +17,7 @@ import simpy
 import yaml
 
 from infra.kubernetes.deployment import Deployment, gpu_class, read_gpu_types
+from infra.kubernetes.placement import processes_of
 from infra.planning.autoscaled import gpu_nodes, most_workers
 from infra.planning.deploy.platform_variables import GeneralNodes
 from infra.planning.deploy.prices import Prices, read_prices
@@ -24,13 +25,23 @@ from infra.planning.item_load import batch_items, check_work
 from infra.planning.simulation.api_site import ApiSite, SimulatedJob
 from infra.planning.simulation.fleet import Fleet
 from infra.planning.simulation.hpa import SYNC_S
-from infra.planning.simulation.metrics_table import OF_API, OF_WORKERS, UNDELIVERED, Labels, Values
+from infra.planning.simulation.metrics_table import (
+    LOST_GPUS,
+    OF_API,
+    OF_WORKERS,
+    UNDELIVERED,
+    XID_ERRORS,
+    Labels,
+    Values,
+)
+from infra.planning.simulation.promql import PromQuery, vector
 from infra.planning.simulation.recorder import GpuSample, Recorder, RequestEnd, Sample
 from infra.planning.simulation.replicas import Autoscaler, SimulatedDeployment
 from infra.planning.simulation.result import FleetCost, SimulationResult
-from infra.planning.simulation.rules import WorkerRules, read_rules
+from infra.planning.simulation.rules import AlertRules, WorkerRules, read_alert, read_rules
 from infra.planning.simulation.scenario import (
     Event,
+    GpuFailure,
     Metrics,
     MetricsOutage,
     RegionLoss,
@@ -71,6 +82,8 @@ ROUND_TRIPS = 2
 """Equals ROUND_TRIPS of api/dispatch/model_window.py."""
 
 FORGET_EVERY_S = 300.0
+FALLEN_OFF_THE_BUS = 79
+"""The XID of a GPU that has failed."""
 
 
 class Scraper:
@@ -82,6 +95,7 @@ class Scraper:
         metrics: intervals and ages.
         parts: the scraped parts.
         broker_wait_s: how long published jobs may be on their way and wait at the broker.
+        has_gpu_failures: whether GPUs fail, and with that metrics that only alerts query.
     """
 
     def __init__(
@@ -91,12 +105,15 @@ class Scraper:
         metrics: Metrics,
         parts: Parts,
         broker_wait_s: float = BROKER_WAIT_S,
+        *,
+        has_gpu_failures: bool = False,
     ) -> None:
         self._env = env
         self._series = series
         self._metrics = metrics
         self._parts = parts
         self._broker_wait_s = broker_wait_s
+        self._has_gpu_failures = has_gpu_failures
         self.away: list[tuple[str, ...]] = []
         """Outages: beginnings of the names that are not scraped. An empty one is any name."""
         self._forget_s = 0.0
@@ -121,6 +138,8 @@ class Scraper:
                     for name, values_of in OF_API.items():
                         self._target(name, target, values_of(site))
             self._scrape_workers()
+            if self._has_gpu_failures:
+                self._scrape_gpus()
             if self._metrics.has_stale_markers:
                 for name, labels in before.keys() - self._scraped.keys():
                     self._series.end(name, labels, self._env.now)
@@ -140,6 +159,18 @@ class Scraper:
                 target = (("location", region), ("pod", worker.name), ("worker", slug))
                 for name, values_of in OF_WORKERS.items():
                     self._target(name, target, values_of(worker, now_s))
+
+    def _scrape_gpus(self) -> None:
+        for (_, region), fleet in self._parts.fleets.items():
+            for node in fleet.nodes:
+                if node.has_failed:
+                    labels = (("Hostname", node.name), ("gpu", "0"), ("location", region))
+                    self._target(XID_ERRORS, labels, (((), float(FALLEN_OFF_THE_BUS)),))
+        for (_, region), replicas in self._parts.replicas.items():
+            for worker in (*replicas.workers, *replicas.leaving):
+                slug = replicas.rules.slug
+                target = (("location", region), ("pod", worker.name), ("worker", slug))
+                self._target(LOST_GPUS, target, (((), float(worker.lost_gpus)),))
 
     def _target(self, name: str, target: Labels, values: Values) -> None:
         for own, value in values:
@@ -173,22 +204,30 @@ class Scraper:
 def happen(env: simpy.Environment, event: Event, parts: Parts, scraper: Scraper) -> Steps:
     """The process of one event."""
     yield env.timeout(event.at_s)
+    if isinstance(event, StockOut):
+        yield from _stock_out(env, event, parts)
+    elif isinstance(event, MetricsOutage):
+        yield from _metrics_outage(env, event, parts, scraper)
+    elif isinstance(event, RegionLoss):
+        yield from _region_loss(env, event, parts)
+    else:
+        _begin(event, parts)
+
+
+def _begin(event: SpotLoss | GpuFailure | RolloutEvent | SetReplicas, parts: Parts) -> None:
+    """Events that nobody ends."""
     if isinstance(event, SpotLoss):
         for (_, region), fleet in parts.fleets.items():
             if event.region in (None, region):
                 fleet.lose(event.share)
+    elif isinstance(event, GpuFailure):
+        _fail_gpus(event, parts)
     elif isinstance(event, RolloutEvent):
         for (model, _), replicas in parts.replicas.items():
             if model == event.model:
                 replicas.roll_out()
-    elif isinstance(event, SetReplicas):
-        _set_replicas(event, parts)
-    elif isinstance(event, StockOut):
-        yield from _stock_out(env, event, parts)
-    elif isinstance(event, MetricsOutage):
-        yield from _metrics_outage(env, event, parts, scraper)
     else:
-        yield from _region_loss(env, event, parts)
+        _set_replicas(event, parts)
 
 
 def _set_replicas(event: SetReplicas, parts: Parts) -> None:
@@ -201,6 +240,14 @@ def _set_replicas(event: SetReplicas, parts: Parts) -> None:
             if event.is_kill:
                 replicas.kill_down_to(event.count)
             replicas.set(event.count)
+
+
+def _fail_gpus(event: GpuFailure, parts: Parts) -> None:
+    for (pool, region), fleet in parts.fleets.items():
+        type_ = pool.rpartition("-x")[0]
+        has_gpus = type_ in read_gpu_types()
+        if has_gpus and event.region in (None, region) and event.gpu in (None, type_):
+            fleet.fail_gpus(event)
 
 
 def _stock_out(env: simpy.Environment, event: StockOut, parts: Parts) -> Steps:
@@ -256,6 +303,7 @@ def _region_loss(env: simpy.Environment, event: RegionLoss, parts: Parts) -> Ste
 
 SAMPLES = 1440
 """Samples of a run, for plots over time."""
+GPU_ALERT = "gpu-failed"
 MARGIN_S = 60.0
 """Series are kept for longer than queries look back."""
 MIN_SAMPLE_S = 5.0
@@ -344,11 +392,24 @@ class World:
             for name, model in self.models.items():
                 self._add(region, model, rules[region][name])
         looks_back_s = max(one.looks_back_s for one in self.parts.autoscalers.values())
+        has_gpu_failures = any(isinstance(event, GpuFailure) for event in scenario.events)
+        if has_gpu_failures:
+            alert = read_alert(GPU_ALERT)
+            query = PromQuery(alert.query)
+            looks_back_s = max(looks_back_s, query.looks_back_s)
+            self.env.process(self._watch(alert, query))
         self.series.kept_s = looks_back_s + scenario.metrics.pubsub_age_s + MARGIN_S
         self._start_workers()
         # As api/dispatch/model_window.py.
         stay_s = BROKER_WAIT_S + ROUND_TRIPS * scenario.broker.round_trip_s
-        scraper = Scraper(self.env, self.series, scenario.metrics, self.parts, stay_s)
+        scraper = Scraper(
+            self.env,
+            self.series,
+            scenario.metrics,
+            self.parts,
+            stay_s,
+            has_gpu_failures=has_gpu_failures,
+        )
         for number, (name, stream) in enumerate(
             (name, stream) for name, load in scenario.models.items() for stream in load.arrivals
         ):
@@ -466,6 +527,21 @@ class World:
         shares = [regions[region].share for region in up]
         return self.parts.sites[name, self._chance.choices(up, shares)[0]]
 
+    def _watch(self, alert: AlertRules, query: PromQuery) -> Steps:
+        """Notes when an alert begins to fire."""
+        since_s: float | None = None
+        is_firing = False
+        while True:
+            now_s = self.env.now
+            if not vector(query.value(self.series, now_s)):
+                since_s, is_firing = None, False
+            else:
+                since_s = now_s if since_s is None else since_s
+                if not is_firing and now_s - since_s >= alert.duration_s:
+                    is_firing = True
+                    self.recorder.alerted_s.append(now_s)
+            yield self.env.timeout(alert.evaluation_interval_s)
+
     def _sample(self) -> Steps:
         period_s = max(MIN_SAMPLE_S, self.scenario.duration_s / SAMPLES)
         while True:
@@ -501,6 +577,9 @@ class World:
             },
             recorder=self.recorder,
             fleets=tuple(self._costs()),
+            emptied_s=tuple(
+                sorted(at_s for fleet in self.parts.fleets.values() for at_s in fleet.emptied_s)
+            ),
         )
 
     def _costs(self) -> Iterator[FleetCost]:
@@ -521,6 +600,7 @@ class World:
             item_s = load.full_item_s(batch_items(model, load))
             if fleet.places > 1:
                 item_s *= fleet.places / load.kept_when_sharing
+            item_s /= processes_of(model)
             asked = most_workers(requests_per_s * load.items_per_request * item_s, requests_per_s)
             workers.append(max(model.replicas.min, asked))
         return gpu_nodes(workers, fleet.buffer, fleet.places)

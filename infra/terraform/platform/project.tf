@@ -59,7 +59,7 @@ resource "google_project_iam_member" "network_agent" {
 
 resource "google_artifact_registry_repository" "default" {
   project       = var.project_id
-  location      = coalesce(var.registry_location, local.continent)
+  location      = var.registry_location
   repository_id = var.prefix
   description   = "Images of API, workers and functions"
   format        = "DOCKER"

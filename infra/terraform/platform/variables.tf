@@ -292,9 +292,15 @@ variable "regions" {
 }
 
 variable "registry_location" {
-  description = "Location of the registry: a region, or asia, europe or us, so that nodes get images while a region is out. Null: the continent of the home region, if it is one of these. Another location is another registry: its images have to be copied first."
+  description = "Location of the registry: asia, europe or us, so that nodes get images while a region is out, or a region. It has to be said: another location is another registry, and the images of the one before are deleted with it."
   type        = string
   default     = null
+
+  # Before 0.2 it was the home region. A default would replace such a registry.
+  validation {
+    condition     = var.registry_location != null
+    error_message = "Say where the registry is. Of a new deployment: registry_location = \"${local.continent}\". One that was made before release 0.2 has it in its home region: registry_location = \"${local.home}\". Another location deletes the registry with its images."
+  }
 
   validation {
     condition     = var.registry_location == null ? true : contains(concat(local.continents, local.google_regions), var.registry_location)

@@ -40,6 +40,7 @@ def plan_platform(folder: Path, **variables: object) -> Plan:
     _need_terraform()
     given = {
         "project_id": PROJECT,
+        "registry_location": "europe",
         "api": {"image": "registry.example.com/api@sha256:0", "max_instances": 1},
         "inboxes": {"per_region": 2, "slots": 2},
     }

@@ -30,6 +30,7 @@ from api.routes import health
 from infra import bigquery
 from infra.local.provision_servers import provision
 from infra.planning.deploy.platform_variables import INBOX_STRIDE
+from infra.row_archive import archive as row_archive
 from pubsub_emulator import parse_filter
 from shared.catalog import read_catalog
 from shared.messages import Envelope, Reply, ReplyBody, encode_reply
@@ -48,6 +49,7 @@ CATALOG = read_catalog(Path("models.yaml"))
 EXPORTERS = (
     api.dispatch.reply_inbox,
     api.metrics,
+    row_archive,
     shared.stores.cache,
     shared.usage.writer,
     workers.metrics,
@@ -282,10 +284,10 @@ def test_rights_are_given_to_the_accounts_of_the_pods(plan: Plan, objects: Objec
         for found in plan.of("google_pubsub_subscription_iam_member")
         if found["member"].startswith("principal://")
     }
-    assert pulling == accounts
-    assert {pod(found)["serviceAccountName"] for found in deployments(objects).values()} == set(
-        of_kind(objects, "ServiceAccount")
-    )
+    # What empties nodes talks to the cluster alone.
+    assert pulling == accounts - {"ns/penstock/sa/gpu-nodes"}
+    of_workers = {pod(found)["serviceAccountName"] for found in deployments(objects).values()}
+    assert of_workers == of_kind(objects, "ServiceAccount").keys() - {"gpu-nodes"}
 
 
 def test_pods_find_the_pools(plan: Plan, objects: Objects) -> None:

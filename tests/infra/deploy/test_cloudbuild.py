@@ -427,7 +427,8 @@ def test_what_is_applied_is_what_was_planned(checkout: Path) -> None:
     put(checkout, "terraform", TERRAFORM)
     given = {"ROOT": "root", "STATE_BUCKET": "state"}
     (checkout / "release/images.auto.tfvars.json").write_text("{}")
-    planned = script(checkout, "sh", "plan.sh", PROJECT_ID="example-project", **given)
+    own = {"PROJECT_ID": "example-project", "LOCATION": "europe"}
+    planned = script(checkout, "sh", "plan.sh", **own, **given)
     assert planned.returncode == 0, planned.stderr
     assert (checkout / "release/plan.txt").read_text() == "readable\n"
     assert (checkout / "root/state_override.tf").read_text().startswith("terraform {")

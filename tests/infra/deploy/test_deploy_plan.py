@@ -31,7 +31,8 @@ def test_the_example_is_planned_by_the_command() -> None:
         "an example, not measured",
         "l4-x4-spot",
         "NVIDIA_L4_GPUS",
-        "no price memorystore/STANDARD_SMALL",
+        "Memorystore of the cache",
+        "0 rows have none",
     ):
         assert words in reported.stdout
 

@@ -80,8 +80,87 @@ def test_pinning_puts_todays_digest_behind_the_tag(tmp_path: Path) -> None:
     )
 
 
+def no_registry(folder: Path) -> dict[str, str]:
+    """An environment in which no registry answers."""
+    docker = folder / "docker"
+    docker.write_text("#!/bin/sh\necho 'no such host' >&2\nexit 1\n")
+    docker.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def test_digest_that_the_bot_proposed_is_what_a_build_stands_on(tmp_path: Path) -> None:
+    """A pull request of the bot, merged: a build takes its digest, and asks no registry."""
+    was, now = (f"sha256:{letter * 64}" for letter in "ab")
+    path = "infra/docker/bases.env"
+    pinned = pull_request(path, Path(path).read_text(), was)
+    merged, out = tmp_path / "merged.env", tmp_path / "release.env"
+    merged.write_text(pull_request(path, pinned, now))
+    done = run(FOLDER / "pin.sh", out, SOURCE=str(merged), **no_registry(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert out.read_text() == merged.read_text()
+    built = run(FOLDER / "build.sh", "api", "api:1", BUILDER="echo", BASES=str(out))
+    assert f"PYTHON_BASE=docker.io/library/python:3.11-slim-bookworm@{now}" in built.stdout
+
+
+def test_without_a_registry_nothing_is_pinned_and_nothing_built(tmp_path: Path) -> None:
+    out = tmp_path / "release.env"
+    done = run(FOLDER / "pin.sh", out, **no_registry(tmp_path))
+    assert done.returncode != 0
+    assert "no such host" in done.stderr
+    assert not out.exists()
+    # What a build of a release then stands on is missing, or has no digest: both are refused.
+    missing = run(FOLDER / "build.sh", "api", "api:1", BUILDER="echo", BASES=str(out))
+    assert missing.returncode != 0
+    assert "PYTHON_BASE" not in missing.stdout
+    unpinned = run(FOLDER / "build.sh", "api", "api:1", BUILDER="echo")
+    assert unpinned.returncode == 2
+    assert "without a digest" in unpinned.stderr
+
+
+def test_answer_of_a_registry_that_is_no_digest_is_refused(tmp_path: Path) -> None:
+    docker = tmp_path / "docker"
+    docker.write_text("#!/bin/sh\necho '<html>sign in</html>'\n")
+    docker.chmod(0o755)
+    done = run(FOLDER / "pin.sh", tmp_path / "out", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode != 0
+    assert "the registry gave no digest" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_build_of_a_release_takes_its_bases_from_the_pinned_file() -> None:
+    image = Path("infra/cloudbuild/image.sh").read_text()
+    assert "BASES=$PWD/release/bases.env" in image
+    assert "UNPINNED" not in image + Path("cloudbuild.yaml").read_text()
+
+
 RENOVATE = json.loads(Path(".github/renovate.json").read_text(encoding="utf-8"))
 IMAGE = re.compile(r"(docker\.io|gcr\.io|us-docker\.pkg\.dev/cloud-ops-agents-artifacts)/[^\s\"]+")
+
+
+def pull_request(path: str, text: str, digest: str) -> str:
+    """The file after a pull request of the bot that gives every image this digest.
+
+    It puts the template, compiled, in the place of the whole match. Without a template it replaces
+    values that are there, so an image without a digest would never get one
+    (renovatebot/renovate, lib/workers/repository/update/branch/auto-replace.ts).
+    """
+    (manager,) = [
+        one
+        for one in RENOVATE["customManagers"]
+        if any(re.search(pattern.strip("/"), path) for pattern in one["managerFilePatterns"])
+    ]
+    (pattern,) = manager["matchStrings"]
+
+    def compiled(found: re.Match[str]) -> str:
+        upgrade = {**found.groupdict(), "newValue": found["currentValue"], "newDigest": digest}
+        kept = re.sub(
+            r"\{\{#if (\w+)\}\}(.*?)\{\{/if\}\}",
+            lambda one: one[2] if upgrade[one[1]] else "",
+            manager["autoReplaceStringTemplate"],
+        )
+        return re.sub(r"\{\{\{(\w+)\}\}\}", lambda one: str(upgrade[one[1]]), kept)
+
+    return re.sub(pattern.replace("(?<", "(?P<"), compiled, text)
 
 
 def seen_by_the_bot(path: str, text: str) -> set[str]:
@@ -96,18 +175,31 @@ def seen_by_the_bot(path: str, text: str) -> set[str]:
     return images
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "infra/docker/bases.env",
-        "infra/compose/images.env",
-        "cloudbuild.yaml",
-        "infra/cloudbuild/deploy.yaml",
-        "infra/cloudbuild/rollback.yaml",
-        "infra/terraform/modules/options/variables.tf",
-        "infra/terraform/modules/region/variables.tf",
-    ],
-)
+WITH_IMAGES = [
+    "infra/docker/bases.env",
+    "infra/compose/images.env",
+    "cloudbuild.yaml",
+    "infra/cloudbuild/deploy.yaml",
+    "infra/cloudbuild/rollback.yaml",
+    "infra/terraform/modules/options/variables.tf",
+    "infra/terraform/modules/region/variables.tf",
+]
+
+
+@pytest.mark.parametrize("path", WITH_IMAGES)
+def test_pull_requests_of_the_bot_change_digests_and_nothing_else(path: str) -> None:
+    text = Path(path).read_text(encoding="utf-8")
+    unpinned = re.sub(r"@sha256:[a-f0-9]{64}", "", text)
+    first, second = (f"sha256:{letter * 64}" for letter in "ab")
+    pinned = pull_request(path, unpinned, first)
+    images = [found[0] for found in IMAGE.finditer(unpinned)]
+    assert pinned.count(f"@{first}") == len(images) > 0
+    assert all(f"{image}@{first}" in pinned for image in images)
+    assert pinned.replace(f"@{first}", "") == unpinned
+    assert pull_request(path, pinned, second) == pinned.replace(first, second)
+
+
+@pytest.mark.parametrize("path", WITH_IMAGES)
 def test_bot_renews_every_image_by_digest(path: str) -> None:
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))

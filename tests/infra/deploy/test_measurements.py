@@ -242,11 +242,11 @@ def test_a_simulation_counts_the_same_work(weighing: Path) -> None:
         "start_replicas": 4,
     }
     document = {"duration_s": 600, "settle_s": 0, "catalog": models, "models": {"mine": load}}
-    # Two items of 0.3 s are a full batch, and 1.2 Erlangs keep 4 workers at 30 %.
+    # Two items of 0.3 s are a full batch, and 1.2 Erlangs keep 4 workers of two processes at 15 %.
     result = simulate(scenario_of(document))
     (summary,) = result.summary.models
     assert summary.served == pytest.approx(2400, rel=0.1)
-    assert result.recorder.worker_busy_s == pytest.approx(summary.served * 0.3, rel=0.02)
+    assert result.recorder.worker_busy_s == pytest.approx(summary.served * 0.3 / 2, rel=0.02)
     del load["work_per_item"]
     with pytest.raises(ConfigurationError, match="work_per_item is missing"):
         scenario_of(document)

@@ -127,6 +127,18 @@ def test_disk_is_that_of_terraform() -> None:
     assert [int(size) for size in sizes] == [costs.GENERAL_DISK_GIB]
 
 
+def test_days_of_the_row_archive_are_those_of_terraform() -> None:
+    stage = Path("infra/terraform/platform/row_archive.tf").read_text()
+    assert re.findall(r"expirationMs\) / 86400000 \+ (\d+)", stage) == [
+        str(costs.ARCHIVE_DAYS_MORE)
+    ]
+    deleted_s = costs.ARCHIVE_DELETED_DAYS * 86400
+    assert re.findall(r"soft_delete\w* += (\d+)|retention_duration_seconds = (\d+)", stage) == [
+        ("", str(deleted_s))
+    ]
+    assert re.findall(r'limits   = \{ cpu = "(\d+)"', stage) == [str(costs.ARCHIVE_CPU)]
+
+
 @pytest.mark.parametrize(
     ("variable", "model", "file"),
     [
@@ -136,6 +148,7 @@ def test_disk_is_that_of_terraform() -> None:
         ("nodes", platform_variables.Nodes, OPTIONS),
         ("objects_days", platform_variables.ObjectsDays, OPTIONS),
         ("records", platform_variables.RecordsVariable, OPTIONS),
+        ("rows", platform_variables.RowsVariable, OPTIONS),
         ("general_nodes", platform_variables.GeneralNodes, CLUSTER),
     ],
 )
@@ -167,6 +180,7 @@ def test_names_are_those_of_terraform() -> None:
         "objects_days": platform_variables.ObjectsDays,
         "records": platform_variables.RecordsVariable,
         "regions": platform_variables.Region,
+        "rows": platform_variables.RowsVariable,
     }
     for variable, model in typed.items():
         written = re.search(

@@ -5,17 +5,25 @@ and not made up.
 from __future__ import annotations
 
 import datetime
+import random
+from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infra.planning.deploy import costs, volumes
 from infra.planning.deploy.costs import totals, without_price
 from infra.planning.deploy.platform_variables import Platform
 from infra.planning.deploy.prices import ListPrice, Prices, Source, Step, read_prices
+from infra.row_archive.archive import RowArchive
+from infra.row_archive.parquet import parquet_of_lines
 from shared.errors import ConfigurationError
+from shared.stores.objects import ObjectWriter, StoredObject
 from tests.infra.deploy.planning import entry, plan_of, rate
+from tests.infra.row_archive.stores import FragileStore, TableOfRows, put, row
 
 EGRESS = ListPrice(
     unit="GiB",
@@ -64,18 +72,18 @@ def test_a_month_adds_up() -> None:
     asked = rate(10, peak_per_s=1000, input_bytes=100)
     platform = Platform.model_validate({"inboxes": {"per_region": 8, "slots": 4}})
     plan = plan_of(entry(), rates={"texts": asked}, prices=prices, platform=platform)
-    costs = {cost.item: cost for cost in plan.costs}
-    gpus = costs["GPU nodes l4-x1, spot"]
+    priced = {cost.item: cost for cost in plan.costs}
+    gpus = priced["GPU nodes l4-x1, spot"]
     assert (gpus.mean_usd, gpus.peak_usd) == (0.5 * 730, 15 * 0.5 * 730)
     # A job is small, and billed as 1,000 bytes: published, delivered to workers and to the priority
     # `batch`.
     jobs = 10 * 730 * 3600 * 3 * 1000 / 2**40
-    assert costs["Pub/Sub, jobs: 1 publish, 2 deliveries"].mean == pytest.approx(jobs)
-    replies = costs["Pub/Sub, direct replies: 1 publish, 1 delivery"].mean
+    assert priced["Pub/Sub, jobs: 1 publish, 2 deliveries"].mean == pytest.approx(jobs)
+    replies = priced["Pub/Sub, direct replies: 1 publish, 1 delivery"].mean
     assert replies is not None
     # 384 floats in base64 are 2,048 bytes; receipt and attributes some 500.
     assert replies / jobs == pytest.approx(2 / 3 * 2.5, rel=0.1)
-    assert costs["Pub/Sub, replies to slots: 1 publish, 4 deliveries"].mean_usd == 0
+    assert priced["Pub/Sub, replies to slots: 1 publish, 4 deliveries"].mean_usd == 0
     assert totals(plan.costs)[0] == pytest.approx(sum(cost.mean_usd or 0 for cost in plan.costs))
     assert list(plan.sources) == ["s"]
 
@@ -107,10 +115,97 @@ def test_own_prices_replace_and_add(tmp_path: Path) -> None:
     )
     prices = read_prices(own)
     plan = plan_of(entry(), rates={"texts": rate()}, prices=prices)
-    costs = {cost.item: cost for cost in plan.costs}
-    assert costs["GKE, cluster"].mean_usd == pytest.approx(0.05 * 730)
-    assert costs["Memorystore of the cache"].mean_usd == pytest.approx(2 * 0.2 * 730)
+    priced = {cost.item: cost for cost in plan.costs}
+    assert priced["GKE, cluster"].mean_usd == pytest.approx(0.05 * 730)
+    assert priced["Memorystore of the cache"].mean_usd == pytest.approx(2 * 0.2 * 730)
     assert plan.sources[f"{own}: contract"].seen == datetime.date(2026, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "node_type", ["SHARED_CORE_NANO", "STANDARD_SMALL", "HIGHMEM_MEDIUM", "HIGHMEM_XLARGE"]
+)
+def test_every_redis_that_terraform_takes_has_a_price(node_type: str) -> None:
+    platform = Platform.model_validate(
+        {"cache": {"node_type": node_type}, "records": {"apart": True, "node_type": node_type}}
+    )
+    plan = plan_of(entry(), rates={"texts": rate()}, prices=read_prices(), platform=platform)
+    rows = [cost for cost in plan.costs if cost.price_key == f"memorystore/{node_type}"]
+    assert [row.item for row in rows] == ["Memorystore of the cache", "Memorystore of the records"]
+    assert all(row.mean_usd for row in rows)
+    assert {row.source for row in rows} == {"memorystore"}
+
+
+def test_rows_by_way_of_the_archive_are_loaded_and_not_inserted() -> None:
+    asked = {"texts": rate(10, peak_per_s=1000, items_per_request=3)}
+    by_archive = plan_of(entry(), rates=asked, prices=read_prices())
+    priced = {cost.item: cost for cost in by_archive.costs}
+    assert "BigQuery, rows inserted" not in priced
+    assert priced["BigQuery, load jobs"].mean_usd == 0
+    assert priced["row archive on Cloud Run, CPU"].mean_usd == pytest.approx(
+        1.5 * 730 * 3600 * 0.000018
+    )
+    written = priced["row archive, objects written and listed"]
+    passes, month_s = 3 * 730 * 3600 / 120, 730 * 3600
+    # One API instance and one worker put an object each ten seconds, or one for each 500 rows.
+    puts = 2 * month_s / 10 + 30 * month_s / 500
+    listed = passes + 403 * 3 * 730 / 24
+    assert written.mean == pytest.approx((puts + listed + 3 * passes) / 1000)
+    assert written.mean_usd == pytest.approx((written.mean or 0) * 0.01)
+    assert (written.peak or 0) > (written.mean or 0)
+    direct = Platform.model_validate({"rows": {"archive": False}})
+    straight = plan_of(entry(), rates=asked, prices=read_prices(), platform=direct)
+    items = {cost.item for cost in straight.costs}
+    assert not any(item.startswith("row archive") for item in items)
+    assert "BigQuery, rows inserted" in items
+
+
+class CountingStore(FragileStore):
+    """Counts what Google bills: writes and listings, and reads. To delete costs nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    async def put(self, key: str, data: bytes, media_type: str) -> None:
+        self.calls["write"] += 1
+        await super().put(key, data, media_type)
+
+    async def create(self, key: str, data: bytes, media_type: str) -> bool:
+        self.calls["write"] += 1
+        return await super().create(key, data, media_type)
+
+    def writer(self, key: str, media_type: str) -> ObjectWriter:
+        self.calls["write"] += 1
+        return super().writer(key, media_type)
+
+    async def get(self, key: str, max_bytes: int) -> bytes:
+        self.calls["read"] += 1
+        return await super().get(key, max_bytes)
+
+    async def listing(self, folder: str, limit: int) -> list[StoredObject]:
+        self.calls["list"] += 1
+        return await super().listing(folder, limit)
+
+
+async def test_a_pass_of_the_archive_takes_as_many_calls_as_are_priced() -> None:
+    store = CountingStore()
+    for number in range(5):
+        await put(store, [row(number)], f"{number}")
+    store.calls.clear()
+    await RowArchive(store, "rows", TableOfRows()).run_once()
+    assert (store.calls["list"], store.calls["write"]) == (1, costs.PASS_WRITES)
+    # The file is read when its day is merged, which is priced with its pass.
+    assert store.calls["read"] == 5 + costs.PASS_READS - 1
+
+
+def test_a_row_is_no_larger_in_the_archive_than_is_priced(tmp_path: Path) -> None:
+    chance = random.Random(1)
+    lines = tmp_path / "rows.jsonl"
+    rows = [volumes.sample_row(entry(), chance) for _ in range(20_000)]
+    lines.write_bytes(b"\n".join(map(msgspec.json.encode, rows)))
+    size = parquet_of_lines("rows", lines, tmp_path).whole.stat().st_size / len(rows)
+    priced = volumes.packed_row_bytes(entry())
+    assert 0.3 * priced < size <= priced
 
 
 @pytest.mark.parametrize(

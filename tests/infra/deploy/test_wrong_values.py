@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 RIGHT: dict[str, Any] = {
     "project_id": PROJECT,
+    "registry_location": "europe",
     "api": {"max_instances": 1},
     "inboxes": {"per_region": 2, "slots": 2},
 }
@@ -202,7 +203,11 @@ CHECKED_AGAINST_FIRST: Wrong = {
         ({"maintenance": {"day": "DAILY"}}, "records.maintenance"),
         ({"from_backup": "b"}, "records.from_backup"),
     ],
-    "registry_location": [("eu", "registry_location"), ("europe-west99", "registry_location")],
+    "registry_location": [
+        (None, 'registry_location = "europe"'),
+        ("eu", "registry_location is asia, europe, us, or a region"),
+        ("europe-west99", "registry_location is asia, europe, us, or a region"),
+    ],
     "rows": [
         ({"every_s": 30}, "rows.every_s"),
         ({"every_s": 120.5}, "rows.every_s"),
@@ -387,18 +392,28 @@ def test_catalog_that_cannot_be_deployed(tmp_path: Path, models: str, reason: st
     [
         (
             "minimal",
-            {"project_id": "P", "region": "europe-west99", "api_image": "an image"},
+            {
+                "project_id": "P",
+                "region": "europe-west99",
+                "registry_location": "europe",
+                "api_image": "an image",
+            },
             {"project_id", "regions", "api"},
         ),
         (
             "multi-region",
-            {"project_id": PROJECT, "domain": "https://api.example.com"},
+            {
+                "project_id": PROJECT,
+                "domain": "https://api.example.com",
+                "registry_location": "europe",
+            },
             {"domain"},
         ),
         (
             "production",
             {
                 "project_id": PROJECT,
+                "registry_location": "europe",
                 "alert_emails": ["oncall"],
                 "billing_account": "garbage",
                 "domain": "example",
@@ -412,6 +427,35 @@ def test_examples_refuse_them_too(
     tmp_path: Path, example: str, given: dict[str, Any], wrong: set[str]
 ) -> None:
     assert set(refusals(tmp_path, f"examples/{example}", given)) == wrong
+
+
+@pytest.mark.parametrize(
+    ("root", "given"),
+    [
+        (
+            "platform",
+            {
+                "project_id": PROJECT,
+                "api": {"image": "registry.example.com/api@sha256:0", "max_instances": 1},
+                "inboxes": {"per_region": 2, "slots": 2},
+                "regions": {"us-central1": {"index": 1}, "europe-west4": {"index": 2}},
+            },
+        ),
+        ("examples/minimal", {"project_id": PROJECT, "region": "us-central1"}),
+    ],
+)
+def test_variables_of_the_release_before_are_told_where_its_registry_is(
+    tmp_path: Path, root: str, given: dict[str, Any]
+) -> None:
+    # Release 0.1.0 put it into the home region. Another place would delete it with its images.
+    reported = refusals(tmp_path, root, given)
+    assert set(reported) == {"registry_location"}
+    (said,) = reported["registry_location"]
+    assert 'before release 0.2 has it in its home region: registry_location = "us-central1"' in said
+    assert 'Of a new deployment: registry_location = "us".' in said
+    assert "deletes the registry with its images" in said
+    accepted = {**given, "registry_location": "us-central1"}
+    assert refusals(tmp_path, root, accepted) == {}
 
 
 WORKLOADS: Wrong = {

@@ -10,14 +10,16 @@ from prometheus_client import REGISTRY
 
 import api.metrics
 import workers.metrics
-from infra.planning.simulation.metrics_table import OF_API, OF_WORKERS, UNDELIVERED
+from infra.planning.simulation.fleet import CORDONED_MAX_SHARE
+from infra.planning.simulation.metrics_table import LOST_GPUS, OF_API, OF_WORKERS, UNDELIVERED
 from infra.planning.simulation.replicas import Autoscaler
 from infra.planning.simulation.rules import AutoscalerRules
 from infra.planning.simulation.service import BATCH_SLOTS_SHARE, SHARED_WEIGHTS_SHARE
 from infra.planning.simulation.timeseries import TimeSeries
-from infra.planning.simulation.worker import SimulatedWorker
+from infra.planning.simulation.worker import RunningBatch, SimulatedWorker
 from shared.errors import ConfigurationError
 from shared.tenants.plan import Priority
+from workers import gpu_nodes
 from workers.metrics import BusyRatio
 from workers.runtime import execution
 from workers.scheduling import priority_queue
@@ -27,7 +29,7 @@ def test_each_metric_is_one_of_the_product() -> None:
     assert api.metrics.IN_FLIGHT is not None
     assert workers.metrics.WAITING is not None
     shown = {name for metric in REGISTRY.collect() for name in _names(metric.name, metric.type)}
-    assert {*OF_WORKERS, *OF_API} - shown == set()
+    assert {*OF_WORKERS, *OF_API, LOST_GPUS} - shown == set()
 
 
 def _names(name: str, kind: str) -> list[str]:
@@ -48,16 +50,47 @@ def test_a_rule_that_asks_for_an_unknown_metric_is_refused() -> None:
 def test_constants_are_those_of_workers() -> None:
     assert execution.SHARED_WEIGHTS_SHARE == SHARED_WEIGHTS_SHARE
     assert priority_queue.BATCH_SLOTS_SHARE == BATCH_SLOTS_SHARE
+    assert gpu_nodes.MAX_SHARE == CORDONED_MAX_SHARE
+
+
+def worker(processes: int) -> SimulatedWorker:
+    return SimulatedWorker(
+        "pod",
+        "here",
+        "model",
+        processes=processes,
+        placed=simpy.Environment().event(),
+        is_spread=True,
+        evict=lambda one, why: None,
+        lose_gpu=lambda one, after_s: None,
+    )
+
+
+def test_busy_ratio_of_two_processes_is_that_of_workers() -> None:
+    now_s = 0.0
+    theirs, ours = BusyRatio(2, lambda: now_s), worker(2)
+    running = []
+    names: tuple[Priority, Priority] = ("interactive", "batch")
+    for share, priorities in ((0.0, names[:1]), (0.5, names)):
+        running.append((RunningBatch(ours, [], 9.0, share, now_s), theirs.start(priorities)))
+        ours.computing.append(running[-1][0])
+        ours.set_busy_of_batches(now_s)
+        now_s += 20
+    for batch, parts in running:
+        for at, priority in enumerate(names):
+            assert ours.busy_ratio(now_s)[at] == pytest.approx(theirs.read(priority), abs=2e-3)
+        ours.computing.remove(batch)
+        ours.set_busy_of_batches(now_s)
+        theirs.end(parts)
+        now_s += 10
+    assert ours.busy_ratio(now_s)[0] == pytest.approx(theirs.read("interactive"), abs=2e-3)
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 100), st.integers(0, 4), st.integers(0, 4)), max_size=20))
 def test_busy_ratio_is_that_of_workers(batches: list[tuple[float, int, int]]) -> None:
     now_s = 0.0
     theirs = BusyRatio(1, lambda: now_s)
-    env = simpy.Environment()
-    ours = SimulatedWorker(
-        "pod", "here", "model", placed=env.event(), is_spread=True, evict=lambda one, why: None
-    )
+    ours = worker(1)
     for gap_s, interactive, batch in batches:
         if interactive + batch:
             priorities: list[Priority] = ["interactive"] * interactive

@@ -13,7 +13,9 @@ from shared.catalog import read_catalog
 
 MODEL = read_catalog(Path("models.yaml")).find("stable-diffusion-tiny")
 GUESS_S = MODEL.definition.first_guesses.item_s
-QUERIES = TriggerQueries(MODEL, "images", managed_prometheus("here"))
+QUERIES = TriggerQueries(MODEL, "images", managed_prometheus("here"), 1)
+OF_TWO = TriggerQueries(MODEL, "images", managed_prometheus("here"), 2)
+"""Of workers with two processes."""
 NOW_S = 3000.0
 
 
@@ -113,6 +115,21 @@ def test_arrivals_are_seconds_of_work() -> None:
     found = World().api(per_s=0.5).ask(QUERIES.arrivals())
     assert found is not None
     assert abs(found - 0.5 * GUESS_S) < 1e-9
+
+
+def test_worker_with_two_processes_does_twice_as_much() -> None:
+    world = World().api(per_s=0.5, in_flight=90).api(priority="batch").worker("a", 0.9)
+    world.items(per_s=0.5, seconds=3.0, spare=None)
+    assert world.ask(OF_TWO.arrivals()) == pytest.approx(0.5 * 3.0 / 2)
+    waiting = 90 * 3.0 / MODEL.deadline.default_s
+    assert world.ask(QUERIES.work()) == pytest.approx(1.0 + waiting)
+    # What is busy is a part of the worker whatever it has. Only the seconds are of a process.
+    assert world.ask(OF_TWO.work()) == pytest.approx(1.0 + waiting / 2)
+    of_one, of_two = QUERIES.messages(), OF_TWO.messages()
+    assert of_one is not None
+    assert of_two == f"{of_one.rpartition(' * (')[0]} * (({of_one.rpartition(' * (')[2][:-1]}) / 2)"
+    guess = World().api(per_s=0.5).ask(OF_TWO.arrivals())
+    assert guess == pytest.approx(0.5 * GUESS_S / 2)
 
 
 @pytest.mark.parametrize(("spare", "seconds"), [(0.0, 3.0), (2.5, 0.5), (None, 3.0)])

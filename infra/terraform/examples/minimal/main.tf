@@ -4,6 +4,7 @@
 module "platform" {
   source = "../../platform"
 
+  registry_location   = var.registry_location
   project_id          = var.project_id
   deletion_protection = false
   api                 = { image = var.api_image, max_instances = 1 }

@@ -16,3 +16,9 @@ variable "region" {
   default     = "europe-west4"
   nullable    = false
 }
+
+variable "registry_location" {
+  description = "Location of the registry: asia, europe or us, or a region."
+  type        = string
+  default     = null
+}

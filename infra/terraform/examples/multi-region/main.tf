@@ -4,13 +4,14 @@
 module "platform" {
   source = "../../platform"
 
-  project_id       = var.project_id
-  domain           = var.domain
-  dataset_location = "EU"
-  storage_location = "EU"
-  api              = { image = var.api_image, max_instances = 10 }
-  inboxes          = { per_region = 20, slots = 8 }
-  nodes            = { max_gpus = 32, overflow = "a100" }
+  registry_location = var.registry_location
+  project_id        = var.project_id
+  domain            = var.domain
+  dataset_location  = "EU"
+  storage_location  = "EU"
+  api               = { image = var.api_image, max_instances = 10 }
+  inboxes           = { per_region = 20, slots = 8 }
+  nodes             = { max_gpus = 32, overflow = "a100" }
 
   # A new region gets the next index; those that are there keep theirs.
   regions = {

@@ -4,6 +4,7 @@
 module "platform" {
   source = "../../platform"
 
+  registry_location        = var.registry_location
   project_id               = var.project_id
   domain                   = var.domain
   keep_messages_in_regions = true

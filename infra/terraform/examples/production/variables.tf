@@ -40,3 +40,9 @@ variable "project_id" {
   type        = string
   nullable    = false
 }
+
+variable "registry_location" {
+  description = "Location of the registry: asia, europe or us, or a region."
+  type        = string
+  default     = null
+}

@@ -4,10 +4,11 @@ run "a_canary_has_topics_and_workers_of_its_own" {
   command = plan
 
   variables {
-    api         = { max_instances = 1 }
-    inboxes     = { per_region = 2, slots = 1 }
-    models_file = "tests/canary.models.yaml"
-    project_id  = "example-project"
+    api               = { max_instances = 1 }
+    inboxes           = { per_region = 2, slots = 1 }
+    models_file       = "tests/canary.models.yaml"
+    project_id        = "example-project"
+    registry_location = "europe"
   }
 
   assert {

@@ -1,9 +1,10 @@
 # Objectives, prices and the runbook's URL in alerts and dashboard.
 
 variables {
-  project_id = "example-project"
-  api        = { image = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0", max_instances = 1 }
-  inboxes    = { per_region = 2, slots = 2 }
+  project_id        = "example-project"
+  registry_location = "europe"
+  api               = { image = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0", max_instances = 1 }
+  inboxes           = { per_region = 2, slots = 2 }
 }
 
 run "usual_objectives" {

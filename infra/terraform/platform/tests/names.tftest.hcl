@@ -4,10 +4,11 @@ run "workers_have_names_that_kubernetes_takes" {
   command = plan
 
   variables {
-    api         = { max_instances = 1 }
-    inboxes     = { per_region = 2, slots = 1 }
-    models_file = "tests/names.models.yaml"
-    project_id  = "example-project"
+    api               = { max_instances = 1 }
+    inboxes           = { per_region = 2, slots = 1 }
+    models_file       = "tests/names.models.yaml"
+    project_id        = "example-project"
+    registry_location = "europe"
   }
 
   assert {

@@ -1,9 +1,10 @@
 # Where spans go; what each process is given stands in tests/infra/deploy too.
 
 variables {
-  project_id = "example-project"
-  api        = { image = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0", max_instances = 1 }
-  inboxes    = { per_region = 2, slots = 2 }
+  project_id        = "example-project"
+  registry_location = "europe"
+  api               = { image = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0", max_instances = 1 }
+  inboxes           = { per_region = 2, slots = 2 }
 }
 
 run "nowhere_unless_asked" {

@@ -1,9 +1,10 @@
 # Against a stand-in of the provider: make terraform-check.
 
 variables {
-  project_id = "example-project"
-  api        = { image = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0", max_instances = 1 }
-  inboxes    = { per_region = 2, slots = 2 }
+  project_id        = "example-project"
+  registry_location = "europe"
+  api               = { image = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0", max_instances = 1 }
+  inboxes           = { per_region = 2, slots = 2 }
 }
 
 run "from_the_hub" {

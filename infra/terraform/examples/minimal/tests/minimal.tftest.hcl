@@ -2,8 +2,9 @@ run "plans" {
   command = plan
 
   variables {
-    api_image  = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0"
-    project_id = "example-project"
+    api_image         = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0"
+    project_id        = "example-project"
+    registry_location = "europe"
   }
 
   assert {
@@ -16,7 +17,8 @@ run "before_the_first_image" {
   command = plan
 
   variables {
-    project_id = "example-project"
+    project_id        = "example-project"
+    registry_location = "europe"
   }
 
   assert {

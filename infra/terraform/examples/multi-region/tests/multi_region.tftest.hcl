@@ -2,9 +2,10 @@ run "plans" {
   command = plan
 
   variables {
-    api_image  = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0"
-    domain     = "api.example.com"
-    project_id = "example-project"
+    api_image         = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0"
+    domain            = "api.example.com"
+    project_id        = "example-project"
+    registry_location = "europe"
   }
 
   assert {

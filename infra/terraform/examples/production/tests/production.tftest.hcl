@@ -2,10 +2,11 @@ run "plans" {
   command = plan
 
   variables {
-    alert_emails    = ["oncall@example.com"]
-    billing_account = "000000-000000-000000"
-    domain          = "api.example.com"
-    project_id      = "example-project"
+    alert_emails      = ["oncall@example.com"]
+    billing_account   = "000000-000000-000000"
+    domain            = "api.example.com"
+    project_id        = "example-project"
+    registry_location = "europe"
 
     images = {
       api          = "europe-west4-docker.pkg.dev/p/penstock/api@sha256:0"
