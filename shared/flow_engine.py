@@ -349,9 +349,9 @@ class FlowEngine:
         for position, values in inputs.items():
             index = index_of(number, position)
             try:
-                made = model.definition.step_input(model, values)
-                one = cast(Input, made.input)
-                is_keyed = is_kept and made.is_repeatable
+                step_input = model.definition.step_input(model, values)
+                one = cast(Input, step_input.input)
+                is_keyed = is_kept and step_input.is_repeatable
                 key = cache_key(model, one, tenant, purges) if is_keyed else None
             except BadInput as error:
                 failed[index] = failure(index, error)
@@ -495,8 +495,9 @@ class Run:
             self._take(number)
 
     def _input(self) -> dict[str, Any]:
-        given = {} if self.state.input is None else _inputs.decode(self.state.input).step_value()
-        values = {name: shape.get("default") for name, shape in self.plan.input.items()} | given
+        values = {name: shape.get("default") for name, shape in self.plan.input.items()}
+        if self.state.input is not None:
+            values |= _inputs.decode(self.state.input).step_value()
         return {name: MISSING if value is None else value for name, value in values.items()}
 
     def _take(self, number: int) -> None:

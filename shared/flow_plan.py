@@ -325,7 +325,7 @@ class FlowPlan(_Part):
     @field_validator("input")
     @classmethod
     def _types_are_known(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return {name: _type_of(name, given) for name, given in value.items()}
+        return {name: _type_of(name, written) for name, written in value.items()}
 
     @model_validator(mode="after")
     def _names_are_known(self) -> Self:
@@ -372,21 +372,21 @@ class FlowPlan(_Part):
         return self.model_dump(mode="json", exclude_unset=True)
 
 
-def _type_of(name: str, given: Any) -> dict[str, Any]:
+def _type_of(name: str, written: Any) -> dict[str, Any]:
     """The JSON Schema of an input.
 
     Raises:
         ValueError: it is no type.
     """
-    if isinstance(given, str) and given in TYPES:
-        return dict(TYPES[given])
-    if isinstance(given, list) and len(given) == 1 and given[0] in TYPES:
-        return {"type": "array", "items": dict(TYPES[given[0]])}
-    if isinstance(given, Mapping) and (given.get("type") or set(given) <= {"default", "title"}):
-        return dict(given)
+    if isinstance(written, str) and written in TYPES:
+        return dict(TYPES[written])
+    if isinstance(written, list) and len(written) == 1 and written[0] in TYPES:
+        return {"type": "array", "items": dict(TYPES[written[0]])}
+    if isinstance(written, Mapping) and "type" in written:
+        return dict(written)
     raise ValueError(
-        f"{name}: {given!r} is not a type; use one of {', '.join(TYPES)}, a list with one of them "
-        "for several, or a JSON Schema with a type"
+        f"{name}: {written!r} is not a type; use one of {', '.join(TYPES)}, a list with one of "
+        "them for several, or a JSON Schema with a type"
     )
 
 

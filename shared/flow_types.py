@@ -74,8 +74,8 @@ def _check_step(step: FlowStep, place: Place, scope: Mapping[str, Schema], find:
         _check_condition(step.condition, (*place, "when"), own_scope)
     _check_input(step, (*place, "input"), own_scope, schema.inputs)
     if step.default is not None:
-        given = _type_of(step.default, (*place, "default"), own_scope)
-        if reason := misfit(given, schema.output):
+        default = _type_of(step.default, (*place, "default"), own_scope)
+        if reason := misfit(default, schema.output):
             raise FlowError((*place, "default"), f"{reason}, as the step gives it")
     is_nullable = step.default is None and (step.has_default or step.when is not None)
     output = _nullable(schema.output) if is_nullable else schema.output
@@ -83,10 +83,10 @@ def _check_step(step: FlowStep, place: Place, scope: Mapping[str, Schema], find:
 
 
 def _element(text: str, place: Place, scope: Mapping[str, Schema]) -> Schema:
-    found = _plain(_of_reference(parse_reference(text), place, scope))
-    if _kind(found) not in ("array", "any"):
-        raise FlowError(place, f"{text} is {_noun(found)}, not a list")
-    items: Schema = found.get("items", {})
+    elements = _plain(_of_reference(parse_reference(text), place, scope))
+    if _kind(elements) not in ("array", "any"):
+        raise FlowError(place, f"{text} is {_noun(elements)}, not a list")
+    items: Schema = elements.get("items", {})
     return items
 
 
@@ -141,8 +141,8 @@ def _field(schema: Schema, field: str, one: Reference, place: Place) -> Schema:
     if field not in schema["properties"]:
         known = ", ".join(schema["properties"]) or "none"
         raise FlowError(place, f"{one}: there is no field {field!r}; there is {known}")
-    found: Schema = schema["properties"][field]
-    return found
+    of_field: Schema = schema["properties"][field]
+    return of_field
 
 
 def _type_of(value: Any, place: Place, scope: Mapping[str, Schema]) -> Schema:
@@ -187,23 +187,23 @@ def _noun(schema: Schema) -> str:
     return named.get(kind, f"a {kind}")
 
 
-def misfit(given: Schema, wanted: Schema) -> str:
+def misfit(value: Schema, wanted: Schema) -> str:
     """Returns why a value of one type is not one of another. Empty: it may be."""
-    given = _plain(given)
+    value = _plain(value)
     options = [one for one in wanted.get("anyOf", ()) if one.get("type") != "null"]
     if options:
-        reasons = [misfit(given, one) for one in options]
+        reasons = [misfit(value, one) for one in options]
         return "" if "" in reasons else reasons[0]
-    if "anyOf" in given:
-        return next((reason for one in given["anyOf"] if (reason := misfit(one, wanted))), "")
-    ours, theirs = _kind(given), _kind(wanted)
-    if "any" in (ours, theirs) and not ("const" in given and "enum" in wanted):
+    if "anyOf" in value:
+        return next((reason for one in value["anyOf"] if (reason := misfit(one, wanted))), "")
+    ours, theirs = _kind(value), _kind(wanted)
+    if "any" in (ours, theirs) and not ("const" in value and "enum" in wanted):
         return ""
     if ours != theirs and (ours, theirs) != ("integer", "number") and theirs != "any":
-        return f"{_noun(given)} is not {_noun(wanted)}"
+        return f"{_noun(value)} is not {_noun(wanted)}"
     if theirs == "array":
-        return misfit(given.get("items", {}), wanted.get("items", {}))
-    return next(_misfits_of_literal(given["const"], wanted), "") if "const" in given else ""
+        return misfit(value.get("items", {}), wanted.get("items", {}))
+    return next(_misfits_of_literal(value["const"], wanted), "") if "const" in value else ""
 
 
 def _misfits_of_literal(value: Any, wanted: Schema) -> Iterator[str]:

@@ -200,8 +200,7 @@ class CustomInput(TaskInput, tag="custom"):
 
     def step_value(self) -> dict[str, Any]:
         """The values, with a Blob for each file: the input of a flow, as its steps see it."""
-        given = _with_files(self.values, [place.at for place in self.places], self.files)
-        return dict(given)
+        return dict(_with_files(self.values, [place.at for place in self.places], self.files))
 
     def estimate_work(self, entry: CatalogEntry) -> int:
         """The most that it may weigh: what it does weigh is known to its worker only."""

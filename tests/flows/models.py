@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from shared.catalog import Catalog, Model, flow_of
 from shared.catalog_entry import FlowEntry
 from shared.errors import ModelFailed
 from shared.model_interface import ModelInterface
+from tests.limits import WAIT_LIMIT_S
 
 STRING = {"type": "string"}
 CHECKED = {
@@ -58,6 +60,10 @@ class Compute:
     asked: list[tuple[str, Any]] = field(default_factory=list)
     fails: dict[str, int] = field(default_factory=dict)
     """How often a word fails to be checked."""
+    gates: dict[str, threading.Event] = field(default_factory=dict)
+    """What a word waits for before it is checked."""
+    began: set[str] = field(default_factory=set)
+    """The words whose check began."""
 
     def output(self, name: str, values: Mapping[str, Any]) -> Any:
         """The output of a model."""
@@ -67,6 +73,9 @@ class Compute:
         if name == JOIN.name:
             return " ".join(values["words"])
         word = values["word"]
+        self.began.add(word)
+        if word in self.gates:
+            assert self.gates[word].wait(WAIT_LIMIT_S)
         if self.fails.get(word, 0) > 0:
             self.fails[word] -= 1
             raise ModelFailed(f"{word} can't be read")

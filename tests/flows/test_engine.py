@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infra.local.redis_server import RedisServer
 from shared.errors import Canceled, PenstockError
 from shared.flow_engine import FlowEngine, StepRow
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, Receipt, decode_job, failure
@@ -227,6 +228,6 @@ WORDS = st.lists(st.sampled_from(["a", "cat", "xylophone", "mat", "A"]), max_siz
 @settings(max_examples=25)
 @given(words=WORDS, seed=st.integers(0, 10**6), fails=st.sets(st.sampled_from(["cat", "mat"])))
 def test_any_order_doubles_and_deaths_give_each_item_once(
-    redis_url: str, words: list[str], seed: int, fails: set[str]
+    redis_server: RedisServer, words: list[str], seed: int, fails: set[str]
 ) -> None:
-    asyncio.run(spell(redis_url, words, seed, sorted(fails)))
+    asyncio.run(spell(redis_server.url, words, seed, sorted(fails)))

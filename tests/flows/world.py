@@ -98,6 +98,12 @@ class World:
                     return shown
                 await asyncio.sleep(0.02)
 
+    async def until_began(self, word: str) -> None:
+        """Waits until a word is being checked."""
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while word not in self.compute.began:  # noqa: ASYNC110 - a thread sets it
+                await asyncio.sleep(0.02)
+
     async def until_rows(self, count: int) -> list[Row]:
         """All rows, once there are so many."""
         async with asyncio.timeout(WAIT_LIMIT_S):
