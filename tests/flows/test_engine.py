@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,12 +18,15 @@ from infra.local.redis_server import RedisServer
 from shared.errors import Canceled, PenstockError
 from shared.flow_engine import FlowEngine, StepRow
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, Receipt, decode_job, failure
-from shared.predictions import Prediction, encode_document
+from shared.predictions import Prediction, encode_document, error_of
 from shared.stores.record_state import Record
 from shared.stores.records import Records
 from shared.tasks.custom import CustomInput, CustomResult
+from shared.transport import ReceivedMessage
 from shared.usage.charge import cost_usd, price_of, step_prices_of
+from shared.usage.row import Row
 from tests.flows.models import CHECK, JOIN, SPLIT, Compute, catalog_of
+from workers.functions.dead_letter import DeadLetters
 
 FLOW = {
     "name": "spell",
@@ -81,11 +85,12 @@ class Broker:
 class Workers:
     """Workers that take messages in any order, and die as they are told."""
 
-    def __init__(self, records: Records, rng: random.Random) -> None:
+    def __init__(self, records: Records, rng: random.Random, *, dies: bool = True) -> None:
         self.broker = Broker()
         self.engine = FlowEngine(CATALOG, records, self.broker)
         self.records = records
         self.rng = rng
+        self.dies = dies
         self.compute = Compute()
         self.rows: dict[str, set[tuple[str, float]]] = {}
         self.deaths = 0
@@ -125,10 +130,20 @@ class Workers:
         body = JobBody([Item(0, CustomInput({"text": text}))])
         await self._until_done(lambda: self.engine.start(envelope, body))
 
+    def _moment(self, moments: Sequence[int | None]) -> int | None:
+        return self.rng.choice(moments) if self.dies else None
+
+    def _happens(self) -> bool:
+        return self.dies and self.rng.random() < 0.2
+
+    async def do_next(self) -> None:
+        """Does the oldest job."""
+        await self._do(decode_job(*self.broker.jobs.pop(0)))
+
     async def _until_done(self, act: Any) -> Any:
         """Does it, and again after each death, which may be after any message."""
         while True:
-            self.broker.dies_after = self.rng.choice([None, None, 0, 1, 2])
+            self.broker.dies_after = self._moment([None, None, 0, 1, 2])
             try:
                 return await act()
             except Died:
@@ -143,7 +158,7 @@ class Workers:
             held += self.broker.jobs
             self.broker.jobs.clear()
             message = held.pop(self.rng.randrange(len(held)))
-            if self.rng.random() < 0.2:
+            if self._happens():
                 held.append(message)  # it comes once more
             try:
                 await self._do(decode_job(*message))
@@ -157,13 +172,13 @@ class Workers:
         outcomes = [failure(item.index, Canceled()) for item in job.body.items]
         if look.is_open and look.done < len(job.body.items):
             outcomes = [self._computed(job, item) for item in job.body.items]
-        self.broker.dies_after = self.rng.choice([None, None, None, 0, 1])
+        self.broker.dies_after = self._moment([None, None, None, 0, 1])
         try:
             end = await self.engine.mark(job, outcomes)
-            if self.rng.random() < 0.2:
+            if self._happens():
                 raise Died
             planned = await self.engine.advance(job, end)
-            if self.rng.random() < 0.2:
+            if self._happens():
                 raise Died
         finally:
             self.broker.dies_after = None
@@ -231,3 +246,94 @@ def test_any_order_doubles_and_deaths_give_each_item_once(
     redis_server: RedisServer, words: list[str], seed: int, fails: set[str]
 ) -> None:
     asyncio.run(spell(redis_server.url, words, seed, sorted(fails)))
+
+
+class Table:
+    """Keeps the rows of the dead-letter function."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    async def write(self, rows: list[Row]) -> None:
+        """Keeps them."""
+        self.rows += rows
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("step", ["words", "check"])
+async def test_dead_letter_ends_its_item_and_a_run_without_default(
+    redis_url: str, step: str
+) -> None:
+    """`words` has no default and `check` has one."""
+    async with Records(redis_url) as records:
+        workers, table = Workers(records, random.Random(1), dies=False), Table()
+        dead_letters = DeadLetters(records, workers.broker, table, CATALOG, "here")
+        await workers.start("a cat")
+        if step == "check":
+            await workers.do_next()
+        first, *others = workers.broker.jobs
+        workers.broker.jobs[:] = others
+        letter = message_of(*first)
+        await dead_letters.answer(letter)
+        await dead_letters.answer(letter)  # it comes twice
+        await workers.work()
+        record = await workers.ended()
+    assert {(row.flow, row.step, row.status, row.cost_usd) for row in table.rows} == {
+        ("spell", step, "failed", 0.0)
+    }
+    assert len({row.row_id for row in table.rows}) == 1
+    assert record.reply is not None
+    if step == "words":
+        assert record.state == "failed"
+        assert error_of(record) == "step 'words': no worker could finish it in its attempts"
+        return
+    assert record.state == "succeeded"
+    assert isinstance(record.reply.output, CustomResult)
+    assert sorted(record.reply.output.output["text"].split()) == sorted(["?", "CAT"])
+
+
+def message_of(data: bytes, attributes: dict[str, str]) -> ReceivedMessage:
+    return ReceivedMessage(data, attributes, "1", "")
+
+
+@pytest.mark.anyio
+async def test_unreadable_dead_letter_ends_the_run(redis_url: str) -> None:
+    async with Records(redis_url) as records:
+        workers = Workers(records, random.Random(1), dies=False)
+        dead_letters = DeadLetters(records, workers.broker, Table(), CATALOG, "here")
+        await workers.start("a cat")
+        _, attributes = workers.broker.jobs.pop()
+        await dead_letters.answer(message_of(b"not a job", attributes))
+        record = await workers.ended()
+    assert record.state == "failed"
+
+
+@pytest.mark.anyio
+async def test_canceled_run_counts_what_was_noted_before(redis_url: str) -> None:
+    async with Records(redis_url) as records:
+        workers = Workers(records, random.Random(1), dies=False)
+        await workers.start("a cat on a mat")
+        await workers.do_next()
+        await workers.do_next()
+        await records.cancel(RUN)
+        await workers.engine.settle(workers.prediction)
+        charged_usd = workers.charged_usd(await workers.ended())
+        await workers.work()
+        record = await workers.ended()
+    assert record.state == "canceled"
+    rows_usd = sum(usd for [(_, usd)] in workers.rows.values())
+    assert charged_usd == workers.charged_usd(record) == rows_usd > 0
+    assert workers.compute.count(JOIN.name) <= 1
+
+
+@pytest.mark.anyio
+async def test_run_that_was_dropped_computes_nothing(redis_url: str) -> None:
+    async with Records(redis_url) as records:
+        workers = Workers(records, random.Random(1), dies=False)
+        await workers.start("a cat")
+        await records.cancel(RUN)
+        assert await records.delete(RUN, time.time())
+        await workers.work()
+    assert workers.compute.asked == []
+    with redis.Redis.from_url(redis_url) as client:
+        assert [key for key in client.keys("*") if key.endswith(b":flow")] == []
