@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
+from shared.blob import RESULTS
 from shared.catalog import Catalog, Model
 from shared.errors import (
     BadInput,
@@ -541,6 +542,26 @@ class Run:
     def receipts(self) -> list[ItemOutcome]:
         """The outcomes of all items, without their results."""
         return receipts_of(self.state)
+
+
+async def own_objects(runs: FlowRuns, run_id: str) -> list[str]:
+    """Returns the keys of the files that a run has made, but not of those that the cache may have.
+
+    Raises:
+        Unavailable: Redis did not answer.
+    """
+    state = await runs.read(run_id)
+    bodies = map(_bodies.decode, await runs.planned(run_id))
+    uncached = [item.index for body in bodies for item in body.items if not item.cache_key]
+    results = [
+        _outcomes.decode(state.outcomes[index]).result
+        for index in uncached
+        if index in state.outcomes
+    ]
+    blobs = [blob for result in results if result is not None for blob in result.blobs]
+    # A class may give on a file that it got.
+    own = f"{RESULTS}/{run_id}/"
+    return [key for blob in blobs if (key := blob.object_key) and key.startswith(own)]
 
 
 PAGE_ITEMS = 64

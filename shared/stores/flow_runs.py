@@ -161,6 +161,15 @@ class FlowRuns:
         values = await self._commands.run("HMGET", self._keys(run)[1], *fields)
         return [value for value in values if value is not None]
 
+    async def planned(self, run: str) -> list[bytes]:
+        """Returns all jobs of a run.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        fields = await self._commands.run("HGETALL", self._keys(run)[1])
+        return [value for name, value in fields.items() if name.startswith(b"p:")]
+
     async def note_published(self, run: str, step: int) -> None:
         """Notes that the broker has the first jobs of a step.
 
