@@ -33,6 +33,7 @@ _BUDGET = ("shared/stores/retention.lua", "shared/stores/record_budget.lua")
 OPEN = load_script("shared/stores/flow_open.lua")
 PLAN = load_script(*_BUDGET, _STATES, "shared/stores/flow_plan.lua")
 MARK = load_script("shared/stores/retention.lua", _STATES, "shared/stores/flow_mark.lua")
+PUBLISHED = load_script("shared/stores/flow_published.lua")
 LOOK = load_script(_STATES, "shared/stores/flow_look.lua")
 CLOSE = load_script(_STATES, "shared/stores/flow_close.lua")
 
@@ -176,7 +177,7 @@ class FlowRuns:
         Raises:
             Unavailable: Redis did not answer.
         """
-        await self._commands.run("HSET", self._keys(run)[1], f"b:{step}", 1)
+        await self._commands.run_script(PUBLISHED, self._keys(run), f"b:{step}")
 
     async def mark(self, run: str, step: int, outcomes: Mapping[int, bytes]) -> Marked:
         """Notes how the items of a job ended.

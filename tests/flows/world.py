@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -124,7 +125,7 @@ async def world(redis_url: str, *flows: Mapping[str, Any]) -> AsyncIterator[Worl
                     broker,
                     entry,
                     preparer=CustomPreparer(entry),
-                    model=lambda name=entry.name: ThreadModel(name, compute),
+                    model=partial(ThreadModel, entry.name, compute),
                     redis_url=redis_url,
                     catalog=catalog,
                 )
