@@ -83,6 +83,10 @@ NOT_RETRIED = frozenset(
     {"invalid_input", "input_too_large", "context_length_exceeded", "model_withdrawn"}
 )
 """Codes of errors that the same input would have again."""
+ORPHANED_S = 5.0
+"""The time after its arrival after which a run is taken over whose API instance did not say that it
+has published all of its first jobs.
+"""
 _outcomes = msgspec.json.Decoder(ItemOutcome)
 _bodies = msgspec.json.Decoder(JobBody)
 _errors = msgspec.json.Decoder(ItemError)
@@ -195,10 +199,15 @@ class FlowEngine:
             step = step_of(end.outcomes[0].index)
             await self._publish(envelope, step, marked.jobs)
         has_failed = any(one.error is not None for one in end.outcomes)
-        if marked.is_open and not marked.is_complete and not has_failed:
+        age_s = time.time() - envelope.received_at_s
+        is_orphan = marked.is_open and not marked.is_published and age_s > ORPHANED_S
+        if marked.is_open and not (marked.is_complete or has_failed or is_orphan):
             return []
-        is_repeated = marked.is_repeated or envelope.attempt > 1
-        return await self._advance(envelope, job.body, is_repeated=is_repeated)
+        is_repeated = marked.is_repeated or envelope.attempt > 1 or is_orphan
+        rows = await self._advance(envelope, job.body, is_repeated=is_repeated)
+        if is_orphan:
+            await self._records.mark_published(envelope.request_id)
+        return rows
 
     async def retry(self, job: Job, indexes: Sequence[int]) -> None:
         """Publishes items of a job again, which failed and may be computed again.

@@ -51,6 +51,8 @@ class Marked(NamedTuple):
     """Those of the step that are to be published next, by their numbers."""
     is_repeated: bool
     """Whether an item was known before."""
+    is_published: bool
+    """Whether the API has published all first jobs of the run."""
     outcomes: list[bytes | None]
     """Of each item what was kept before, or is now. None: nothing counts, as the run is over."""
 
@@ -192,14 +194,14 @@ class FlowRuns:
         """
         pairs = [part for index, outcome in outcomes.items() for part in (index, outcome)]
         args = (step, WINDOW_JOBS, min(outcomes), *pairs)
-        is_open, items, done, first, end, is_repeated, *kept = await self._commands.run_script(
-            MARK, (*self._keys(run), self._store), *args
-        )
+        answer = await self._commands.run_script(MARK, (*self._keys(run), self._store), *args)
+        is_open, items, done, first, end, is_repeated, is_published, *kept = answer
         counting = [
             None if known == b"-" else known or ours
             for known, ours in zip(kept, outcomes.values(), strict=True)
         ]
-        return Marked(bool(is_open), items, done, range(first, end), bool(is_repeated), counting)
+        facts = (range(first, end), bool(is_repeated), bool(is_published))
+        return Marked(bool(is_open), items, done, *facts, counting)
 
     async def look(self, jobs: Sequence[tuple[str, Sequence[int]]]) -> list[Look]:
         """Returns whether jobs are still to be done.
