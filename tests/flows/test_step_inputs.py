@@ -9,7 +9,7 @@ import pytest
 
 from api.bodies import MAX_SEED
 from api.tasks import API_TASKS
-from shared.blob import Blob
+from shared.blob import Blob, content_digest
 from shared.errors import BadInput
 from shared.tasks.base import TaskInput
 from shared.tasks.custom import CustomInput, CustomResult, FilePlace
@@ -118,6 +118,23 @@ def test_files_travel_by_their_places() -> None:
     result = CustomResult({"pages": [{"n": 1}]}, [image], [FilePlace(["pages", 0, "image"])])
     result.output["pages"][0]["image"] = None
     assert result.step_value() == {"pages": [{"n": 1, "image": image}]}
+
+
+def test_file_of_another_step_counts_by_its_bytes() -> None:
+    """So the same page of another document is a hit."""
+    file = {"type": "string", "format": "uri"}
+    entry = class_entry("look", {"image": file}, STRING)
+    stored = Blob("image/png", object_key="results/r/0", digest=content_digest(b"page"))
+    forms = [
+        entry.definition.step_input(entry, {"image": blob}).input.cache_form()
+        for blob in (
+            Blob("image/png", data=b"page"),
+            stored,
+            msgspec.structs.replace(stored, object_key="results/other/7"),
+            Blob("image/png", object_key="results/r/0"),
+        )
+    ]
+    assert forms[0] == forms[1] == forms[2] != forms[3]
 
 
 def test_results_are_plain_values() -> None:
