@@ -286,7 +286,9 @@ class FlowEngine:
         rows, steps = [], plan_of(prediction).steps
         for index, data in state.outcomes.items():
             outcome, step = _outcomes.decode(data), steps[step_of(index)]
-            if outcome.receipt.pulled_at_s is None:
+            if outcome.receipt.pulled_at_s is not None:
+                continue
+            with suppress(UnknownModel):  # the model was removed from the catalog
                 model = self._catalog.find(step.model)
                 rows.append(StepRow(model, _of_step(envelope, step, model, index), outcome))
         return rows
