@@ -11,6 +11,8 @@ import pytest
 import redis
 
 from shared.tenants.plan import Limits, Plan
+from shared.topics import WEBHOOKS_TOPIC_ID
+from shared.transport import SubscriptionSettings
 from shared.usage.row import Row
 from tests.flows.models import CHECK, JOIN, SPLIT
 from tests.flows.world import World, world
@@ -261,3 +263,27 @@ async def until_settled(client: Any) -> list[float]:
             if used and all(used) and not client.hlen("penstock:predictions:holds"):
                 return [one for one in used if one or not held]
             await asyncio.sleep(0.05)
+
+
+async def test_caller_who_waits_gets_the_output_and_webhooks_their_events(redis_url: str) -> None:
+    async with world(redis_url, SPELL, webhooks_private=True) as flows:
+        await flows.broker.ensure_topic(WEBHOOKS_TOPIC_ID)
+        await flows.broker.ensure_subscription("hooks", SubscriptionSettings(WEBHOOKS_TOPIC_ID))
+        body = {
+            "version": "spell",
+            "input": {"text": "a cat"},
+            "webhook": "http://127.0.0.1:9/hook",
+        }
+        answer = await flows.http.post("/v1/predictions", json=body, headers={"prefer": "wait=20"})
+        shown = answer.json()
+        events = []
+        async with flows.broker.subscribe("hooks", max_messages=10) as hooks:
+            async for message in hooks:
+                hooks.ack(message)
+                events.append(json.loads(message.data)["event"])
+                if events[-1] == "completed":
+                    break
+    assert (answer.status_code, shown["status"]) == (201, "succeeded")
+    assert shown["output"]["text"] == "A CAT"
+    assert events[0] == "start"
+    assert events.count("completed") == 1
