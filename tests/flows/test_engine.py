@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.local.redis_server import RedisServer
-from shared.errors import Canceled, PenstockError
+from shared.errors import Canceled, DeadlineExceeded, PenstockError, Unavailable
 from shared.flow_engine import ORPHANED_S, FlowEngine, StepRow
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, Receipt, decode_job, failure
 from shared.predictions import Prediction, encode_document, error_of
@@ -123,6 +123,8 @@ class Workers:
             version="v",
             input={"text": text},
             base_url="",
+            webhook="http://example.com",
+            webhook_events=("completed",),
             created_at_s=now_s,
             deadline_s=now_s + 60,
             price=price_of(self.entry, now_s),
@@ -379,3 +381,28 @@ async def test_run_goes_on_whose_api_instance_died_while_it_published(
     assert isinstance(record.reply.output, CustomResult)
     assert record.reply.output.output == ["a one", "a two", "a three"]
     assert Counter(map(len, workers.rows.values())) == {1: 3}
+
+
+@pytest.mark.anyio
+async def test_run_that_a_reader_ends_counts_what_was_noted_before(redis_url: str) -> None:
+    """A worker that comes too late changes nothing, and its row says so."""
+    async with Records(redis_url) as records:
+        workers = Workers(records, random.Random(1), dies=False)
+        await workers.start("a cat on a mat")
+        await workers.do_next()
+        await workers.do_next()
+        late = DeadlineExceeded("deadline exceeded: it was not done within 60 s")
+        await workers.engine.fail(workers.prediction, late)
+        await workers.engine.fail(workers.prediction, Unavailable("something else"))
+        charged_usd = workers.charged_usd(await workers.ended())
+        await workers.work()
+        record = await workers.ended()
+    assert record.state == "failed"
+    assert error_of(record) == "deadline exceeded: it was not done within 60 s"
+    rows_usd = sum(usd for [(_, usd)] in workers.rows.values())
+    assert charged_usd == workers.charged_usd(record) == rows_usd > 0
+    assert {status for rows in workers.rows.values() for status, _ in rows} == {
+        "succeeded",
+        "canceled",
+    }
+    assert workers.broker.events.count("webhooks") >= 1
