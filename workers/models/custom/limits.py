@@ -189,9 +189,11 @@ class DiskUse:
 
     def may_be_above(self) -> bool:
         """True if the disk has lost so much since the last count that it should be repeated."""
+        return self._has_lost_much() and self._rested_s() >= self._took_s / COUNT_SHARE
+
+    def _has_lost_much(self) -> bool:
         lost_bytes = self._free_bytes - _free_bytes(self._scratch)
-        is_much = lost_bytes > (self.limit_bytes - self._bytes) / 2
-        return is_much and self._rested_s() >= self._took_s / COUNT_SHARE
+        return lost_bytes > (self.limit_bytes - self._bytes) / 2
 
     def is_due(self) -> bool:
         """True if it is time to count again."""
@@ -228,8 +230,8 @@ class DiskUse:
         if self._first_bytes is None:
             self.count(set())
             self._first_bytes = max(0, self._bytes)
-        elif self.may_be_above():
-            # What one prediction has just left would otherwise be counted while the next one is
+        elif self._has_lost_much():
+            # However soon after the last count: what one prediction has just left would otherwise be counted while the next one is
             # computed, which would fail for it.
             self.count(set())
         room_bytes = self.limit_bytes - self._first_bytes
