@@ -256,7 +256,7 @@ class FlowRuns:
         Raises:
             Unavailable: Redis did not answer.
         """
-        names = [f"{kind}:{step}" for step in range(steps) for kind in "nd"]
+        names = [f"{kind}:{step}" for step in range(steps) for kind in ("n", "d")]
         values = await self._commands.run("HMGET", self._keys(run)[1], *names)
         pairs = zip(values[::2], values[1::2], strict=True)
         return [None if items is None else (int(items), int(done or 0)) for items, done in pairs]
