@@ -231,8 +231,8 @@ class DiskUse:
             self.count(set())
             self._first_bytes = max(0, self._bytes)
         elif self._has_lost_much():
-            # However soon after the last count: what one prediction has just left would otherwise be counted while the next one is
-            # computed, which would fail for it.
+            # However soon after the last count: what one prediction has just left would otherwise
+            # be counted while the next one is computed, which would fail for it.
             self.count(set())
         room_bytes = self.limit_bytes - self._first_bytes
         return self._bytes - self._first_bytes > room_bytes / 2
