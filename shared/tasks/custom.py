@@ -351,11 +351,12 @@ API_INPUTS: Mapping[ServedApi, Mapping[str, str]] = {
         "instructions": "string",
         "response_format": "string",
         "speed": "number",
+        "stream": "boolean",
     },
 }
 """The inputs that an endpoint fills, with their types. A class has the first one at least.
 
-api/openai/audio.py fills them.
+api/openai/audio.py and speech.py fill them.
 """
 
 
@@ -380,8 +381,11 @@ def _check_api(api: ServedApi, interface: ModelInterface) -> None:
     element = interface.output.get("items", {})
     if api == "transcription" and (interface.streams, _kind(element)) != ("items", "object"):
         raise ValueError(f"api: {api}: the class must give Iterator[dict[str, Any]], its segments")
-    if api == "speech" and (interface.streams or _kind(interface.output) != "file"):
-        raise ValueError(f"api: {api}: the class must give a Path, the file with what is said")
+    said = element if interface.streams else interface.output
+    if api == "speech" and (interface.streams == "text" or _kind(said) != "file"):
+        raise ValueError(
+            f"api: {api}: the class must give a Path, the file with what is said, or Iterator[Path]"
+        )
 
 
 def _kind(shape: Mapping[str, Any]) -> str:
