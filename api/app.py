@@ -392,6 +392,7 @@ async def _open(
         pipeline.inbox,
         pipeline.admission,
         pipeline.canaries,
+        pipeline.flows,
         keep_s=settings.prediction_keep_s,
     )
     readiness = Readiness(pipeline.inbox, pipeline.broker, settings.redis_url, access.keys_status)

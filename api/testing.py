@@ -41,6 +41,7 @@ async def running_api(
     broker: InMemoryBroker,
     entries: Sequence[Model],
     *,
+    flows: Sequence[Model] = (),
     redis_url: str = NO_REDIS,
     objects_url: str = "memory://",
     **settings: object,
@@ -50,6 +51,7 @@ async def running_api(
     Args:
         broker: shared with the workers. The API makes its own inbox there.
         entries: the models to serve.
+        flows: what `shared.catalog.flow_of` makes of flows of these models.
         redis_url: keeps records, limits, streams and results, if there is a Redis.
         objects_url: where large results lie. Workers must have the same.
         settings: of ApiSettings, by name. The environment has the others.
@@ -61,6 +63,6 @@ async def running_api(
         ApiSettings, redis_url=redis_url, objects_url=objects_url, **settings
     )
     rows = RowList()
-    app = create_app(api_settings, Catalog(tuple(entries)), broker, broker, rows)
+    app = create_app(api_settings, Catalog(tuple(entries), tuple(flows)), broker, broker, rows)
     async with app.router.lifespan_context(app):
         yield ApiUnderTest(app, rows.rows)

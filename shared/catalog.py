@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -10,22 +14,37 @@ from typing import Any, Self
 import yaml
 from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
 
-from shared.catalog_entry import CatalogEntry, ClassResources, Deadline, ServedApi
+from shared.catalog_entry import (
+    FLOW_SOURCE,
+    CatalogEntry,
+    ClassResources,
+    Deadline,
+    FlowEntry,
+    ServedApi,
+)
 from shared.errors import ConfigurationError, UnknownModel
+from shared.flow_plan import FlowPlan
+from shared.flow_types import FlowError, check_flow
 from shared.kubernetes_names import slug
-from shared.model_interface import FILE_NAME, read_interface
+from shared.model_interface import FILE_NAME, ModelInterface, read_interface
 from shared.tasks import TASKS
 from shared.tasks.base import Task
+from shared.tasks.custom import CUSTOM
 
 log = logging.getLogger(__name__)
 
 CANARY_SUFFIX = ".canary"
+RUNS_AT_A_TIME = 64
+"""Of a flow. A tenant with twice as many open gets `batch` priority for further ones."""
 OF_CATALOG = "an entry of the catalog"
 """The context in which entries are validated."""
 
 
 class Model(CatalogEntry):
-    """One served model, checked by the rules of its task."""
+    """One served model, checked by the rules of its task. Or a flow, which is served like one."""
+
+    step_models: tuple[Model, ...] = ()
+    """The models of a flow's steps, in the order of these."""
 
     @field_validator("task")
     @classmethod
@@ -71,6 +90,8 @@ class Model(CatalogEntry):
             )
         if not self.definition.has_interface:
             self._has_no_resources()
+        if self.source.startswith(FLOW_SOURCE) != (self.flow is not None):
+            raise ValueError("source, flow: flows have a list of their own, `flows`")
         if self.name.endswith(".dead"):
             raise ValueError(
                 "a name can't end in .dead: its topic would be another model's dead-letter topic"
@@ -152,21 +173,29 @@ class Catalog:
     """All served models, by name and alias.
 
     `models` are those that callers know. `deployed` has their canaries too: all that have topics
-    and workers.
+    and workers. `flows` have neither.
     """
 
-    def __init__(self, models: tuple[Model, ...]) -> None:
+    def __init__(self, models: tuple[Model, ...], flows: tuple[Model, ...] = ()) -> None:
         self.models = models
+        self.flows = flows
         self.canaries = {
             model.name: canary for model in models if (canary := model.as_canary()) is not None
         }
         """The entries by the names of their models."""
         self.deployed = (*models, *self.canaries.values())
         self._deployed_by_name = {canary.name: canary for canary in self.canaries.values()}
-        self._by_name = {alias: model for model in models for alias in (model.name, *model.aliases)}
+        self._by_name = {
+            alias: model for model in self.served for alias in (model.name, *model.aliases)
+        }
+
+    @property
+    def served(self) -> tuple[Model, ...]:
+        """All that callers can ask: models and flows."""
+        return (*self.models, *self.flows)
 
     def find(self, name: str, task: str | None = None) -> Model:
-        """The model called `name` (or by that alias), which must serve `task` if one is passed.
+        """The model or flow called `name` (or by that alias), which must serve `task`, if passed.
 
         Raises:
             UnknownModel: there is none, or it serves another task.
@@ -202,6 +231,11 @@ class Catalog:
             if old.model_copy(update={"interface": new.interface}) == new:
                 changed.append(old.name)
                 self._replace(new)
+        if changed:
+            self.flows = newer.flows
+            self._by_name |= {
+                alias: flow for flow in self.flows for alias in (flow.name, *flow.aliases)
+            }
         return changed
 
     def _replace(self, model: Model) -> None:
@@ -216,7 +250,7 @@ class Catalog:
     @property
     def deadline(self) -> Deadline:
         """The most that any model allows, for what is asked before the model is known."""
-        every = [model.deadline for model in self.models]
+        every = [model.deadline for model in self.served]
         return Deadline(
             default_s=max((one.default_s for one in every), default=Deadline().default_s),
             longest_s=max((one.longest_s for one in every), default=Deadline().longest_s),
@@ -240,7 +274,7 @@ class Catalog:
             if model.api != api:
                 raise UnknownModel(f"model {name!r} does not serve {api}", field="model")
             return model
-        for model in self.models:
+        for model in self.served:
             if model.api == api:
                 return model
         raise UnknownModel(f"no model for {api} is served here", field="model")
@@ -270,10 +304,13 @@ def read_catalog(path: Path) -> Catalog:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
-    entries = _entries(path, root)
+    entries = _entries(path, root, "models")
     models = tuple(_read_entry(path, node) for node in entries)
+    of_flows = _entries(path, root, "flows")
+    catalog = Catalog(models)
+    flows = tuple(_read_flow(path, node, catalog) for node in of_flows)
     seen: dict[str, int] = {}
-    for model, node in zip(models, entries, strict=True):
+    for model, node in zip((*models, *flows), [*entries, *of_flows], strict=True):
         for name in (model.name, *model.aliases):
             if name in seen:
                 raise ConfigurationError(
@@ -288,7 +325,7 @@ def read_catalog(path: Path) -> Catalog:
                     f"{path}:{_line(node)}: models {other!r} and {name!r} are both "
                     f"{slug(name)!r} to Kubernetes; rename one"
                 )
-    return Catalog(models)
+    return Catalog(models, flows)
 
 
 def reread_interfaces(catalog: Catalog, path: Path) -> None:
@@ -304,36 +341,103 @@ def reread_interfaces(catalog: Catalog, path: Path) -> None:
         log.info("catalog read again", extra={"models": changed})
 
 
-def _entries(path: Path, root: yaml.Node | None) -> list[yaml.Node]:
-    if isinstance(root, yaml.MappingNode):
-        for key, value in root.value:
-            if key.value == "models" and isinstance(value, yaml.SequenceNode) and value.value:
-                return list(value.value)
+def _entries(path: Path, root: yaml.Node | None, kind: str) -> list[yaml.Node]:
+    """The entries of `models`, of which there is at least one, or of `flows`."""
+    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
+        if key.value == kind and isinstance(value, yaml.SequenceNode) and value.value:
+            return list(value.value)
+        if key.value == kind == "flows":
+            raise ConfigurationError(f"{path}:{_line(key)}: flows: a list is needed")
+    if kind == "flows":
+        return []
     raise ConfigurationError(
         f"{path}:1: a catalog is a mapping with a list `models` of at least one entry"
     )
 
 
 def _read_entry(path: Path, node: yaml.Node) -> Model:
-    constructor = yaml.SafeLoader("")
-    try:
+    with _placed(path, node) as constructor:
         entry = constructor.construct_document(node)
         if isinstance(entry, dict):
             entry = _with_interface(path, entry)
         return Model.model_validate(entry, context=OF_CATALOG)
+
+
+def _read_flow(path: Path, node: yaml.Node, catalog: Catalog) -> Model:
+    with _placed(path, node) as constructor:
+        return flow_of(FlowEntry.model_validate(constructor.construct_document(node)), catalog)
+
+
+def flow_of(entry: FlowEntry, catalog: Catalog) -> Model:
+    """Returns a flow as it is served: like a model of one's own, with the models of its steps.
+
+    Args:
+        entry: what the file says.
+        catalog: has the models.
+
+    Raises:
+        FlowError: the steps do not fit their models.
+        ValidationError: the name can't be served.
+    """
+    plan = FlowPlan.model_validate(
+        entry.model_dump(include=set(FlowPlan.model_fields), exclude_unset=True)
+    )
+    output = check_flow(plan, catalog._by_name.get)
+    models = tuple(catalog.find(step.model) for step in plan.steps)
+    revisions = [(model.name, model.revision) for model in models]
+    digest = hashlib.sha256(json.dumps([plan.as_json(), revisions]).encode()).hexdigest()
+    return Model.model_validate(
+        {
+            "name": entry.name,
+            "task": CUSTOM.name,
+            "source": FLOW_SOURCE + entry.name,
+            "revision": digest[:16],
+            "aliases": entry.aliases,
+            "deadline": entry.deadline,
+            "max_in_flight": entry.max_in_flight,
+            "api": entry.api,
+            "batch": {"max_items": RUNS_AT_A_TIME},
+            "interface": ModelInterface(
+                inputs=plan.input_schema,
+                output=output,
+                concurrency=RUNS_AT_A_TIME,
+                cog_version="",
+                sources_sha256=digest,
+            ),
+            "flow": plan,
+            "step_models": models,
+        },
+        context=OF_CATALOG,
+    )
+
+
+@contextmanager
+def _placed(path: Path, node: yaml.Node) -> Iterator[yaml.SafeLoader]:
+    """Reads an entry. Errors name the file, the line and the place in the entry."""
+    constructor = yaml.SafeLoader("")
+    try:
+        yield constructor
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}:{_line(node)}: {error.message}", field=error.field) from (
             error
         )
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "entry"
-        line = _line(_descend(node, first["loc"]))
-        raise ConfigurationError(f"{path}:{line}: {where}: {first['msg']}", field=where) from error
+        raise _misplaced(path, node, first["loc"], first["msg"]) from error
+    except FlowError as error:
+        raise _misplaced(path, node, error.place, str(error)) from error
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{path}:{_line(node)}: {error}") from error
     finally:
         constructor.dispose()
+
+
+def _misplaced(
+    path: Path, node: yaml.Node, place: tuple[int | str, ...], reason: str
+) -> ConfigurationError:
+    where = ".".join(str(part) for part in place) or "entry"
+    line = _line(_descend(node, place))
+    return ConfigurationError(f"{path}:{line}: {where}: {reason}", field=where)
 
 
 LOCAL = "local:"

@@ -16,12 +16,15 @@ from pydantic import (
 )
 
 from shared.blob import INLINE_LIMIT_BYTES, SLOT_INLINE_LIMIT_BYTES
+from shared.flow_plan import FlowPlan
 from shared.model_interface import ModelInterface
 
 Positive = Annotated[int, Field(gt=0)]
 REVISION_PATTERN = r"^[!-~]{1,200}$"
 """Headers and keys in Redis have revisions, so they are of printable ASCII without spaces."""
-SOURCE_PATTERN = r"^(hf:|gs://|local:|package:).+"
+FLOW_SOURCE = "flow:"
+"""The source of a flow, which no file has."""
+SOURCE_PATTERN = rf"^(hf:|gs://|local:|package:|{FLOW_SOURCE}).+"
 
 
 def _quoted(noun: str, value: object) -> object:
@@ -343,10 +346,26 @@ class Canary(_Entry):
         return value
 
 
+NAME_PATTERN = r"^[A-Za-z][A-Za-z0-9._-]{2,199}$"
+
+
+class FlowEntry(FlowPlan):
+    """One served flow, as the catalog describes it (docs/reference/flows.md)."""
+
+    name: str = Field(pattern=NAME_PATTERN)
+    aliases: tuple[str, ...] = ()
+    deadline: Deadline = Deadline()
+    """Of all steps together."""
+    max_in_flight: Positive = 512
+    """As of a model: the runs that an API instance is starting."""
+    api: Literal["transcription"] | None = None
+    """The endpoint of OpenAI's API that it serves too."""
+
+
 class CatalogEntry(_Entry):
     """One served model, as the catalog describes it. `models.yaml` has two in full."""
 
-    name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9._-]{2,199}$")
+    name: str = Field(pattern=NAME_PATTERN)
     task: str
     """The name of a task in shared/tasks."""
     source: str = Field(pattern=SOURCE_PATTERN)
@@ -391,6 +410,9 @@ class CatalogEntry(_Entry):
     """What a model of one's own takes and gives. In the file it is the path of its schema.json,
     from the catalog's folder. Default: `schema.json` in the folder of a `local:` source.
     """
+
+    flow: FlowPlan | None = None
+    """The steps of a flow, which is an entry of `flows`. None: it is a model."""
 
     @property
     def reply_limit_bytes(self) -> int:

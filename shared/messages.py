@@ -141,6 +141,14 @@ class Envelope(RequestFacts, kw_only=True):
     """Unix time after which the model does not start on it. 0: no limit but the deadline."""
     replies: str = ""
     """`n` if the inbox takes several replies in one message. Those of earlier releases do not."""
+    flow: str = ""
+    """The flow that the job is a part of. Its request_id is that of the run. Empty: of none."""
+    step: str = ""
+    """The id of the flow's step."""
+    retries: int = 0
+    """How often an item of the step may be computed again that fails."""
+    tries: int = 0
+    """How often those of this job were."""
 
     @property
     def has_record(self) -> bool:
@@ -169,6 +177,10 @@ class Envelope(RequestFacts, kw_only=True):
             del fields["weight"]
         if self.price_share == 1.0:
             del fields["price_share"]
+        if not self.retries:
+            del fields["retries"]
+        if not self.tries:
+            del fields["tries"]
         return {"schema": SCHEMA_VERSION} | {name: value for name, value in fields.items() if value}
 
     @classmethod
@@ -298,6 +310,8 @@ class ReplyBody(msgspec.Struct, omit_defaults=True):
     worker: str = ""
     device: str = ""
     replied_at_s: float = 0.0
+    output: Result | None = None
+    """Of a flow that succeeded: what it gives. Its outcomes have no results."""
 
 
 class Reply(msgspec.Struct):

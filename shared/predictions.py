@@ -14,11 +14,13 @@ from typing import Any
 
 import msgspec
 
+from shared.flow_plan import MAX_STEP_ITEMS, step_of
 from shared.messages import ItemOutcome, PrintedLogs, decode_reply_body, reason_of
 from shared.stores.record_state import Record, State, receipts_of
 from shared.stores.signed_urls import UrlSigner
 from shared.stores.waiting_line import QueuePosition
 from shared.tasks import Result
+from shared.tasks.custom import CustomResult, with_places
 from shared.usage.charge import ItemPrice, cost_usd, device_s
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
@@ -70,6 +72,14 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Whether the cache may answer the same request with its results."""
     price: ItemPrice | None = None
     """The terms on which it is charged. None: created by a release before they were kept."""
+    flow: dict[str, Any] | None = None
+    """Of a flow, its plan (shared/flow_plan.py)."""
+    step_prices: tuple[ItemPrice, ...] = ()
+    """The terms on which the items of each of its steps are charged."""
+
+    def price_of(self, outcome: ItemOutcome) -> ItemPrice | None:
+        """The terms on which an item is charged."""
+        return self.step_prices[step_of(outcome.index)] if self.step_prices else self.price
 
 
 _decoder = msgspec.json.Decoder(Prediction)
@@ -214,6 +224,8 @@ def output_of(
     """Returns vectors as lists of floats, and images as signed URLs, or `data:` URLs if small."""
     if record.state != "succeeded" or record.reply is None:
         return None
+    if record.reply.output is not None:
+        return _shown(prediction, 0, record.reply.output, url_signer)
     results = [outcome.result for outcome in record.reply.outcomes]
     shown = [
         _shown(prediction, index, result, url_signer)
@@ -232,6 +244,20 @@ def _shown(prediction: Prediction, index: int, result: Result, url_signer: UrlSi
         )
 
     return result.to_output(media_type, link_to)
+
+
+def step_output_of(
+    prediction: Prediction, outcome: ItemOutcome, url_signer: UrlSigner
+) -> dict[str, Any]:
+    """Returns how an item of a flow's step ended, as its stream shows it."""
+    step = (prediction.flow or {})["steps"][step_of(outcome.index)]
+    shown: dict[str, Any] = {"step": step["id"]}
+    if step.get("for_each") is not None:
+        shown["item"] = outcome.index % MAX_STEP_ITEMS
+    if outcome.result is None:
+        return shown | {"error": reason_of(outcome)}
+    result = CustomResult(*with_places(outcome.result.step_value()))
+    return shown | {"output": _shown(prediction, 0, result, url_signer)}
 
 
 def error_of(record: Record) -> str | None:
@@ -286,9 +312,13 @@ def _metrics(prediction: Prediction, record: Record) -> dict[str, Any]:
         times["predict_time"] = round(max(times_ms) / 1000, 6)
         times["executionTime"] = round(max(times_ms))
     if record.reply and prediction.price is not None:
-        outcomes, price = record.reply.outcomes, prediction.price
-        times["device_time"] = round(sum(device_s(price, one.receipt) for one in outcomes), 6)
-        times["cost_usd"] = sum(cost_usd(price, one) for one in outcomes)
+        priced = [
+            (prediction.price_of(one) or prediction.price, one) for one in record.reply.outcomes
+        ]
+        times["device_time"] = round(sum(device_s(price, one.receipt) for price, one in priced), 6)
+        times["cost_usd"] = sum(cost_usd(price, one) for price, one in priced)
+        if prediction.flow is not None:
+            times["steps"] = _steps_of(prediction, record.reply.outcomes)
     if record.state == "succeeded" and record.reply:
         for outcome in record.reply.outcomes:
             recorded = outcome.result.recorded_metrics if outcome.result is not None else {}
@@ -299,6 +329,20 @@ def _metrics(prediction: Prediction, record: Record) -> dict[str, Any]:
         if left_out is not None:
             times["truncated_tokens"] = left_out
     return times
+
+
+def _steps_of(prediction: Prediction, outcomes: Sequence[ItemOutcome]) -> list[dict[str, Any]]:
+    """What each step of a flow did and cost."""
+    steps: list[dict[str, Any]] = [
+        {"id": step["id"], "model": step["model"], "items": 0, "failed": 0, "cost_usd": 0.0}
+        for step in (prediction.flow or {}).get("steps", ())
+    ]
+    for outcome, shown in ((one, steps[step_of(one.index)]) for one in outcomes):
+        shown["items"] += 1
+        shown["failed"] += outcome.status != "succeeded"
+        if (price := prediction.price_of(outcome)) is not None:
+            shown["cost_usd"] += cost_usd(price, outcome)
+    return steps
 
 
 def _count_truncated(outcomes: Sequence[ItemOutcome], *, is_asked: bool) -> int | None:

@@ -21,8 +21,9 @@ import uvloop
 from shared import slo
 from shared.brokers import transport_of
 from shared.canary.store import CanaryStore
-from shared.catalog import Model, read_catalog
+from shared.catalog import Catalog, Model, read_catalog
 from shared.errors import ConfigurationError, PenstockError
+from shared.flow_engine import FlowEngine
 from shared.gc_tuning import settle_heap
 from shared.inspection import deny_inspection
 from shared.logs import configure_logs
@@ -67,10 +68,15 @@ def main() -> int:
         configure_logs(settings.log_level, settings.project)
         catalog = read_catalog(settings.models_file)
         models = [catalog.find_deployed(name) for name in settings.model_names]
+        if flows := [model.name for model in models if model.flow is not None]:
+            raise ConfigurationError(
+                f"PENSTOCK_MODEL: {flows[0]} is a flow; its steps run on the workers of its models",
+                field="model",
+            )
         if any(model.definition.has_interface for model in models):
             deny_inspection()  # a class of one's own runs as the same user
         uvloop.run(
-            serve(settings, list({model.name: model for model in models}.values()))
+            serve(settings, list({model.name: model for model in models}.values()), catalog)
         )  # an alias may repeat one
     except ConfigurationError as error:
         print(f"penstock worker: {error.message}", file=sys.stderr)
@@ -81,8 +87,14 @@ def main() -> int:
     return 0
 
 
-async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
-    """Warms up the models and serves them. Returns after SIGTERM and a drain."""
+async def serve(settings: WorkerSettings, models: Sequence[Model], catalog: Catalog) -> None:
+    """Warms up the models and serves them. Returns after SIGTERM and a drain.
+
+    Args:
+        settings: of this process.
+        models: those that it serves.
+        catalog: all models, which steps of flows may go to next.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -115,7 +127,7 @@ async def serve(settings: WorkerSettings, models: Sequence[Model]) -> None:
         if len(prepared) > 1 and not settings.threads:
             layout = shared_layout(layout, this_machine())
         renewal = await stack.enter_async_context(Renewal([choice for _, _, choice in prepared]))
-        worker = await _open(stack, settings, hosted, layout, name, renewal, times)
+        worker = await _open(stack, settings, hosted, layout, name, renewal, times, catalog)
         running.append(worker)
         settle_heap()
         log.info("worker ready", extra={"models": [model.name for model in models], "worker": name})
@@ -159,6 +171,7 @@ async def _open(
     name: str,
     renewal: Renewal,
     times: ProcessTimes,
+    catalog: Catalog,
 ) -> Worker:
     """Opens every part.
 
@@ -181,6 +194,7 @@ async def _open(
     )
     parts = await _canary_parts(stack, settings, hosted, transport, objects)
     device = pool.device_name
+    flows = FlowEngine(catalog, records, transport, cache, withdrawals.purges)
     facts = WorkerInfo(name, settings.region, device, gpu_type_of(device), settings.spot)
     reports.info = facts
     consumers = [
@@ -195,6 +209,7 @@ async def _open(
             ),
             in_steps=WORKER_TASKS[model.task].computes_steps(model, folder),
             withdrawals=withdrawals,
+            flows=flows,
         )
         for model, folder, _ in hosted
     ]

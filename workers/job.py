@@ -96,6 +96,11 @@ class PulledJob:
         return record_id(self.envelope.request_id, self.envelope.part)
 
     @property
+    def run(self) -> str:
+        """The id of the record that a caller cancels: of a step of a flow, that of the run."""
+        return self.envelope.request_id if self.envelope.flow else self.record
+
+    @property
     def tolerated_crashes(self) -> int:
         """Worker crashes tolerated before the job is treated as a poison pill.
 

@@ -24,8 +24,9 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shared.catalog import Model
+from shared.catalog import Catalog, Model
 from shared.errors import PenstockError, error_for_code
+from shared.flow_engine import FlowEngine
 from shared.in_memory_broker import InMemoryBroker
 from shared.messages import Envelope, Item, ItemError, Job, JobBody, Reply, decode_reply, encode_job
 from shared.stores.cache import ResultCache
@@ -121,6 +122,7 @@ async def running_worker(
     model: Callable[[], LoadedModel] | None = None,
     redis_url: str = NO_REDIS,
     objects_url: str = "memory://",
+    catalog: Catalog | None = None,
 ) -> AsyncIterator[WorkerUnderTest]:
     """Runs a worker of one model until the block is left. Makes the topics that it needs.
 
@@ -132,6 +134,7 @@ async def running_worker(
         model: makes the model, not yet loaded. By default that of the task, on the CPU.
         redis_url: keeps records, token streams and results, if there is a Redis.
         objects_url: where large results go. An API must have the same to find them.
+        catalog: the models that steps of flows may go to next. By default this one.
 
     Raises:
         ConfigurationError: the model refuses its folder or its entry.
@@ -157,7 +160,14 @@ async def running_worker(
         objects = ObjectStore(objects_url)
         completion = Completion(entry, broker, cache, records, objects, rows, info)
         consumer = JobConsumer(
-            entry, preparer, cache, records, objects, completion, in_steps=thread.in_steps
+            entry,
+            preparer,
+            cache,
+            records,
+            objects,
+            completion,
+            in_steps=thread.in_steps,
+            flows=FlowEngine(catalog or Catalog((entry,)), records, broker, cache),
         )
         worker = Worker([consumer], broker, records, pool, drain_s=CLOSE_LIMIT_S)
         under_test = WorkerUnderTest(broker, entry, rows.rows)

@@ -65,6 +65,12 @@ class PredictionsEndpoint(Endpoint):
                 "models of the task custom",
                 field="version",
             )
+        if model.flow is not None:
+            raise BadInput(
+                f"version: {model.name} is a flow, whose runs need records; send each by itself to "
+                "POST /v1/predictions",
+                field="version",
+            )
         try:
             custom_input, files = checked_input(body.input, model)
         except (ValidationError, BadInput) as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import NoReturn, Protocol
 
@@ -91,7 +91,10 @@ def split_into_jobs(model: Model, items: Sequence[InFlightItem]) -> Iterator[lis
 
 
 class JobSender:
-    """Sends the jobs of requests, with a record or without. Has no state between calls."""
+    """Sends the jobs of requests, with a record or without. Has no state between calls.
+
+    `start_run` publishes the first steps of a flow. None: no flow is asked for here.
+    """
 
     def __init__(
         self,
@@ -101,6 +104,7 @@ class JobSender:
         records: Records,
         window: PublishWindow,
         api_instance: str,
+        start_run: Callable[[Envelope, JobBody], Awaitable[None]] | None = None,
     ) -> None:
         self._inbox = inbox
         self._publisher = publisher
@@ -108,6 +112,7 @@ class JobSender:
         self._records = records
         self._window = window
         self._api_instance = api_instance
+        self._start_run = start_run
 
     async def send(self, request: InferenceRequest, job: InFlightJob) -> list[ItemOutcome]:
         """Publishes the job when its window has room, and waits for its reply.
@@ -164,7 +169,12 @@ class JobSender:
         if unfinished > BATCHES_HELD * request.model.batch.max_items:
             envelope.priority = "batch"
         try:
-            await self._publish(envelope, items, request.options, PUBLISH_LIMIT_S)
+            if request.model.flow is not None and self._start_run is not None:
+                options = request.options
+                body = JobBody(list(items), options.cache_read, options.cache_write)
+                await self._start_run(envelope, body)
+            else:
+                await self._publish(envelope, items, request.options, PUBLISH_LIMIT_S)
         except PenstockError as error:
             await self._give_up(request, error)
         # Without the mark, a repeated request publishes the job again, which is harmless.

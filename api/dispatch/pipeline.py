@@ -14,13 +14,15 @@ from api.dispatch.model_window import PublishWindow, WindowExchange
 from api.dispatch.reply_inbox import ReplyInbox
 from shared.canary.store import CanaryStore
 from shared.catalog import Catalog
+from shared.flow_engine import FlowEngine
+from shared.messages import Envelope, JobBody
 from shared.settings import ApiSettings
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.stores.withdrawals import LiveWithdrawals, WithdrawalStore
 from shared.transport import Admin, Transport
-from shared.usage.row import RowSink
+from shared.usage.row import RowSink, row_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class OpenParts:
     sender: JobSender
     dispatcher: Dispatcher
     canaries: CanaryRouter
+    flows: FlowEngine
 
 
 async def open_pipeline(
@@ -76,7 +79,7 @@ async def open_pipeline(
     # Closed right after the dispatcher: what happens to an inbox that is not removed in time is
     # only that it expires, but rows are to be on disk before the process is killed.
     row_sink = await opened.enter_async_context(rows)
-    admission = Admission(settings.max_in_flight, catalog.deployed)
+    admission = Admission(settings.max_in_flight, (*catalog.deployed, *catalog.flows))
     window = PublishWindow(
         catalog.deployed, admission.rate_of, settings.broker_wait_s, broker.round_trip
     )
@@ -87,7 +90,13 @@ async def open_pipeline(
     canaries = await opened.enter_async_context(
         CanaryRouter(catalog, CanaryStore(settings.records_redis_url), withdrawals=withdrawals)
     )
-    sender = JobSender(inbox, broker, objects, records, window, instance)
+    flows = FlowEngine(catalog, records, broker, purges=withdrawals.purges)
+
+    async def start_run(envelope: Envelope, body: JobBody) -> None:
+        for model, planned, outcome in await flows.start(envelope, body):
+            row_sink.write(row_of(planned, outcome, model, region=settings.region))
+
+    sender = JobSender(inbox, broker, objects, records, window, instance, start_run)
     dispatcher = await opened.enter_async_context(
         Dispatcher(
             sender,
@@ -102,4 +111,6 @@ async def open_pipeline(
             region=settings.region,
         )
     )
-    return OpenParts(records, broker, inbox, row_sink, admission, sender, dispatcher, canaries)
+    return OpenParts(
+        records, broker, inbox, row_sink, admission, sender, dispatcher, canaries, flows
+    )

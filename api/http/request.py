@@ -62,7 +62,7 @@ from shared.stores.objects import ObjectStore
 from shared.stores.signed_urls import UrlSigner
 from shared.tasks import Input
 from shared.tenants.plan import Caller
-from shared.usage.charge import price_of
+from shared.usage.charge import price_of, step_prices_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +314,8 @@ class ApiRequest:
             key_id=facts.key_id,
             is_cached=read.is_repeatable and self.options.cache_write,
             price=price_of(model, facts.received_at_s),
+            flow=None if model.flow is None else model.flow.as_json(),
+            step_prices=step_prices_of(model, facts.received_at_s),
             **{"owner": OWNER} | shown,
         )
         return InferenceRequest(
@@ -418,7 +420,7 @@ class ApiRequest:
 
     def listed_models(self) -> list[Model]:
         """Returns the models that the caller may see."""
-        models, allowed = self.dependencies.catalog.models, self.caller.models
+        models, allowed = self.dependencies.catalog.served, self.caller.models
         return [model for model in models if allowed is None or model.name in allowed]
 
     def listed_model(self, name: str) -> Model:

@@ -16,6 +16,7 @@ from api.limits.counters import month_of
 from api.limits.limiter import Limiter, RequestDemand, Taking
 from shared.catalog import Model
 from shared.errors import Unavailable
+from shared.flow_plan import step_of
 from shared.messages import ItemOutcome
 from shared.predictions import Prediction
 from shared.tasks import Input
@@ -28,6 +29,7 @@ from shared.usage.charge import (
     cost_usd,
     list_price_usd,
     price_of,
+    step_prices_of,
 )
 
 STOPS_WITHIN_S = 5.0
@@ -43,6 +45,8 @@ class HeldLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     unit: Unit
     price: ItemPrice
     takings: list[Taking]
+    step_prices: list[ItemPrice] = []
+    """Of a flow, the terms of each of its steps."""
 
 
 @dataclass(slots=True)
@@ -175,6 +179,7 @@ class LimitedRequest:
             unit=self._model.definition.unit,
             price=price_of(self._model, self._received_at_s, self._price_share),
             takings=self._reservation.takings(),
+            step_prices=self._step_prices(),
         )
         self._hold = Hold(prediction.record, kept)
         self._follow = follow
@@ -220,7 +225,10 @@ class LimitedRequest:
         if self._account is not None:
             charged = as_delivered(outcomes, is_delivered=is_delivered)
             unit = self._model.definition.unit
-            self._used = used_by(price, unit, outcomes, charged)
+            self._used = used_by(price, unit, outcomes, charged, self._step_prices())
+
+    def _step_prices(self) -> list[ItemPrice]:
+        return list(step_prices_of(self._model, self._received_at_s, self._price_share))
 
     def _estimate(self, account: Account) -> RequestDemand:
         """Returns the estimated work and the maximum cost."""
@@ -232,7 +240,26 @@ class LimitedRequest:
             price = price_of(self._model, self._received_at_s, self._price_share)
             bounds = (one.bound_work(self._model) for one in self._inputs)
             usd = sum(highest_cost_usd(price, unit, one, self._longest_s) for one in bounds)
+            usd += self._highest_cost_of_steps_usd()
         return RequestDemand(unit, items=len(self._inputs), work=work, cost_usd=usd)
+
+    def _highest_cost_of_steps_usd(self) -> float:
+        """The most that the steps of a flow can cost: all items that each may have."""
+        if self._model.flow is None:
+            return 0.0
+        steps = zip(
+            self._model.flow.steps, self._model.step_models, self._step_prices(), strict=True
+        )
+        return sum(
+            (1 if step.for_each is None else step.max_items)
+            * highest_cost_usd(
+                price,
+                model.definition.unit,
+                model.definition.step_bound(model),
+                self._longest_s,
+            )
+            for step, model, price in steps
+        )
 
 
 def used_by(
@@ -240,6 +267,7 @@ def used_by(
     unit: Unit,
     outcomes: Sequence[ItemOutcome],
     charged: Sequence[ItemOutcome] | None = None,
+    step_prices: Sequence[ItemPrice] = (),
 ) -> RequestDemand:
     """Returns what items count toward limits, and their charge.
 
@@ -248,15 +276,17 @@ def used_by(
         unit: the unit of their work.
         outcomes: how they ended.
         charged: how they were delivered. None: as they ended.
+        step_prices: of a flow, the terms of each of its steps. Then they are items of these.
     """
-    return RequestDemand(
-        unit,
-        items=len(outcomes),
-        work=sum(charged_work(price, outcome) for outcome in outcomes),
-        cost_usd=sum(
-            cost_usd(price, outcome) for outcome in (outcomes if charged is None else charged)
-        ),
-    )
+    delivered = outcomes if charged is None else charged
+    if step_prices:  # the work of its models has many units, so each item counts as one
+        priced = [(step_prices[step_of(one.index)], one) for one in delivered]
+        work = float(sum(one.status == "succeeded" for one in outcomes))
+    else:
+        priced = [(price, one) for one in delivered]
+        work = sum(charged_work(price, outcome) for outcome in outcomes)
+    usd = sum(cost_usd(terms, one) for terms, one in priced)
+    return RequestDemand(unit, items=len(outcomes), work=work, cost_usd=usd)
 
 
 def highest_cost_usd(

@@ -10,9 +10,12 @@ or has the id of an upload as `file`: OpenAI's batches take no audio.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from pathlib import PurePath
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
@@ -23,6 +26,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.dispatch.request import InferenceRequest
 from api.errors import BodyTooLarge
 from api.http.fast_route import StreamedRoute
 from api.http.openapi import (
@@ -57,14 +61,22 @@ from api.openai.audio_schemas import (
 )
 from api.openai.chat import failure_event
 from api.openai.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
-from api.predictions.creation import digest_of
+from api.predictions.creation import PredictionSnapshot, digest_of
 from api.predictions.event_stream import HeldResponse
-from api.predictions.generation_stream import seen_from_id
+from api.predictions.generation_stream import (
+    HEARTBEAT,
+    HEARTBEAT_BESIDE_IDS,
+    MAX_S,
+    StreamTooLong,
+    seen_from_id,
+)
+from api.predictions.service import GRACE_S
 from api.tasks.base import Inputs
 from api.tasks.custom import add_files, in_fields, input_of_fields
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
-from shared.errors import BadInput, ModelFailed, PenstockError
+from shared.errors import BadInput, DeadlineExceeded, ModelFailed, PenstockError
+from shared.flow_plan import MAX_STEP_ITEMS
 from shared.messages import ItemOutcome
 from shared.predictions import EVENTS_TYPE
 from shared.tasks.custom import CustomInput, CustomResult, FilePlace, interface_of, read_elements
@@ -73,6 +85,8 @@ from shared.tasks.text import TokenLogprob
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 MAX_FIELD_BYTES = 64 * 1024
 _LINE_REPLY_BYTES = 256 * 1024
+RUN_POLL_S = 0.5
+_WINDOW_ID = re.compile(r"\d{1,9}")
 _SUFFIX = re.compile(r"\.[a-z0-9]{1,8}")
 _ANY_BYTES = "application/octet-stream"
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -242,7 +256,10 @@ class _Transcript:
         if not isinstance(result, CustomResult):
             raise PenstockError(f"{model.name} returned a result that is not its own; a bug")
         self.elements = _elements(result.output)
-        self.usage = DurationUsage(result.work)
+        seconds = result.work
+        if model.flow is not None:  # which has no work of its own
+            seconds = max(1, math.ceil(self.elements[0].duration)) if self.elements else 1
+        self.usage = DurationUsage(seconds)
         self.text = "".join(one.text for one in self.elements).lstrip()
 
     @property
@@ -488,8 +505,95 @@ async def _transcribe(
             await while_connected(call.http.receive, adding)
         if one.is_streamed:
             return await _stream(call, form, model, one)
+        if model.flow is not None:
+            return await _run(call, form, model, one, mode)
         async with call.inferred(model, [one], is_repeatable=model.deterministic) as response:
             return _answer(form, _Transcript(response.outcomes, model), mode)
+
+
+def _new(
+    call: ApiRequest, form: TranslationForm, model: Model, one: CustomInput
+) -> InferenceRequest:
+    """Returns the request for a prediction that a form asks for."""
+    shown = {FILE: one.places[0].name} | form.model_dump(mode="json", exclude_unset=True)
+    read = Inputs([one], shown, is_list=False, is_repeatable=model.deterministic)
+    asked = [model.name, TRANSCRIPTIONS, repr(one.cache_form())]
+    digest = digest_of(json.dumps(asked))
+    return call.recorded(model, read, digest=digest, endpoint=TRANSCRIPTIONS)
+
+
+async def _run(
+    call: ApiRequest, form: TranslationForm, model: Model, one: CustomInput, mode: Task
+) -> Response:
+    """Answers with the transcript of a flow. Its prediction is canceled if nobody waits for it."""
+    new, predictions = _new(call, form, model, one), call.dependencies.predictions
+    async with call.created(new, waits=True) as creation:
+        limit_s = new.deadline_s - time.time() + GRACE_S
+        prediction = creation.snapshot.prediction
+        try:
+            await while_connected(call.http.receive, creation.wait(limit_s), call.check_key)
+        except BaseException:
+            await predictions.cancel(prediction.tenant, prediction.id)
+            raise
+    record = creation.snapshot.record
+    if not record.is_over:
+        raise DeadlineExceeded
+    if record.state != "succeeded" or record.reply is None:
+        raise creation.snapshot.failure
+    answer = _answer(form, _Transcript(record.reply.outcomes, model), mode)
+    answer.headers["location"] = f"/v1/predictions/{prediction.id}"
+    return answer
+
+
+class _WindowEvents:
+    """The events of the windows of a flow. `seen`: the number of the last one that a reader has."""
+
+    def __init__(self, model: Model, seen: int, *, has_ids: bool) -> None:
+        assert model.flow is not None, "only flows have steps; this is a bug"
+        order = model.flow.order()
+        self._hears = [model.step_models[number].api == "transcription" for number in order]
+        self._has_ids, self._said = has_ids, seen >= 0
+        self.seen = seen
+
+    def of(self, outcomes: Sequence[tuple[int, ItemOutcome]]) -> Iterator[bytes]:
+        """Yields an event for each window with text among outcomes of items."""
+        for number, outcome in outcomes:
+            self.seen, result = number, outcome.result
+            if not self._hears[number // MAX_STEP_ITEMS] or not isinstance(result, CustomResult):
+                continue
+            text = "".join(one.text for one in _elements(result.output))
+            if text.strip():
+                delta = _event(TranscriptDelta(text if self._said else text.lstrip()))
+                yield (f"id: {number}\n".encode() if self._has_ids else b"") + delta
+                self._said = True
+
+
+async def _run_events(
+    call: ApiRequest, snapshot: PredictionSnapshot, model: Model, seen: int
+) -> AsyncGenerator[bytes]:
+    """Yields the events of a flow: one for each window in order, as soon as it is written down."""
+    has_ids, predictions = wants_event_ids(call.http.headers), call.dependencies.predictions
+    windows, until_s = _WindowEvents(model, seen, has_ids=has_ids), time.monotonic() + MAX_S
+    try:
+        while True:
+            call.check_key()
+            snapshot = await predictions.refresh(snapshot)
+            for event in windows.of(await predictions.step_outcomes(snapshot, windows.seen)):
+                yield event
+            if snapshot.record.is_over:
+                break
+            if time.monotonic() > until_s:
+                if not has_ids:
+                    raise StreamTooLong
+                return
+            yield HEARTBEAT_BESIDE_IDS if has_ids else HEARTBEAT
+            await asyncio.sleep(RUN_POLL_S)
+        if snapshot.record.state != "succeeded" or snapshot.record.reply is None:
+            raise snapshot.failure
+        for event in TranscriptEvents(model).closing(snapshot.record.reply.outcomes, 0.0):
+            yield event
+    except PenstockError as error:
+        yield failure_event(error)
 
 
 async def _stream(
@@ -497,12 +601,13 @@ async def _stream(
 ) -> Response:
     """Returns the events of a transcript, from the one behind `Last-Event-ID` on."""
     last_id = call.http.headers.get("last-event-id", "")
-    seen = seen_from_id(last_id, 1)
-    shown = {FILE: one.places[0].name} | form.model_dump(mode="json", exclude_unset=True)
-    read = Inputs([one], shown, is_list=False, is_repeatable=model.deterministic)
-    asked = [model.name, TRANSCRIPTIONS, repr(one.cache_form())]
-    digest = digest_of(json.dumps(asked))
-    new = call.recorded(model, read, digest=digest, endpoint=TRANSCRIPTIONS)
+    if model.flow is not None and last_id and not _WINDOW_ID.fullmatch(last_id):
+        raise BadInput(
+            f"Last-Event-ID: {last_id[:40]!r} is not the id of an event of this stream",
+            field="last-event-id",
+        )
+    seen = [] if model.flow is not None else seen_from_id(last_id, 1)
+    new = _new(call, form, model, one)
     streams, shape = call.dependencies.generation_streams, TranscriptEvents(model)
     with ExitStack() as held:
         held.enter_context(streams.reserved(call.tenant))
@@ -512,7 +617,9 @@ async def _stream(
             "has_elements": True,
             "has_ids": wants_event_ids(call.http.headers),
         }
-        if last_id:
+        if model.flow is not None:
+            sse = _run_events(call, creation.snapshot, model, int(last_id or -1))
+        elif last_id:
             sse = streams.follow(
                 creation.snapshot, shape, seen, call.check_key, stays=False, **options
             )

@@ -53,7 +53,7 @@ def find_version(catalog: Catalog, version: str) -> Model:
     try:
         return catalog.find(name)
     except UnknownModel as error:
-        for model in catalog.models:
+        for model in catalog.served:
             if name == version_of(model):
                 return model
         raise BadInput(f"version: {error.message}", field="version") from error
@@ -106,12 +106,12 @@ class PredictionSnapshot(NamedTuple):
         if self.record.state == "canceled":
             return Canceled("the request was canceled")
         reply = self.record.reply
+        if reply is not None and reply.error is not None:
+            return error_for_code(reply.error.code, reply.error.message, reply.error.field)
         for outcome in reply.outcomes if reply is not None else ():
             if outcome.error is not None:
                 error = outcome.error
                 return error_for_code(error.code, reason_of(outcome), error.field)
-        if reply is not None and reply.error is not None:
-            return error_for_code(reply.error.code, reply.error.message, reply.error.field)
         return ModelFailed("failed")
 
     @property

@@ -11,6 +11,9 @@ If the output is a generation, it is streamed while it is generated
 (api/predictions/generation_stream.py). Each `output` event has the addition to the text: the text
 is the concatenation of all of them.
 
+Of a flow, each item of a step has an `output` event with its step and position, in the order of
+the steps, and the last one has the output of the flow.
+
 `preview` and `queue` are sent only on request, because Replicate's clients fail on unknown events.
 Previews are in a stream in Redis, and the id of each event has the position of its reader in it.
 `queue` has the prediction's position in the queue. It is a state, so a reader that reconnects gets
@@ -35,8 +38,16 @@ from api.fair_room import FairRoom, OneItem
 from api.predictions.creation import POLL_S, PredictionSnapshot
 from api.predictions.service import Predictions
 from shared.errors import Canceled, Overloaded, PenstockError
+from shared.flow_plan import MAX_STEP_ITEMS, MAX_STEPS
 from shared.messages import ItemOutcome
-from shared.predictions import Prediction, error_of, logs_of, output_of, printed_of
+from shared.predictions import (
+    Prediction,
+    error_of,
+    logs_of,
+    output_of,
+    printed_of,
+    step_output_of,
+)
 from shared.stores.previews import Preview
 from shared.stores.signed_urls import UrlSigner
 from shared.tasks.custom import CustomResult, StreamedFile, read_elements, streamed_key
@@ -52,6 +63,8 @@ KINDS = ("logs", "output", "error", "done")
 PREVIEW, QUEUE = "preview", "queue"
 EXTRA_KINDS = (PREVIEW, QUEUE)
 """Sent only to readers who ask for them."""
+OUTPUT_OF_FLOW = MAX_STEPS * MAX_STEP_ITEMS
+"""The number of the event with the output of a flow, behind those of the items of its steps."""
 _LINE_END = re.compile("\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 _ID = re.compile(r"(\d{1,2})\.(\d{1,12})(?:\.(\d{1,15}-\d{1,9}))?")
 
@@ -159,7 +172,7 @@ class EventStreams:
                     position = position._replace(preview=preview.cursor)
                     yield encode_event(PREVIEW, _shown(preview), position.to_id())
                     sent_s = time.monotonic()
-            for event in events_of(snapshot, self._url_signer, position):
+            for event in await self._all_of(snapshot, position):
                 if event[:2] > position[:2]:
                     position = EventPosition(event.kind, event.number, position.preview)
                     yield event.encoded(position)
@@ -172,6 +185,21 @@ class EventStreams:
             await asyncio.sleep(POLL_S)
             check()
             snapshot = await self._predictions.refresh(snapshot)
+
+    async def _all_of(self, snapshot: PredictionSnapshot, seen: EventPosition) -> list[StreamEvent]:
+        """Returns the events of a prediction so far, in order. Of a flow, those of its items too.
+
+        Of these, only what a reader at `seen` does not have.
+        """
+        known = seen.number if seen.kind == 1 else -1 if seen.kind < 1 else OUTPUT_OF_FLOW
+        steps = [
+            StreamEvent(
+                1, number, _text(step_output_of(snapshot.prediction, one, self._url_signer))
+            )
+            for number, one in await self._predictions.step_outcomes(snapshot, known)
+        ]
+        others = events_of(snapshot, self._url_signer, seen)
+        return sorted([*others, *steps], key=lambda event: event[:2]) if steps else others
 
 
 class HeldResponse(StreamingResponse):
@@ -204,10 +232,14 @@ def events_of(
         step = record.steps if record.state == "succeeded" else record.step
         events.append(StreamEvent(0, step, logs.rstrip("\n")))
     output = output_of(prediction, record, url_signer)
-    elements = output if prediction.is_list or output is None else [output]
-    events += [
-        StreamEvent(1, number, _text(element)) for number, element in enumerate(elements or [])
-    ]
+    if prediction.flow is not None:
+        if record.state == "succeeded":
+            events.append(StreamEvent(1, OUTPUT_OF_FLOW, _text({"output": output})))
+    else:
+        elements = output if prediction.is_list or output is None else [output]
+        events += [
+            StreamEvent(1, number, _text(element)) for number, element in enumerate(elements or [])
+        ]
     if error := error_of(record):
         events.append(StreamEvent(2, 0, msgspec.json.encode({"detail": error}).decode()))
     if record.is_over:

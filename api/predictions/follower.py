@@ -125,7 +125,7 @@ class PredictionFollower:
             if record.reply is None and _may_be_reported(record, kept, time.time()):
                 return
             outcomes = [] if record.reply is None else record.reply.outcomes
-            used = used_by(kept.price, kept.unit, outcomes)
+            used = used_by(kept.price, kept.unit, outcomes, step_prices=kept.step_prices)
         await self._limiter.settle_hold(due.record_id, kept.takings, used)
 
     async def _end_if_late(self, record_id: str, kept: HeldLimits) -> None:

@@ -35,6 +35,7 @@ from shared.errors import (
     Unavailable,
     UnknownModel,
 )
+from shared.flow_engine import FlowEngine, outcomes_after
 from shared.messages import ItemOutcome, ReplyBody, encode_reply_body
 from shared.predictions import (
     Prediction,
@@ -85,6 +86,7 @@ class Predictions:
         inbox: receives the replies to this instance.
         admission: bounds the items in flight of this instance.
         canaries: choose the revisions that compute them.
+        flows: ends runs of flows that no worker will end.
         keep_s: seconds for which a prediction is stored after its end.
     """
 
@@ -96,6 +98,7 @@ class Predictions:
         inbox: Inbox,
         admission: Admission,
         canaries: CanaryRouter,
+        flows: FlowEngine,
         *,
         keep_s: int,
     ) -> None:
@@ -105,6 +108,7 @@ class Predictions:
         self._inbox = inbox
         self._admission = admission
         self._canaries = canaries
+        self._flows = flows
         self._keep_s = keep_s
         self._with_waiter: set[str] = set()
 
@@ -285,6 +289,8 @@ class Predictions:
             and await self._records.cancel(snapshot.prediction.record) == "canceled"
         ):
             metrics.PREDICTIONS.labels(snapshot.prediction.model, "canceled").inc()
+            if snapshot.prediction.flow is not None:
+                await self._flows.settle(snapshot.prediction)
         return await self.read(tenant, prediction_id)
 
     async def delete(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
@@ -380,6 +386,21 @@ class Predictions:
                     prediction.record, prediction.tenant, prediction.model, prediction.deadline_s
                 )
         return None
+
+    async def step_outcomes(
+        self, snapshot: PredictionSnapshot, seen: int
+    ) -> list[tuple[int, ItemOutcome]]:
+        """Returns the items of a flow that are done after the item `seen`, numbered in order.
+
+        None while Redis does not answer.
+        """
+        prediction, record = snapshot
+        if prediction.flow is None:
+            return []
+        with suppress(Unavailable):
+            reading = outcomes_after(self._records.flows, prediction, seen, is_over=record.is_over)
+            return [one async for one in reading]
+        return []
 
     async def previews(self, snapshot: PredictionSnapshot, cursor: str) -> list[Preview]:
         """Returns the previews after `cursor`, while more are drawn for the next seconds.
@@ -488,15 +509,20 @@ class Predictions:
         error = None if record.is_over else self._why_over(prediction)
         if error is None:
             return snapshot
-        reply = failed_reply(error.code, error.public_message)
-        finish = await self._records.finish(prediction.record, "failed", reply)
-        if finish is None:
-            return snapshot
-        if finish.is_ours:
-            outcome = "expired" if isinstance(error, DeadlineExceeded) else "withdrawn"
-            metrics.PREDICTIONS.labels(prediction.model, outcome).inc()
-            events = prediction.webhook_events
-            await self._webhooks.try_publish(prediction.record, events, "completed")
+        outcome = "expired" if isinstance(error, DeadlineExceeded) else "withdrawn"
+        if prediction.flow is not None:
+            with suppress(PenstockError):  # the next reader tries again
+                await self._flows.fail(prediction, error)
+                metrics.PREDICTIONS.labels(prediction.model, outcome).inc()
+        else:
+            reply = failed_reply(error.code, error.public_message)
+            finish = await self._records.finish(prediction.record, "failed", reply)
+            if finish is None:
+                return snapshot
+            if finish.is_ours:
+                metrics.PREDICTIONS.labels(prediction.model, outcome).inc()
+                events = prediction.webhook_events
+                await self._webhooks.try_publish(prediction.record, events, "completed")
         return PredictionSnapshot(prediction, await self._records.read(prediction.record) or record)
 
     def _why_over(self, prediction: Prediction) -> PenstockError | None:

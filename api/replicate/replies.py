@@ -26,6 +26,16 @@ class PredictionUrls(msgspec.Struct):
     web: Link
 
 
+class StepReply(msgspec.Struct):
+    """What a step of a flow did so far: its items that are done, and what they are charged."""
+
+    id: str
+    model: str
+    items: Count
+    failed: Count
+    cost_usd: Amount
+
+
 class PredictionTimes(msgspec.Struct, omit_defaults=True):
     """Seconds under Replicate's names, milliseconds under RunPod's.
 
@@ -33,7 +43,7 @@ class PredictionTimes(msgspec.Struct, omit_defaults=True):
 
     `truncated_tokens` says how many tokens were cut: of all texts, if the input has `truncate`; of
     the prompts of images, if that is known. `device_time` is its share of a whole device, and
-    `cost_usd` its charge, as in the usage report.
+    `cost_usd` its charge, as in the usage report. `steps` are those of a flow.
     """
 
     total_time: Seconds | msgspec.UnsetType = msgspec.UNSET
@@ -43,6 +53,7 @@ class PredictionTimes(msgspec.Struct, omit_defaults=True):
     truncated_tokens: Count | msgspec.UnsetType = msgspec.UNSET
     device_time: Seconds | msgspec.UnsetType = msgspec.UNSET
     cost_usd: Amount | msgspec.UnsetType = msgspec.UNSET
+    steps: list[StepReply] | msgspec.UnsetType = msgspec.UNSET
 
 
 class QueueReply(msgspec.Struct):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mimetypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -20,16 +19,12 @@ from shared.blob import Blob
 from shared.catalog import Model
 from shared.errors import BadInput, InputTooLarge
 from shared.model_interface import FILE_FORMAT, SECRET_FORMAT, ModelInterface
-from shared.tasks.custom import CustomInput, FilePlace, interface_of
+from shared.tasks.custom import MAX_FILES, CustomInput, FilePlace, interface_of, usual_suffix
 
-MAX_FILES = 32
-"""Of one prediction. Each may be in the message."""
 MAX_VALUES_BYTES = 1024 * 1024
 """Of all inputs but files, as JSON: a prediction is one message."""
 SHOWN_SECRET = "**********"
 ANY_BYTES = "application/octet-stream"
-_OTHER_SUFFIXES = {"audio/wav": ".wav", "audio/mp3": ".mp3"}
-"""Of media types that Python does not know."""
 
 
 class AnyInput(Body):
@@ -180,7 +175,7 @@ async def add_files(
             file = await images.fetch(url, caller, str(at[0]))
             file = file._replace(media_type=file.media_type or ANY_BYTES)
             blob = await images.stored(Blob(file.media_type, data=file.data))
-            name = file.name or "file" + _suffix(blob)
+            name = file.name or "file" + usual_suffix(blob)
             if url.startswith("data:") and shown is not None:
                 _show(shown, at, await images.keep(file, caller, str(at[0])))
         custom_input.files.append(blob)
@@ -197,16 +192,10 @@ def _show(shown: dict[str, Any], at: list[str | int], link: str) -> None:
         shown[field] = link
 
 
-def _suffix(file: Blob) -> str:
-    """The usual end of the names of such files. Many decide by it what a file is."""
-    known = mimetypes.guess_extension(file.media_type, strict=False)
-    return known or _OTHER_SUFFIXES.get(file.media_type, "")
-
-
 def _name_of(fetched: FetchedInput) -> str:
     name = fetched.name or "file"
     is_plain = "." not in name and fetched.blob.media_type != ANY_BYTES
-    return name + _suffix(fetched.blob) if is_plain else name
+    return name + usual_suffix(fetched.blob) if is_plain else name
 
 
 def _is_file(shape: dict[str, Any]) -> bool:

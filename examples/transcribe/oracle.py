@@ -132,7 +132,8 @@ def show_steps(path: str) -> None:
     cut = predictor_of("windows").predict(Path(path))
     hears = predictor_of("transcribe")
     said = [list(hears.predict(one, **DEFAULTS, vad_filter=False)) for one in cut.windows]
-    joined = list(predictor_of("transcript").predict(said, cut.parts, cut.duration))
+    windows = {"segments": said, "parts": cut.parts}
+    joined = list(predictor_of("transcript").predict(windows, cut.duration))
     assert joined == list(hears.predict(Path(path), **DEFAULTS, vad_filter=True))
     print(json.dumps([len(said), joined]))
 

@@ -14,8 +14,9 @@ class Predictor(BasePredictor):
 
     def predict(
         self,
-        segments: list[Any] = Input(description="The segments of each window, in order."),
-        parts: list[Any] = Input(description="The places of each window, in the same order."),
+        windows: dict[str, Any] = Input(
+            description="Of each window in order its `segments`, and its places: `parts`."
+        ),
         duration: float = Input(description="Of the recording, in seconds.", ge=0),
     ) -> Iterator[dict[str, Any]]:
         """Yields the segments as examples/transcribe does for the whole recording.
@@ -23,6 +24,6 @@ class Predictor(BasePredictor):
         A recording has the language of its first segment.
         """
         transcript = Transcript(duration)
-        for said, places in zip(segments, parts, strict=True):
+        for said, places in zip(windows["segments"], windows["parts"], strict=True):
             yield from transcript.add(said, places)
         yield from transcript.finish()

@@ -25,6 +25,8 @@ TENANT_COLUMNS = {
     "client_request_id": "the caller's x-request-id",
     "item": "the item's index in the request, from 0",
     "batch_id": "the batch that the item is a line of",
+    "flow": "the flow that asked for the item",
+    "step": "the id of the flow's step",
     "key_id": "the public part of the API key",
     "plan": "the tenant's plan when the request came",
     "model": "its name in the catalog",

@@ -380,7 +380,7 @@ def served_by(catalog: Catalog, *, allow_private: bool) -> Served:
         allow_private: whether its webhooks may go to private addresses and over http.
     """
     return Served(
-        units={model.name: model.definition.unit for model in catalog.models},
-        aliases={alias: model.name for model in catalog.models for alias in model.aliases},
+        units={model.name: model.definition.unit for model in catalog.served},
+        aliases={alias: model.name for model in catalog.served for alias in model.aliases},
         check_webhook=partial(parse_webhook_url, allow_private=allow_private),
     )

@@ -1,9 +1,10 @@
 -- What the budget needs to know of predictions. Follows retention.lua.
 
--- A dropped prediction leaves the index of its tenant too.
+-- A dropped prediction leaves the index of its tenant too, and a run of a flow loses its steps.
 forget = function(store, key, tenant)
   local _, prefix_ends = string.find(key, 'record:', 1, true)
   redis.call('ZREM', store .. ':of:' .. tenant, string.sub(key, prefix_ends + 1))
+  redis.call('DEL', key .. ':flow')
 end
 
 -- Counts a prediction that ended with what it holds now.
@@ -13,6 +14,7 @@ local function ended(store, key, now, keep_s)
   local _, tenant = counted(store, key)
   if not tenant then return end -- created by a release without budgets
   local held = redis.call('HSTRLEN', key, 'document') + redis.call('HSTRLEN', key, 'reply')
+    + tonumber(redis.call('HGET', key, 'flow_bytes') or 0)
   keep(store, key, tenant, held + ENTRY_BYTES, now)
 end
 

@@ -66,6 +66,8 @@ class Record(msgspec.Struct, kw_only=True):
     document: bytes = b""
     """The encoded request of a prediction. Empty for other jobs."""
     reply: ReplyBody | None = None
+    closed: str = ""
+    """Why a flow ends, as JSON of an ItemError, once no item of it counts any more."""
     published: bool = False
     """Whether the broker surely has the job."""
     step: int = 0

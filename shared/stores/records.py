@@ -41,6 +41,7 @@ from shared.errors import Overloaded, Unavailable, UndecodableMessage
 from shared.messages import PrintedLogs
 from shared.retention import BUDGET_BYTES
 from shared.stores.fetched_urls import FetchedUrls
+from shared.stores.flow_runs import FlowRuns
 from shared.stores.previews import PreviewStore
 from shared.stores.record_state import (
     Claim,
@@ -164,7 +165,7 @@ LISTEN_PAUSE_S = 0.5
 
 _CHANGING = (
     *("state", "attempts", "published", "step", "steps", "reply", "receipts"),
-    *("logs", "logs_left_out"),
+    *("logs", "logs_left_out", "closed"),
     *("created_at_s", "started_at_s", "ended_at_s", "canceled_at_s"),
 )
 """The fields that `Record` shows, without the document."""
@@ -237,6 +238,7 @@ class Records(RedisStore):
         self.previews = PreviewStore(self._link.commands("the store of previews"), prefix)
         self.fetched_urls = FetchedUrls(self._link.commands("the store of fetched URLs"), prefix)
         self.tokens = TokenStreams(self._link.commands("the store of tokens"), prefix)
+        self.flows = FlowRuns(self._commands, prefix, self._store, self._max_bytes)
 
     def _key(self, record: str) -> str:
         return f"{self._prefix}record:{record}"

@@ -37,6 +37,14 @@ class WorkBound(NamedTuple):
     """The number of them that are tokens that the model writes."""
 
 
+class StepSchema(NamedTuple):
+    """What a step of a flow may give to a model, and what it gets, as JSON Schema."""
+
+    inputs: Mapping[str, Any]
+    """Of the object with all inputs."""
+    output: Mapping[str, Any]
+
+
 class TaskInput(msgspec.Struct, omit_defaults=True):
     """The input of one item. Each task has one or more subclasses, with a tag."""
 
@@ -77,6 +85,14 @@ class TaskInput(msgspec.Struct, omit_defaults=True):
         return self
 
 
+class StepInput(NamedTuple):
+    """The input of an item of a step of a flow."""
+
+    input: TaskInput
+    is_repeatable: bool = True
+    """Whether equal inputs give equal results."""
+
+
 class TaskResult(msgspec.Struct, omit_defaults=True):
     """The result of one item. Each task has one subclass, with a tag.
 
@@ -111,6 +127,10 @@ class TaskResult(msgspec.Struct, omit_defaults=True):
             media_type: of the output format that the caller chose.
             link_to: gives the URL of a result that is not inline.
         """
+        raise NotImplementedError
+
+    def step_value(self) -> Any:
+        """The result as the steps of a flow see it: plain values, and a Blob for each file."""
         raise NotImplementedError
 
     @classmethod
@@ -222,6 +242,26 @@ class Task(ABC):
     def largest_job(self, entry: CatalogEntry) -> int:
         """Returns the maximum items of a job, so that its reply stays below INLINE_LIMIT_BYTES."""
         return max(1, min(MAX_JOB_ITEMS, INLINE_LIMIT_BYTES // self.result_bytes(entry)))
+
+    @abstractmethod
+    def step_schema(self, entry: CatalogEntry) -> StepSchema:
+        """Returns what a step of a flow may give to a model, and what it gets."""
+
+    @abstractmethod
+    def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
+        """Returns the input of an item of a step.
+
+        Args:
+            entry: of the catalog.
+            values: by name: plain values, and a Blob for each file.
+
+        Raises:
+            BadInput: the model does not take it.
+        """
+
+    @abstractmethod
+    def step_bound(self, entry: CatalogEntry) -> WorkBound:
+        """Returns the most work that an item of a step can take, whatever its input is."""
 
     @abstractmethod
     def usual_work(self, entry: CatalogEntry, units: float | None) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import mimetypes
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -12,8 +13,22 @@ import msgspec
 
 from shared.blob import INLINE_LIMIT_BYTES, RESULTS, Blob
 from shared.catalog_entry import CatalogEntry, ServedApi, Tolerance
+from shared.errors import BadInput
 from shared.model_interface import FILE_FORMAT, SECRET_FORMAT, ModelInterface
-from shared.tasks.base import ExampleRequest, FirstGuesses, LinkTo, Task, TaskInput, TaskResult
+from shared.tasks.base import (
+    ExampleRequest,
+    FirstGuesses,
+    LinkTo,
+    StepInput,
+    StepSchema,
+    Task,
+    TaskInput,
+    TaskResult,
+    WorkBound,
+)
+
+MAX_FILES = 32
+"""Of one prediction, or one item of a step of a flow. Each may be in the message."""
 
 
 class FilePlace(msgspec.Struct, frozen=True, array_like=True):
@@ -130,6 +145,12 @@ class CustomResult(TaskResult, tag="custom"):
         uris = [_shown(file, link_to) for file in self.files]
         return _with_files(self.output, [place.at for place in self.places], uris)
 
+    def step_value(self) -> Any:
+        """The output, with a Blob for each file. A text that was streamed is one text."""
+        if self.streams == "text":
+            return "".join(self.output)
+        return _with_files(self.output, [place.at for place in self.places], self.files)
+
     @property
     def text(self) -> str:
         """A streamed output as its stream has it: a text, or a line of JSON for each element."""
@@ -177,6 +198,10 @@ class CustomInput(TaskInput, tag="custom"):
         """The same input with its files in other places."""
         return msgspec.structs.replace(self, files=list(sources))
 
+    def step_value(self) -> dict[str, Any]:
+        """The values, with a Blob for each file: the input of a flow, as its steps see it."""
+        return dict(_with_files(self.values, [place.at for place in self.places], self.files))
+
     def estimate_work(self, entry: CatalogEntry) -> int:
         """The most that it may weigh: what it does weigh is known to its worker only."""
         return entry.work.max or 1
@@ -191,7 +216,41 @@ class CustomInput(TaskInput, tag="custom"):
         return ("custom", written, *files)
 
 
-def _with_files(value: Any, places: Sequence[list[str | int]], uris: Sequence[str]) -> Any:
+def with_places(value: Any) -> tuple[Any, list[Blob], list[FilePlace]]:
+    """Returns a value with null for each Blob in it, these, and their places."""
+    files, places = list[Blob](), list[FilePlace]()
+    return _without_files(value, [], files, places), files, places
+
+
+def _without_files(
+    value: Any, at: list[str | int], files: list[Blob], places: list[FilePlace]
+) -> Any:
+    if isinstance(value, Blob):
+        files.append(value)
+        places.append(FilePlace(at, "file" + usual_suffix(value)))
+        return None
+    if isinstance(value, Mapping):
+        return {
+            name: _without_files(one, [*at, name], files, places) for name, one in value.items()
+        }
+    if isinstance(value, list):
+        return [
+            _without_files(one, [*at, number], files, places) for number, one in enumerate(value)
+        ]
+    return value
+
+
+_OTHER_SUFFIXES = {"audio/wav": ".wav", "audio/mp3": ".mp3"}
+"""Of media types that Python does not know."""
+
+
+def usual_suffix(file: Blob) -> str:
+    """Returns the usual end of the names of such files. Many decide by it what a file is."""
+    known = mimetypes.guess_extension(file.media_type, strict=False)
+    return known or _OTHER_SUFFIXES.get(file.media_type, "")
+
+
+def _with_files(value: Any, places: Sequence[list[str | int]], uris: Sequence[Any]) -> Any:
     """Returns a value with URIs in its places. A copy: it may be shown again with others."""
     if not places:
         return value
@@ -246,7 +305,7 @@ class CustomTask(Task):
         interface = interface_of(entry)
         _check_work(entry, interface)
         if entry.api is not None:
-            _check_api(entry.api, interface)
+            _check_api(entry.api, interface, is_flow=entry.flow is not None)
         if interface.batches:
             _check_key(entry.batch.key, interface)
             return
@@ -269,6 +328,33 @@ class CustomTask(Task):
     def compares(self, tolerance: Tolerance) -> bool:
         """Not here: workers compare (workers/jobs/canary_comparison.py)."""
         return False
+
+    def step_schema(self, entry: CatalogEntry) -> StepSchema:
+        """As its schema.json says. A text that is streamed is one text."""
+        interface = interface_of(entry)
+        output = {"type": "string"} if interface.streams == "text" else interface.output
+        return StepSchema(interface.inputs, output)
+
+    def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
+        """All inputs. The process of the class checks their values."""
+        interface = interface_of(entry)
+        if unknown := [name for name in values if name not in interface.properties]:
+            raise BadInput(f"{unknown[0]}: {entry.name} has no such input", field=unknown[0])
+        present = {name: value for name, value in values.items() if value is not None}
+        for name in interface.inputs.get("required", ()):
+            if name not in present:
+                raise BadInput(f"{name}: {entry.name} needs it", field=name)
+        plain, files, places = with_places(present)
+        if len(files) > MAX_FILES:
+            field = str(places[MAX_FILES].at[0])
+            raise BadInput(
+                f"{field}: at most {MAX_FILES} files are allowed in an item", field=field
+            )
+        return StepInput(CustomInput(plain, files, places), entry.deterministic)
+
+    def step_bound(self, entry: CatalogEntry) -> WorkBound:
+        """What the entry says."""
+        return WorkBound(entry.work.max or 1)
 
     def usual_work(self, entry: CatalogEntry, units: float | None) -> float | None:
         """What the class says, as the operator expects. One item, if it says nothing."""
@@ -360,8 +446,8 @@ api/openai/audio.py and speech.py fill them.
 """
 
 
-def _check_api(api: ServedApi, interface: ModelInterface) -> None:
-    """Checks that an endpoint can call a class and read what it gives.
+def _check_api(api: ServedApi, interface: ModelInterface, *, is_flow: bool) -> None:
+    """Checks that an endpoint can call a class, or a flow, and read what it gives.
 
     Raises:
         ValueError: it can't.
@@ -379,7 +465,8 @@ def _check_api(api: ServedApi, interface: ModelInterface) -> None:
         if shape is not None and (is_kind := _kind(shape)) != kind:
             raise ValueError(f"api: {api}: the input {name!r} must be a {kind}, not a {is_kind}")
     element = interface.output.get("items", {})
-    if api == "transcription" and (interface.streams, _kind(element)) != ("items", "object"):
+    streams = "items" if is_flow and _kind(interface.output) == "array" else interface.streams
+    if api == "transcription" and (streams, _kind(element)) != ("items", "object"):
         raise ValueError(f"api: {api}: the class must give Iterator[dict[str, Any]], its segments")
     said = element if interface.streams else interface.output
     if api == "speech" and (interface.streams == "text" or _kind(said) != "file"):

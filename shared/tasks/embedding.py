@@ -6,13 +6,17 @@ import math
 import operator
 import struct
 import unicodedata
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from shared.catalog_entry import CatalogEntry, Tolerance
+from shared.errors import BadInput, InputTooLarge
 from shared.tasks.base import (
     ExampleRequest,
     FirstGuesses,
     LinkTo,
+    StepInput,
+    StepSchema,
     Task,
     TaskInput,
     TaskResult,
@@ -51,6 +55,27 @@ def bound_tokens(text: str) -> int:
 
 def _size_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+TEXT_FIELDS: Mapping[str, Any] = {
+    "text": {"type": "string", "minLength": 1},
+    "truncate": {"type": "string", "enum": ["end", "start"]},
+}
+"""What a step of a flow gives to a sentence encoder, as JSON Schema."""
+
+
+def checked_text(entry: CatalogEntry, values: Mapping[str, Any], field: str) -> str:
+    """Returns a text of a step of a flow.
+
+    Raises:
+        BadInput: it is no text, or too long for the model.
+    """
+    text = values.get(field)
+    if not isinstance(text, str) or not text:
+        raise BadInput(f"{field}: a text of at least one character is needed", field=field)
+    if len(text.encode(errors="replace")) > entry.text.max_input_bytes:
+        raise InputTooLarge(f"{field}: longer than {entry.text.max_input_bytes} bytes", field=field)
+    return text
 
 
 class TextInput(TaskInput, tag="text"):
@@ -96,6 +121,10 @@ class EmbeddingResult(TaskResult, tag="embedding"):
     """Tokens that were left out, because the text was longer than the model takes."""
 
     def to_output(self, media_type: str, link_to: LinkTo) -> list[float]:
+        """The vector as a list of floats."""
+        return self.step_value()
+
+    def step_value(self) -> list[float]:
         """The vector as a list of floats."""
         return list(struct.unpack(f"<{len(self.vector) // 4}f", self.vector))
 
@@ -143,6 +172,22 @@ class EmbeddingTask(Task):
     def result_bytes(self, entry: CatalogEntry) -> int:
         """A vector in base64, which takes a third more than its bytes."""
         return math.ceil((entry.dimensions or 1) * 4 / 3) * 4
+
+    def step_schema(self, entry: CatalogEntry) -> StepSchema:
+        """A text, and its vector."""
+        return StepSchema(
+            {"type": "object", "properties": TEXT_FIELDS, "required": ["text"]},
+            {"type": "array", "items": {"type": "number"}},
+        )
+
+    def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
+        """A text."""
+        text = checked_text(entry, values, "text")
+        return StepInput(TextInput(text, values.get("truncate") or "none"))
+
+    def step_bound(self, entry: CatalogEntry) -> WorkBound:
+        """A token for every byte of the longest text."""
+        return WorkBound(entry.text.max_input_bytes + SPECIAL_TOKENS)
 
     def usual_work(self, entry: CatalogEntry, units: float | None) -> float | None:
         """Tokens, as the operator expects."""

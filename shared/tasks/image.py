@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -11,7 +12,20 @@ import msgspec
 
 from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.catalog_entry import CatalogEntry
-from shared.tasks.base import ExampleRequest, FirstGuesses, LinkTo, Task, TaskInput, TaskResult
+from shared.diffusion_schedulers import SCHEDULER_NAMES
+from shared.errors import BadInput
+from shared.model_interface import FILE_FORMAT
+from shared.tasks.base import (
+    ExampleRequest,
+    FirstGuesses,
+    LinkTo,
+    StepInput,
+    StepSchema,
+    Task,
+    TaskInput,
+    TaskResult,
+    WorkBound,
+)
 
 
 class ImageInput(TaskInput, tag="image"):
@@ -79,11 +93,37 @@ class ImageResult(TaskResult, tag="image"):
             return f"data:{media_type};base64,{base64.b64encode(self.image.data).decode()}"
         return link_to(self.image.object_key)
 
+    def step_value(self) -> Blob:
+        """The image."""
+        return self.image
+
     @classmethod
     def count_truncated(cls, results: Sequence[TaskResult], *, is_asked: bool = True) -> int | None:
         """Tokens that the prompts lost. All images of a request have the same prompts."""
         counts = [one.truncated_tokens for one in results if isinstance(one, ImageResult)]
         return max((count for count in counts if count is not None), default=None)
+
+
+MAX_PROMPT_CHARS = 32_000
+
+
+def step_fields(entry: CatalogEntry) -> dict[str, Any]:
+    """What a step of a flow gives to an image model, as JSON Schema: no image to start from."""
+    prompt = {"type": "string", "maxLength": MAX_PROMPT_CHARS}
+    return {
+        "prompt": prompt | {"minLength": 1},
+        "negative_prompt": prompt,
+        "width": {"type": "integer", "minimum": entry.image.multiple},
+        "height": {"type": "integer", "minimum": entry.image.multiple},
+        "num_inference_steps": {
+            "type": "integer",
+            "minimum": 1,
+            "maximum": entry.image.longest_steps,
+        },
+        "guidance_scale": {"type": "number", "minimum": 0, "maximum": 100},
+        "seed": {"type": "integer", "minimum": 0},
+        "scheduler": {"type": "string", "enum": list(SCHEDULER_NAMES)},
+    }
 
 
 class ImageTask(Task):
@@ -119,6 +159,47 @@ class ImageTask(Task):
     def tolerance(self, entry: CatalogEntry) -> float:
         """The least peak signal-to-noise ratio."""
         return entry.tolerance.psnr_db
+
+    def step_schema(self, entry: CatalogEntry) -> StepSchema:
+        """A prompt, and an image."""
+        fields = {"type": "object", "properties": step_fields(entry), "required": ["prompt"]}
+        return StepSchema(fields, {"type": "string", "format": FILE_FORMAT})
+
+    def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
+        """A prompt."""
+        limits, prompt = entry.image, values.get("prompt")
+        if not isinstance(prompt, str) or not 0 < len(prompt) <= MAX_PROMPT_CHARS:
+            raise BadInput(
+                f"prompt: a text of 1 to {MAX_PROMPT_CHARS} characters is needed", field="prompt"
+            )
+        width, height = values.get("width", limits.width), values.get("height", limits.height)
+        if width % limits.multiple or height % limits.multiple:
+            raise BadInput(
+                f"width, height: those of {entry.name} are multiples of {limits.multiple}",
+                field="width",
+            )
+        if width * height > limits.largest_pixels:
+            raise BadInput(
+                f"width, height: {width}x{height} is {width * height} pixels; at most "
+                f"{limits.largest_pixels} are allowed for {entry.name}",
+                field="width",
+            )
+        seed = values.get("seed")
+        image = ImageInput(
+            prompt=prompt,
+            width=width,
+            height=height,
+            steps=values.get("num_inference_steps", limits.steps),
+            guidance_scale=values.get("guidance_scale", limits.guidance_scale),
+            seed=secrets.randbelow(2**32) if seed is None else seed,
+            scheduler=values.get("scheduler", limits.scheduler),
+            negative_prompt=values.get("negative_prompt", ""),
+        )
+        return StepInput(image, seed is not None)
+
+    def step_bound(self, entry: CatalogEntry) -> WorkBound:
+        """The largest image with the most steps."""
+        return WorkBound(entry.image.largest_pixels * entry.image.longest_steps)
 
     def usual_work(self, entry: CatalogEntry, units: float | None) -> float | None:
         """Pixel-steps of an image with the defaults of the model."""

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from shared.catalog_entry import CatalogEntry, Tolerance
-from shared.tasks.base import ExampleRequest, LinkTo, TaskInput, TaskResult, WorkBound
+from shared.tasks.base import (
+    ExampleRequest,
+    LinkTo,
+    StepInput,
+    StepSchema,
+    TaskInput,
+    TaskResult,
+    WorkBound,
+)
 from shared.tasks.embedding import (
     SPECIAL_TOKENS,
+    TEXT_FIELDS,
     EmbeddingTask,
     Truncate,
     bound_tokens,
+    checked_text,
     estimate_tokens,
 )
 
@@ -52,6 +63,10 @@ class SimilarityResult(TaskResult, tag="similarity"):
         """The score."""
         return self.score
 
+    def step_value(self) -> float:
+        """The score."""
+        return self.score
+
 
 class SimilarityTask(EmbeddingTask):
     """Sentence encoders, of which only the cosines are wanted. Entries are as for embedding."""
@@ -69,6 +84,27 @@ class SimilarityTask(EmbeddingTask):
     def result_bytes(self, entry: CatalogEntry) -> int:
         """A number."""
         return RESULT_BYTES
+
+    def step_schema(self, entry: CatalogEntry) -> StepSchema:
+        """Two texts, and their cosine."""
+        query = {"query": TEXT_FIELDS["text"]}
+        return StepSchema(
+            {
+                "type": "object",
+                "properties": {**TEXT_FIELDS, **query},
+                "required": ["text", "query"],
+            },
+            {"type": "number"},
+        )
+
+    def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
+        """Two texts."""
+        text, query = (checked_text(entry, values, field) for field in ("text", "query"))
+        return StepInput(SimilarityInput(text, query, values.get("truncate") or "none"))
+
+    def step_bound(self, entry: CatalogEntry) -> WorkBound:
+        """As two texts of an embedding model."""
+        return WorkBound(2 * super().step_bound(entry).work)
 
     def sample_input(self, entry: CatalogEntry, size_bytes: int) -> TaskInput:
         """A text of half the size, and another."""

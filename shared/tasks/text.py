@@ -8,16 +8,20 @@ costs nothing.
 from __future__ import annotations
 
 import re
+import secrets
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 import msgspec
 
 from shared.catalog_entry import CatalogEntry, Tolerance
-from shared.errors import ContextLengthExceeded
+from shared.errors import BadInput, ContextLengthExceeded
 from shared.tasks.base import (
     ExampleRequest,
     FirstGuesses,
     LinkTo,
+    StepInput,
+    StepSchema,
     Task,
     TaskInput,
     TaskResult,
@@ -73,6 +77,8 @@ TOKEN_BYTES = 8
 RESPONSE_FORMAT = "response_format"
 FAR_ABOVE = 8
 """A prompt of this many contexts, as estimated, is refused without being tokenized."""
+MAX_STEP_SEED = 2**53 - 11
+"""The largest seed of a prediction (`MAX_SEED` in api/bodies.py), which a test compares."""
 LOGPROB_BYTES = 48
 """The size of one alternative in a reply."""
 
@@ -267,6 +273,23 @@ class GenerationResult(TaskResult, tag="generation"):
         """The text."""
         return self.text
 
+    def step_value(self) -> str:
+        """The text."""
+        return self.text
+
+
+STEP_FIELDS: Mapping[str, Any] = {
+    "prompt": {"type": "string", "minLength": 1},
+    "messages": {"type": "array", "items": {"type": "object"}, "minItems": 1},
+    "max_tokens": {"type": "integer", "minimum": 1},
+    "temperature": {"type": "number", "minimum": 0, "maximum": 2},
+    "top_p": {"type": "number", "minimum": 0, "maximum": 1},
+    "top_k": {"type": "integer", "minimum": 0, "maximum": 2**20},
+    "seed": {"type": "integer", "minimum": 0, "maximum": MAX_STEP_SEED},
+    "stop": {"type": "array", "items": {"type": "string"}, "maxItems": 4},
+}
+"""What a step of a flow gives to a text model, as JSON Schema: as the input of a prediction."""
+
 
 class GenerationTask(Task):
     """Language models. Their unit of work is the token, read or written."""
@@ -319,6 +342,41 @@ class GenerationTask(Task):
     def result_bytes(self, entry: CatalogEntry) -> int:
         """A generation of the most tokens."""
         return entry.generation.longest_tokens * TOKEN_BYTES
+
+    def step_schema(self, entry: CatalogEntry) -> StepSchema:
+        """A prompt, or messages, and the text that continues them."""
+        return StepSchema({"type": "object", "properties": STEP_FIELDS}, {"type": "string"})
+
+    def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
+        """A prompt, or messages."""
+        prompt, messages = values.get("prompt"), values.get("messages")
+        if bool(prompt) == bool(messages):
+            raise BadInput("give either prompt or messages", field="prompt")
+        limits, max_tokens = entry.generation, values.get("max_tokens")
+        if max_tokens is not None and max_tokens > limits.longest_tokens:
+            raise BadInput(
+                f"max_tokens: {entry.name} generates at most {limits.longest_tokens} tokens",
+                field="max_tokens",
+            )
+        seed, temperature = values.get("seed"), float(values.get("temperature", 1.0))
+        is_repeatable = seed is not None or temperature == 0
+        generation = GenerationInput(
+            max_tokens=max_tokens or limits.default_tokens,
+            seed=(seed or 0) if is_repeatable else secrets.randbelow(MAX_STEP_SEED),
+            ends_with_context=max_tokens is None,
+            messages=list(messages or ()),
+            prompt=prompt or "",
+            temperature=temperature,
+            top_p=float(values.get("top_p", 1.0)),
+            top_k=values.get("top_k", 0),
+            stop=list(values.get("stop") or ()),
+        )
+        generation.check_length(limits.context_tokens)
+        return StepInput(generation, is_repeatable)
+
+    def step_bound(self, entry: CatalogEntry) -> WorkBound:
+        """All of the context, of which the most that may be written is written."""
+        return WorkBound(entry.generation.context_tokens, entry.generation.longest_tokens)
 
     def usual_work(self, entry: CatalogEntry, units: float | None) -> float | None:
         """Tokens, as the operator expects."""
@@ -394,5 +452,9 @@ class TokenCount(TaskResult, tag="token_count"):
         return [int.from_bytes(self.ids[at : at + ID_BYTES], "little") for at in starts]
 
     def to_output(self, media_type: str, link_to: LinkTo) -> Any:
+        """The number."""
+        return self.count
+
+    def step_value(self) -> int:
         """The number."""
         return self.count

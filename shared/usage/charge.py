@@ -84,6 +84,17 @@ def price_of(model: Model, at_s: float, price_share: float = 1.0) -> ItemPrice:
     )
 
 
+def step_prices_of(model: Model, at_s: float, price_share: float = 1.0) -> tuple[ItemPrice, ...]:
+    """The terms on which the items of each step of a flow are charged. None for a model.
+
+    Args:
+        model: the entry in the catalog.
+        at_s: as of `price_of`.
+        price_share: as of `price_of`.
+    """
+    return tuple(price_of(one, at_s, price_share) for one in model.step_models)
+
+
 def device_share_of(model: Model) -> float:
     """The part of a device that a worker of the model has."""
     return 1 / model.gpu.share

@@ -135,6 +135,10 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
     work: int | None = None
     """What the item weighs, as the class of a model of one's own says, whoever pays; work times
     charged_share are charged; null for other models."""
+    flow: str | None = None
+    """The flow that asked for the item; null for what a caller asked for itself."""
+    step: str | None = None
+    """The id of the flow's step; null as flow is."""
 
 
 class RowSink(Protocol):
@@ -172,6 +176,8 @@ def row_of(
         api_instance=envelope.api_instance or None,
         error_code=outcome.error.code if outcome.error else None,
         attempt=envelope.attempt,
+        flow=envelope.flow or None,
+        step=envelope.step or None,
         **envelope.row_columns(),
         **_work(envelope, outcome, model),
         **_times(envelope, outcome, replied_at_s or time.time()),

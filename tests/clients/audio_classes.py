@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 HEARS = """
 from typing import Any, Iterator
 from cog import BasePredictor, Input, Path
@@ -71,6 +72,67 @@ class Predictor(BasePredictor):
 """
 
 
+CUTS = """
+from pathlib import Path as LocalPath
+from typing import Any
+from cog import BaseModel, BasePredictor, Path
+
+
+class Output(BaseModel):
+    windows: list[Path]
+    parts: list[Any]
+    duration: float
+
+
+class Predictor(BasePredictor):
+    def predict(self, file: Path) -> Output:
+        windows, parts = [], []
+        lines = file.read_text().splitlines()
+        if lines and lines[0].startswith("noise"):
+            error = ValueError("not a recording")
+            error.field = "file"
+            raise error
+        for number, line in enumerate(lines):
+            target = LocalPath(f"window-{number}.txt")
+            target.write_text(line)
+            windows.append(Path(target))
+            parts.append([[24_000 * number, 24_000 * (number + 1)]])
+        return Output(windows=windows, parts=parts, duration=1.5 * len(lines))
+"""
+FLOW: dict[str, Any] = {
+    "name": "client-windows",
+    "api": "transcription",
+    "input": {
+        "file": "file",
+        "language": {"type": "string", "default": ""},
+        "word_timestamps": {"type": "boolean", "default": False},
+    },
+    "steps": [
+        {"id": "cut", "model": "client-cuts", "input": {"file": "$input.file"}},
+        {
+            "id": "read",
+            "model": "client-hears",
+            "for_each": "$cut.windows",
+            "input": {
+                "file": "$item",
+                "language": "$input.language",
+                "word_timestamps": "$input.word_timestamps",
+            },
+        },
+        {
+            "id": "join",
+            "model": "client-joins",
+            "input": {
+                "windows": {"segments": "$read", "parts": "$cut.parts"},
+                "duration": "$cut.duration",
+            },
+        },
+    ],
+    "output": "$join",
+}
+"""A recording by its windows, as those of examples/transcribe."""
+
+
 @dataclass(frozen=True)
 class Audio:
     """What the checks of clients send, and what they are to get.
@@ -119,6 +181,17 @@ def write_audio_classes(folder: Path) -> list[dict[str, Any]]:
             }
         )
     return entries
+
+
+def write_steps(folder: Path) -> list[dict[str, Any]]:
+    """Writes the other classes of FLOW. Returns their entries."""
+    (folder / "cuts").mkdir(parents=True)
+    (folder / "cuts" / "predict.py").write_text(CUTS)
+    sources = {"client-cuts": folder / "cuts", "client-joins": EXAMPLES / "transcript"}
+    return [
+        {"name": name, "task": "custom", "source": f"local:{source}"}
+        for name, source in sources.items()
+    ]
 
 
 def write_audio(folder: Path) -> str:

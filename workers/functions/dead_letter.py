@@ -27,8 +27,10 @@ from shared.errors import (
     UndecodableMessage,
     UnknownModel,
 )
+from shared.flow_engine import FlowEngine
 from shared.messages import (
     Envelope,
+    ItemOutcome,
     Reply,
     ReplyBody,
     decode_job,
@@ -98,6 +100,7 @@ class DeadLetters:
         self._table = table
         self._catalog = catalog
         self._region = region
+        self._flows = FlowEngine(catalog, records, publisher)
 
     async def answer(self, message: ReceivedMessage) -> None:
         """Does for one dead letter what its worker could not.
@@ -120,8 +123,36 @@ class DeadLetters:
         }
         topic_id = dead_letter_topic_id(envelope.model)
         with span(f"process {topic_id}", "consumer", facts, parent=envelope.trace):
-            if not await self._forward(envelope, message):
+            if envelope.flow:
+                await self._end_step(envelope, message)
+            elif not await self._forward(envelope, message):
                 await self._answer(envelope, message)
+
+    async def _end_step(self, envelope: Envelope, message: ReceivedMessage) -> None:
+        """Ends the items of a flow's step, and with them the run, unless the step has a default."""
+        items, error = _reading(message)
+        facts = {
+            "request_id": envelope.request_id,
+            "model": envelope.model,
+            "flow": envelope.flow,
+            "step": envelope.step,
+            "reason": error.message,
+        }
+        log.warning("dead letter", extra=facts)
+        if isinstance(error, UndecodableMessage):  # its items are not known
+            await self._flows.abandon(envelope.request_id, error)
+            DEAD_LETTERS.labels("answered").inc()
+            return
+        job = decode_job(message.data, message.attributes)
+        end = await self._flows.mark(job, [failure(item, error) for item in items])
+        planned = await self._flows.advance(job, end)
+        # Workers know when they pulled an item: the rows of what they ended are theirs.
+        ours = [one for one in end.outcomes if one.receipt.pulled_at_s is None]
+        rows = [self._row_of(envelope, one, time.time()) for one in ours]
+        rows += [self._row_of(other, one, time.time()) for _, other, one in planned]
+        if rows:
+            await self._table.write(rows)
+        DEAD_LETTERS.labels("answered" if ours else "none").inc()
 
     async def _forward(self, envelope: Envelope, message: ReceivedMessage) -> bool:
         """Has the other revision do a job that no worker of a canary could finish.
@@ -193,15 +224,18 @@ class DeadLetters:
             await self._webhooks.publish(record, envelope.webhook_events, "completed")
 
     def _row(self, envelope: Envelope, answered: ReplyBody, item: int) -> Row:
+        return self._row_of(envelope, answered.outcomes[item], answered.replied_at_s)
+
+    def _row_of(self, envelope: Envelope, outcome: ItemOutcome, replied_at_s: float) -> Row:
         try:
             model = self._catalog.find_deployed(envelope.model)
         except UnknownModel:
             model = None
         return row_of(
             envelope,
-            answered.outcomes[item],
+            outcome,
             model,
-            replied_at_s=answered.replied_at_s,
+            replied_at_s=replied_at_s,
             region=self._region,
             worker=ANSWERED_BY,
         )

@@ -22,7 +22,7 @@ import logging
 import operator
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -37,6 +37,7 @@ from shared.errors import (
     Unavailable,
     error_for_code,
 )
+from shared.flow_engine import StepRow
 from shared.messages import (
     Envelope,
     Item,
@@ -312,7 +313,9 @@ class Completion:
             Forwarding(model, publisher, records, self.registry) if model.is_canary else None
         )
         self.replies = ReplyPublisher(model.name, worker.worker, publisher)
-        self._model = model
+        self.finish_step: Callable[[PulledJob], Coroutine[Any, Any, None]] | None = None
+        """Ends the job of a flow's step (workers/jobs/steps.py). None: none gets here."""
+        self.model = model
         self._cache = cache
         self._records = records
         self.large_results = LargeResults(
@@ -320,7 +323,7 @@ class Completion:
         )
         self._rows = rows
         self._webhooks = WebhookPublisher(publisher)
-        self._worker = worker
+        self.worker = worker
         self._ended: dict[str, list[PulledJob]] = {}
         """Jobs that ended in this turn of the loop, by inbox."""
 
@@ -331,7 +334,9 @@ class Completion:
         pulled.outcomes[outcome.index] = outcome
         if len(pulled.outcomes) == len(pulled.items):
             pulled.end()
-            if self._is_plain(pulled):
+            if pulled.envelope.flow and self.finish_step is not None:
+                self._spawn(pulled, self.finish_step(pulled))
+            elif self._is_plain(pulled):
                 if not self._ended:
                     asyncio.get_running_loop().call_soon(self._finish_ended)
                 self._ended.setdefault(pulled.envelope.inbox, []).append(pulled)
@@ -359,7 +364,7 @@ class Completion:
     async def _finish_together(self, jobs: Sequence[PulledJob]) -> None:
         """Does for plain jobs of one inbox what `_finish` does for one job."""
         now_s = time.time()
-        ours = [in_time(pulled, self._body_of(pulled, now_s), now_s) for pulled in jobs]
+        ours = [in_time(pulled, self._body_of_job(pulled, now_s), now_s) for pulled in jobs]
         encoded = [encode_reply_body(body) for body in ours]
         ends = [
             (pulled.record, state_of(body), data)
@@ -375,15 +380,20 @@ class Completion:
         answers: list[tuple[PulledJob, ReplyBody]] = []
         for pulled, body, is_sent, finish in zip(jobs, ours, sent, finishes, strict=True):
             if isinstance(is_sent, PenstockError):
-                self._give_up(pulled, is_sent)
+                self.give_up(pulled, is_sent)
             else:
                 answers.append((pulled, delivered_answer(body, finish, is_sent=is_sent)))
-        await self._fill_cache(answers)
-        self._write_rows(answers)
+        await self.fill_cache(answers)
+        self.write_rows(answers)
 
-    def _body_of(self, pulled: PulledJob, now_s: float) -> ReplyBody:
+    def _body_of_job(self, pulled: PulledJob, now_s: float) -> ReplyBody:
         outcomes = [pulled.outcomes[item.index] for item in pulled.items]
-        return ReplyBody(outcomes, None, self._worker.worker, self._worker.device, now_s)
+        return msgspec.structs.replace(self.body_of(outcomes), replied_at_s=now_s)
+
+    def body_of(self, outcomes: Sequence[ItemOutcome]) -> ReplyBody:
+        """Returns a reply of this worker, of now."""
+        worker = self.worker
+        return ReplyBody(list(outcomes), None, worker.worker, worker.device, time.time())
 
     def repeat(self, pulled: PulledJob, claim: Claim) -> None:
         """Ends a job whose record is over already.
@@ -401,7 +411,7 @@ class Completion:
         """Publishes a webhook event in the background, if the job's webhook subscribed to it."""
         subscribed = pulled.envelope.webhook_events
         if event in subscribed:
-            work = self._webhooks.try_publish(pulled.record, subscribed, event, sequence)
+            work = self._webhooks.try_publish(pulled.run, subscribed, event, sequence)
             self._spawn(pulled, work)
 
     def _spawn(self, pulled: PulledJob, work: Coroutine[Any, Any, None]) -> None:
@@ -415,33 +425,33 @@ class Completion:
             await self._reply(pulled, answered, reply)
             await self._webhooks.publish(pulled.record, pulled.envelope.webhook_events, "completed")
         except PenstockError as error:
-            self._give_up(pulled, error)
+            self.give_up(pulled, error)
             return
-        self._write_rows([(pulled, answered)])
+        self.write_rows([(pulled, answered)])
 
     async def _finish(self, pulled: PulledJob) -> None:
         outcomes = [pulled.outcomes[item.index] for item in pulled.items]
         if self.canary is not None:
             self.canary.count(pulled, outcomes)
             for outcome in outcomes:
-                outcome.receipt.revision = self._model.revision
+                outcome.receipt.revision = self.model.revision
         if self.forwarding is not None and self.forwarding.wants(outcomes):
             await self.forwarding.forward(pulled, "failed")
             return
-        record_spans(pulled, self._model, self._worker.device)
+        record_spans(pulled, self.model, self.worker.device)
         try:
             # Together, because a store may be far away.
             outcomes = await asyncio.gather(
                 *(self.large_results.stored(pulled.envelope, outcome) for outcome in outcomes)
             )
-            ours = ReplyBody(outcomes, None, self._worker.worker, self._worker.device, time.time())
+            ours = self.body_of(outcomes)
             answered = await self._end(pulled, ours)
             if pulled.dead_letter_reason:
                 await self.replies.publish_dead_letter(pulled.message, pulled.dead_letter_reason)
         except PenstockError as error:
-            self._give_up(pulled, error)
+            self.give_up(pulled, error)
             return
-        self._write_rows([(pulled, answered)])
+        self.write_rows([(pulled, answered)])
         if self.canary is not None:
             await self.canary.compare(pulled, answered.outcomes)
 
@@ -464,7 +474,7 @@ class Completion:
         answered = await deliver(pulled, ours)
         # After the reply, which a caller waits for. Until then an identical item is coalesced with
         # the queued one.
-        await self._fill_cache([(pulled, answered)])
+        await self.fill_cache([(pulled, answered)])
         subscribed = pulled.envelope.webhook_events
         if subscribed:
             await self._webhooks.publish(pulled.record, subscribed, "output")
@@ -530,19 +540,30 @@ class Completion:
             for until_s in (envelope.deadline_s, envelope.start_by_s)
             if until_s
         )
-        if slo.counts_toward_slo(self._model.deadline, envelope.priority, limits_s):
+        if slo.counts_toward_slo(self.model.deadline, envelope.priority, limits_s):
             for outcome in ours.outcomes:
-                slo.count_ended(self._model.public_name, outcome.status)
+                slo.count_ended(self.model.public_name, outcome.status)
 
-    def _write_rows(self, answers: Sequence[tuple[PulledJob, ReplyBody]]) -> None:
-        """Writes one row per item, and acks the jobs when all rows are safe."""
+    def write_rows(
+        self,
+        answers: Sequence[tuple[PulledJob, ReplyBody]],
+        planned: Sequence[StepRow] = (),
+    ) -> None:
+        """Writes one row per item, and acks the jobs when all rows are safe.
+
+        Args:
+            answers: the jobs, each with its answer.
+            planned: items of next steps that need no worker.
+        """
         rows, counts = list[Row](), Counter[tuple[str, str]]()
+        for model, envelope, outcome in planned:
+            rows.append(row_for(model, self.worker, envelope, outcome, time.time()))
         for pulled, answered in answers:
             replied_at_s = answered.replied_at_s or time.time()
             for outcome in one_for_each(pulled.items, answered):
                 counts[outcome.status, outcome.receipt.cache] += 1
                 rows.append(
-                    row_for(self._model, self._worker, pulled.envelope, outcome, replied_at_s)
+                    row_for(self.model, self.worker, pulled.envelope, outcome, replied_at_s)
                 )
         for labels, count in counts.items():
             metrics.ITEMS.labels(*labels).inc(count)
@@ -554,8 +575,9 @@ class Completion:
         if rows:
             self._rows.write(*rows, on_safe=on_safe)
 
-    async def _fill_cache(self, answers: Sequence[tuple[PulledJob, ReplyBody]]) -> None:
-        ttl_s, kept = self._model.cache.ttl_s, dict[str, Result]()
+    async def fill_cache(self, answers: Sequence[tuple[PulledJob, ReplyBody]]) -> None:
+        """Keeps the results that are to be cached."""
+        ttl_s, kept = self.model.cache.ttl_s, dict[str, Result]()
         for pulled, answered in answers:
             if pulled.to_cache and ttl_s:
                 results = {outcome.index: outcome.result for outcome in answered.outcomes}
@@ -564,7 +586,8 @@ class Completion:
         if kept:
             await self._cache.put_many(kept, ttl_s)
 
-    def _give_up(self, pulled: PulledJob, error: PenstockError) -> None:
+    def give_up(self, pulled: PulledJob, error: PenstockError) -> None:
+        """Hands a job back that could not be ended. It comes again."""
         facts = {"request_id": pulled.envelope.request_id, "reason": error.message}
         log.warning("job not ended", extra=facts)
         self.registry.hand_back(pulled)

@@ -23,6 +23,7 @@ import msgspec
 from shared.blob import Blob
 from shared.catalog import Model
 from shared.errors import ModelFailed, PenstockError, Unavailable, UndecodableMessage
+from shared.flow_engine import FlowEngine
 from shared.messages import Item, decode_job, failure
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
@@ -38,6 +39,7 @@ from workers.jobs.canary_share import CanaryShare
 from workers.jobs.completion import Completion
 from workers.jobs.items import BatchResults, ModelQueue, TokenOutput
 from workers.jobs.registry import JobRegistry
+from workers.jobs.steps import StepJobs
 from workers.models.base import Prepared, Preparer
 from workers.tasks import WORKER_TASKS
 
@@ -157,9 +159,9 @@ class Cancellation:
         """Reads all records again, to find jobs that were canceled while Redis was unavailable."""
         for pulled in self._completion.registry.find():
             with contextlib.suppress(Unavailable):
-                record = await self._records.read(pulled.record)
-                if record is not None and record.state == "canceled":
-                    self.cancel(pulled.record)
+                record = await self._records.read(pulled.run)
+                if record is not None and (record.state == "canceled" or record.closed):
+                    self.cancel(pulled.run)
 
     def is_unwanted(self, batch: Sequence[QueuedItem]) -> bool:
         """Returns whether all callers of a batch are gone."""
@@ -271,9 +273,10 @@ them. As with model processes: a death with another cause, or over another job, 
 class Claims:
     """Claims the records of one model's jobs."""
 
-    def __init__(self, records: Records, completion: Completion) -> None:
+    def __init__(self, records: Records, completion: Completion, steps: StepJobs | None) -> None:
         self._records = records
         self._completion = completion
+        self._steps = steps
 
     async def claim(self, pulled_jobs: Sequence[PulledJob]) -> None:
         """Claims the records of jobs. Waits only for those that may have been delivered before.
@@ -284,7 +287,8 @@ class Claims:
         first, repeated = list[PulledJob](), list[PulledJob]()
         for pulled in pulled_jobs:
             # A line of a batch may be asked for again, under the id of a job that is over.
-            is_known = pulled.envelope.has_record or pulled.envelope.batch_id
+            envelope = pulled.envelope
+            is_known = envelope.has_record or envelope.batch_id or envelope.flow
             is_first = pulled.is_fresh and not is_known
             (first if is_first else repeated).append(pulled)
         if first:
@@ -315,6 +319,8 @@ class Claims:
         await self._records.note_alone(pulled.record, begins=False)
 
     async def _claim(self, pulled_jobs: Sequence[PulledJob]) -> None:
+        if self._steps is not None and any(pulled.envelope.flow for pulled in pulled_jobs):
+            pulled_jobs = await self._steps.still_open(pulled_jobs)
         claims = await self._records.claim([pulled.record for pulled in pulled_jobs])
         for pulled, claim in zip(pulled_jobs, claims, strict=True):
             if claim is None:  # no Redis; the broker's count includes jobs that were handed back
@@ -367,6 +373,7 @@ class JobConsumer:
         in_steps: bool = False,
         clock: Clock | None = None,
         withdrawals: LiveWithdrawals | None = None,
+        flows: FlowEngine | None = None,
     ) -> None:
         clock = clock or SystemClock()
         self.model = model
@@ -382,7 +389,8 @@ class JobConsumer:
             preparer, objects, on_thread=WORKER_TASKS[model.task].prepares_on_thread(model)
         )
         self._cache = cache
-        self._claims = Claims(records, completion)
+        self._steps = None if flows is None else StepJobs(flows, completion, records)
+        self._claims = Claims(records, completion, self._steps)
         self._completion = completion
         self._forwarding = completion.forwarding
         self._deadlines = (
@@ -502,6 +510,8 @@ class JobConsumer:
                 raise UndecodableMessage(
                     f"the job is for model {job.envelope.model!r}", field="model"
                 )
+            if job.envelope.flow and self._steps is None:
+                raise UndecodableMessage("this worker carries no flows on", field="flow")
         except UndecodableMessage as error:
             self._registry.spawn(self._completion.replies.refuse(message, error, subscription))
             return None

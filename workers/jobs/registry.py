@@ -42,8 +42,11 @@ class JobRegistry:
         self._idle.clear()
 
     def find(self, record: str | None = None) -> list[PulledJob]:
-        """All jobs, or those of one record. A repeated delivery can give one record two jobs."""
-        return [pulled for pulled in self._jobs if record in (None, pulled.record)]
+        """All jobs, or those of one record. A repeated delivery can give one record two jobs.
+
+        The record of a flow's run finds those of its steps.
+        """
+        return [pulled for pulled in self._jobs if record in (None, pulled.record, pulled.run)]
 
     def ack(self, pulled: PulledJob) -> None:
         """Acks a finished job, unless it was handed back in the meantime."""

@@ -4,6 +4,8 @@
 -- column client_request_id: the caller's x-request-id
 -- column item: the item's index in the request, from 0
 -- column batch_id: the batch that the item is a line of
+-- column flow: the flow that asked for the item
+-- column step: the id of the flow's step
 -- column key_id: the public part of the API key
 -- column plan: the tenant's plan when the request came
 -- column model: its name in the catalog
@@ -35,6 +37,8 @@ SELECT
   client_request_id,
   item,
   batch_id,
+  flow,
+  step,
   key_id,
   plan,
   model,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import yaml
 from replicate.client import Client
@@ -21,7 +22,7 @@ from replicate.webhook import Webhooks
 from infra.local.interfaces import refresh_interfaces
 from infra.local.ports import Ports
 from infra.local.stack import Stack
-from tests.clients.audio_classes import write_audio, write_audio_classes
+from tests.clients.audio_classes import FLOW, write_audio, write_audio_classes, write_steps
 from tests.clients.clients import client_of
 from tests.clients.environments import command_of, is_ready, module_of
 from tests.clients.running import Service, run_checks
@@ -37,7 +38,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A stack that serves the classes, all by one worker."""
     folder = tmp_path_factory.mktemp("stack")
     models = folder / "models.yaml"
-    models.write_text(yaml.safe_dump({"models": write_audio_classes(folder / "classes")}))
+    classes = write_audio_classes(folder / "classes") + write_steps(folder / "steps")
+    models.write_text(yaml.safe_dump({"models": classes, "flows": [FLOW]}))
     refresh_interfaces(models, lambda line: None)
     settings = {
         "PENSTOCK_KEYS_URL": keys_url(folder, default="default"),
@@ -102,3 +104,50 @@ def predicted(client: Any, service: Service) -> None:
     assert httpx.get(str(getattr(sound, "url", sound))).text == text
     parts = client.run(f"any/{given['speaker']}", input={"input": given["said"], "stream": True})
     assert len(list(parts)) == len(given["said"].split())
+
+
+def test_a_flow_writes_down_windows(service: Service) -> None:
+    given = json.loads(Path(service.audio).read_text())
+    path, options = Path(given["recording"]), {"api_key": service.key, "max_retries": 0}
+    with openai.OpenAI(base_url=f"{service.url}/v1", **options) as client:
+        create: Any = client.audio.transcriptions.create
+        whole = create(model=given["hearer"], file=path, response_format="verbose_json")
+        words = {"response_format": "verbose_json", "timestamp_granularities": ["word", "segment"]}
+        flow = create(model=FLOW["name"], file=path, **words)
+        assert (flow.text, flow.duration) == (whole.text, whole.duration)
+        assert [(one.start, one.end, one.text) for one in flow.segments] == [
+            (one.start, one.end, one.text) for one in whole.segments
+        ]
+        assert len(flow.words) == given["words"]
+        assert flow.words[-1].start > flow.segments[-1].start
+        assert flow.usage.seconds == given["seconds"]
+        *deltas, done = create(model=FLOW["name"], file=path, stream=True)
+        assert [one.delta for one in deltas] == given["segments"]
+        assert (done.text, done.usage.seconds) == (whole.text, given["seconds"])
+        srt = create(model=FLOW["name"], file=path, response_format="srt")
+        assert srt == create(model=given["hearer"], file=path, response_format="srt")
+        with pytest.raises(openai.BadRequestError, match="takes no temperature"):
+            create(model=FLOW["name"], file=path, temperature=0.5)
+        with pytest.raises(openai.APIStatusError, match="not a recording"):
+            create(model=FLOW["name"], file=("a.wav", b"noise"))
+        silence = create(model=FLOW["name"], file=("a.wav", b"\n"))
+        assert (silence.text, silence.usage.seconds) == ("", 2)
+
+
+def test_a_stream_of_a_flow_goes_on_behind_an_id(service: Service) -> None:
+    given = json.loads(Path(service.audio).read_text())
+    form = {"model": FLOW["name"], "stream": "true"}
+    keyed = {"authorization": f"Bearer {service.key}", "idempotency-key": "windows"}
+    url = f"{service.url}/v1/audio/transcriptions"
+
+    def blocks(**headers: str) -> list[str]:
+        files = {"file": ("a.wav", Path(given["recording"]).read_bytes())}
+        answer = httpx.post(
+            url, data=form, files=files, headers=keyed | headers, timeout=WAIT_LIMIT_S
+        )
+        assert answer.status_code == 200, answer.text
+        return [one for one in answer.text.split("\n\n") if "data:" in one]
+
+    first, *others = blocks()
+    (number,) = [line[4:] for line in first.splitlines() if line.startswith("id: ")]
+    assert blocks(**{"last-event-id": number}) == others

@@ -1,0 +1,658 @@
+"""Carries flows from step to step: whoever ends the last item of a step publishes the next ones.
+
+There is no orchestrator. The API publishes the first steps of a run, each worker what follows its
+items, and the dead-letter function what follows those that no worker could compute. All of them do
+it here, and come to the same however often they do it (shared/stores/flow_runs.py):
+
+1. `mark`: notes how the items of a job ended. The first outcome counts.
+2. `advance`: publishes further jobs of the step. If the step is over, it plans the steps that wait
+   for it and publishes their first jobs, or ends the run.
+3. The caller writes rows, and acks its message last. If it dies before that, the message comes
+   again, finds its items done, and is advanced again.
+
+A job of a step has ids that follow from its place: its request is the run, its part and the indexes
+of its items follow from step and position. So a job that is published twice is computed once, but
+for deliveries at the same time, of which one counts.
+
+A run that fails, is late or canceled is closed first: from then on no item counts. So what its
+reply says of its items, and what their rows are charged, is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import msgspec
+
+from shared.catalog import Catalog, Model
+from shared.errors import (
+    BadInput,
+    Canceled,
+    ModelFailed,
+    Overloaded,
+    PenstockError,
+    Unavailable,
+    error_for_code,
+)
+from shared.flow_plan import (
+    INPUT,
+    MAX_STEP_ITEMS,
+    MISSING,
+    FlowPlan,
+    FlowStep,
+    index_of,
+    output_of,
+    plan_step,
+    step_of,
+    value_of,
+)
+from shared.messages import (
+    Envelope,
+    Item,
+    ItemError,
+    ItemOutcome,
+    Job,
+    JobBody,
+    Receipt,
+    ReplyBody,
+    encode_job,
+    encode_reply_body,
+    error_item,
+    failure,
+    reply_attributes,
+)
+from shared.predictions import Prediction, decode_document
+from shared.stores.cache import ResultCache, cache_key
+from shared.stores.flow_runs import WINDOW_JOBS, FlowRuns, Look, Marked, RunState
+from shared.stores.record_state import Record
+from shared.stores.records import EndState, Records
+from shared.tasks import Input
+from shared.tasks.base import MAX_JOB_ITEMS
+from shared.tasks.custom import CustomInput, CustomResult, with_places
+from shared.topics import jobs_topic_id
+from shared.tracing.spans import current
+from shared.transport import Publisher
+from shared.webhook_publisher import WebhookPublisher
+
+NOT_RETRIED = frozenset(
+    {"invalid_input", "input_too_large", "context_length_exceeded", "model_withdrawn"}
+)
+"""Codes of errors that the same input would have again."""
+_outcomes = msgspec.json.Decoder(ItemOutcome)
+_bodies = msgspec.json.Decoder(JobBody)
+_errors = msgspec.json.Decoder(ItemError)
+_inputs = msgspec.json.Decoder(CustomInput)
+
+
+class StepRow(NamedTuple):
+    """An item that no worker computed: its result was in the cache, or its input was wrong.
+
+    Whoever planned its step writes its row.
+    """
+
+    model: Model
+    envelope: Envelope
+    outcome: ItemOutcome
+
+
+class StepEnd(NamedTuple):
+    """How the items of a job ended, for its rows."""
+
+    marked: Marked
+    outcomes: list[ItemOutcome]
+    """What counts of each."""
+
+
+class FlowEngine:
+    """Carries the runs of all flows on.
+
+    Args:
+        catalog: the models of the steps.
+        records: have the runs.
+        publisher: publishes jobs, events, and the reply to an instance that waits.
+        cache: may have results of steps. None: it is not asked before they are published.
+        purges: says how often what the cache had of a revision was purged.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        records: Records,
+        publisher: Publisher,
+        cache: ResultCache | None = None,
+        purges: Callable[[Model], int] = lambda _: 0,
+    ) -> None:
+        self._catalog = catalog
+        self._records = records
+        self._runs = records.flows
+        self._publisher = publisher
+        self._webhooks = WebhookPublisher(publisher)
+        self._cache = cache
+        self._purges = purges
+
+    async def start(self, envelope: Envelope, body: JobBody) -> list[StepRow]:
+        """Publishes the first steps of a run whose record exists. May be called again.
+
+        Args:
+            envelope: of the run: that of a job of a model, with the name of the flow.
+            body: its one item, and whether the cache is asked.
+
+        Raises:
+            Overloaded: the broker is full.
+            Unavailable: Redis or the broker is out of reach.
+        """
+        data = msgspec.json.encode(body.items[0].input)
+        await self._runs.open(envelope.request_id, data)
+        run = msgspec.structs.replace(envelope, flow=envelope.model)
+        return await self._advance(run, body, is_repeated=True)
+
+    async def look(self, jobs: Sequence[Job]) -> list[Look]:
+        """Returns whether jobs of steps are still to be done.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        return await self._runs.look(
+            [(job.envelope.request_id, [item.index for item in job.body.items]) for job in jobs]
+        )
+
+    async def mark(self, job: Job, outcomes: Sequence[ItemOutcome]) -> StepEnd:
+        """Notes how items of a job ended. The first call for an item counts.
+
+        Args:
+            job: of a step.
+            outcomes: of its items, or of some. Large results are in the object store.
+
+        Raises:
+            Unavailable: Redis did not answer. It may have noted them.
+        """
+        encoded = {one.index: msgspec.json.encode(one) for one in outcomes}
+        step = step_of(outcomes[0].index)
+        marked = await self._runs.mark(job.envelope.request_id, step, encoded)
+        counting = []
+        for one, kept in zip(outcomes, marked.outcomes, strict=True):
+            if kept is not None:
+                counting.append(_outcomes.decode(kept))
+            else:  # it came too late
+                is_over = one.status in ("canceled", "expired")
+                counting.append(one if is_over else failure(one.index, Canceled(), one.receipt))
+        return StepEnd(marked, counting)
+
+    async def advance(self, job: Job, end: StepEnd) -> list[StepRow]:
+        """Does what follows from the items of a job. Returns rows to write.
+
+        Raises:
+            Overloaded: the broker is full.
+            Unavailable: Redis or the broker is out of reach.
+        """
+        envelope, marked = job.envelope, end.marked
+        if marked.is_open and marked.jobs:
+            step = step_of(end.outcomes[0].index)
+            await self._publish(envelope, step, marked.jobs)
+        has_failed = any(one.error is not None for one in end.outcomes)
+        if marked.is_open and not marked.is_complete and not has_failed:
+            return []
+        is_repeated = marked.is_repeated or envelope.attempt > 1
+        return await self._advance(envelope, job.body, is_repeated=is_repeated)
+
+    async def retry(self, job: Job, indexes: Sequence[int]) -> None:
+        """Publishes items of a job again, which failed and may be computed again.
+
+        Raises:
+            Overloaded: the broker is full.
+            Unavailable: the broker is out of reach.
+        """
+        items = [item for item in job.body.items if item.index in indexes]
+        envelope = msgspec.structs.replace(job.envelope, tries=job.envelope.tries + 1)
+        await self._send(envelope, msgspec.structs.replace(job.body, items=items))
+
+    async def fail(self, prediction: Prediction, error: PenstockError) -> None:
+        """Ends a run that no worker will end.
+
+        Raises:
+            Unavailable: Redis or the broker is out of reach.
+        """
+        await self._runs.close(prediction.record, msgspec.json.encode(error_item(error)))
+        await self.settle(prediction)
+
+    async def abandon(self, run_id: str, error: PenstockError) -> None:
+        """Ends a run one of whose jobs can't be read.
+
+        Raises:
+            Unavailable: Redis or the broker is out of reach.
+        """
+        record = await self._records.read(run_id)
+        if record is not None and record.document:
+            await self.fail(decode_document(record.document), error)
+
+    async def settle(self, prediction: Prediction) -> None:
+        """Ends the record of a run that is closed or canceled, with what its items cost.
+
+        Raises:
+            Unavailable: Redis or the broker is out of reach.
+        """
+        record = await self._records.read(prediction.record)
+        if record is not None:
+            await self._settle(prediction.record, record, prediction.webhook_events, None)
+
+    async def _advance(
+        self, envelope: Envelope, body: JobBody, *, is_repeated: bool
+    ) -> list[StepRow]:
+        run_id, rows, is_notified = envelope.request_id, list[StepRow](), is_repeated
+        while True:
+            record = await self._records.read(run_id)
+            if record is None or not record.document:  # dropped, or deleted
+                return rows
+            prediction, state = decode_document(record.document), await self._runs.read(run_id)
+            if is_repeated:
+                # Whoever planned them may have died before their rows were written.
+                rows[:] = self._planned_rows(prediction, state, envelope)
+            if record.is_over or record.closed:
+                events = prediction.webhook_events
+                await self._settle(run_id, record, events, envelope, again=is_notified)
+                return rows
+            try:
+                run = Run(prediction, state)
+                if run.is_over and run.failure is None:
+                    await self._succeed(run)
+                    is_notified = True
+                elif await self._go_on(run, envelope, body, rows, is_repeated=is_repeated):
+                    return rows
+            except BadInput as error:
+                await self._runs.close(run_id, msgspec.json.encode(error_item(error)))
+
+    def _planned_rows(
+        self, prediction: Prediction, state: RunState, envelope: Envelope
+    ) -> list[StepRow]:
+        """The items that no worker ended: it would have noted when it pulled them."""
+        rows, steps = [], plan_of(prediction).steps
+        for index, data in state.outcomes.items():
+            outcome, step = _outcomes.decode(data), steps[step_of(index)]
+            if outcome.receipt.pulled_at_s is None:
+                model = self._catalog.find(step.model)
+                rows.append(StepRow(model, _of_step(envelope, step, model, index), outcome))
+        return rows
+
+    async def _go_on(
+        self,
+        run: Run,
+        envelope: Envelope,
+        body: JobBody,
+        rows: list[StepRow],
+        *,
+        is_repeated: bool,
+    ) -> bool:
+        """Plans what can begin. Returns whether nothing more follows now.
+
+        Raises:
+            BadInput: the run fails.
+            Unavailable: Redis or the broker is out of reach.
+        """
+        if run.failure is not None:
+            raise _FlowFailed(run.failure)
+        goes_on = False
+        for number in run.ready:
+            is_done = await self._plan(run, number, envelope, body, rows)
+            goes_on = goes_on or is_done
+        if is_repeated:
+            for number in run.unpublished:
+                await self._publish_first(envelope, number, run.state.steps[number].jobs, run)
+        return not goes_on
+
+    async def _plan(
+        self, run: Run, number: int, envelope: Envelope, body: JobBody, rows: list[StepRow]
+    ) -> bool:
+        """Plans a step and publishes its first jobs. Returns whether it is over already."""
+        step = run.plan.steps[number]
+        try:
+            model = self._catalog.find(step.model)
+            inputs = plan_step(step, run.scope)
+        except BadInput as error:
+            raise _FlowFailed(ItemError(error.code, f"step {step.id!r}: {error.message}")) from (
+                error
+            )
+        own = _of_step(envelope, step, model, index_of(number, 0))
+        items, done = self._items(number, inputs, model, envelope.tenant, body)
+        done |= await self._hits(items, model, body)
+        left = [item for item in items if item.index not in done]
+        jobs = [
+            msgspec.structs.replace(body, items=some)
+            for some in jobs_of(left, model.definition.largest_job(model))
+        ]
+        encoded = [msgspec.json.encode(job) for job in jobs]
+        ended = {index: msgspec.json.encode(outcome) for index, outcome in done.items()}
+        noted = await self._runs.plan(run.id, number, encoded, len(inputs), ended)
+        if noted == -2:
+            reason = f"step {step.id!r}: unfinished predictions leave no room for it"
+            raise _FlowFailed(ItemError(Overloaded.code, reason))
+        if noted <= 0:  # somebody else did it, or the run is over
+            return noted < 0
+        rows += [StepRow(model, own, outcome) for outcome in done.values()]
+        await self._publish_first(envelope, number, len(jobs), run)
+        return not jobs or any(one.error is not None for one in done.values())
+
+    def _items(
+        self,
+        number: int,
+        inputs: Mapping[int, Mapping[str, Any]],
+        model: Model,
+        tenant: str,
+        body: JobBody,
+    ) -> tuple[list[Item], dict[int, ItemOutcome]]:
+        """The items of a step, and the outcomes of those whose input is wrong."""
+        items, failed = list[Item](), dict[int, ItemOutcome]()
+        is_kept, purges = body.cache_write and model.cache.ttl_s > 0, self._purges(model)
+        for position, values in inputs.items():
+            index = index_of(number, position)
+            try:
+                step_input = model.definition.step_input(model, values)
+                one = cast(Input, step_input.input)
+                is_keyed = is_kept and step_input.is_repeatable
+                key = cache_key(model, one, tenant, purges) if is_keyed else None
+            except BadInput as error:
+                failed[index] = failure(index, error)
+            else:
+                items.append(Item(index, one, key))
+        return items, failed
+
+    async def _hits(
+        self, items: Sequence[Item], model: Model, body: JobBody
+    ) -> dict[int, ItemOutcome]:
+        if self._cache is None or not body.cache_read:
+            return {}
+        cached = await self._cache.get_many(one.cache_key for one in items if one.cache_key)
+        hits = {}
+        for item in items:
+            if item.cache_key in cached:
+                result, level = cached[item.cache_key]
+                receipt = Receipt(cache=level)
+                receipt.count(result)
+                hits[item.index] = ItemOutcome(item.index, "succeeded", receipt, result)
+        return hits
+
+    async def _publish_first(self, envelope: Envelope, number: int, jobs: int, run: Run) -> None:
+        await self._publish(envelope, number, range(min(jobs, WINDOW_JOBS)), run.plan.steps[number])
+        await self._runs.note_published(run.id, number)
+
+    async def _publish(
+        self,
+        envelope: Envelope,
+        number: int,
+        jobs: Sequence[int],
+        step: FlowStep | None = None,
+    ) -> None:
+        """Publishes jobs of a step, by default of that of the envelope."""
+        model = None if step is None else self._catalog.find(step.model)
+        sending = []
+        for data in await self._runs.jobs(envelope.request_id, number, jobs):
+            body = _bodies.decode(data)
+            first = body.items[0].index
+            if step is not None and model is not None:
+                own = _of_step(envelope, step, model, first)
+            else:
+                own = msgspec.structs.replace(envelope, part=first + 1, tries=0)
+            sending.append(self._send(own, body))
+        await asyncio.gather(*sending)
+
+    async def _send(self, envelope: Envelope, body: JobBody) -> None:
+        trace = current()
+        own = msgspec.structs.replace(
+            envelope,
+            published_at_s=time.time(),
+            attempt=1,
+            cache_key=body.items[0].cache_key or "",
+            traceparent=trace.traceparent if trace else envelope.traceparent,
+            tracestate=trace.tracestate if trace else envelope.tracestate,
+        )
+        data, attributes = encode_job(Job(own, body))
+        try:
+            await self._publisher.publish(jobs_topic_id(own.model), data, attributes)
+        except BadInput as error:
+            raise Unavailable(f"the broker refused the job: {error.message}") from error
+
+    async def _succeed(self, run: Run) -> None:
+        value, files, places = with_places(output_of(run.plan, run.scope))
+        reply = ReplyBody(
+            run.receipts, replied_at_s=time.time(), output=CustomResult(value, files, places)
+        )
+        await self._finish(run.id, "succeeded", reply)
+
+    async def _settle(
+        self,
+        run_id: str,
+        record: Record,
+        webhook_events: Sequence[str],
+        envelope: Envelope | None,
+        *,
+        again: bool = False,
+    ) -> None:
+        """Ends the record of a run that is closed or canceled. Notifies who waits for its end.
+
+        `again`: also if somebody has ended it, and may have died before the notice.
+        """
+        if record.reply is not None and not again:
+            return
+        if record.reply is None:
+            state = await self._runs.read(run_id)
+            error = _errors.decode(record.closed) if record.closed else None
+            reply = ReplyBody(receipts_of(state), error, replied_at_s=time.time())
+            is_canceled = record.state == "canceled"
+            await self._finish(run_id, "canceled" if is_canceled else "failed", reply)
+        await self._webhooks.publish(run_id, webhook_events, "output")
+        await self._webhooks.publish(run_id, webhook_events, "completed")
+        if envelope is not None and envelope.inbox:
+            attributes = reply_attributes(run_id, 0, envelope.slot)
+            wakes = encode_reply_body(ReplyBody([], replied_at_s=time.time()))
+            try:
+                await self._publisher.publish(envelope.inbox, wakes, attributes)
+            except BadInput:
+                return  # the instance is gone, and its caller with it
+
+    async def _finish(self, run_id: str, state: EndState, reply: ReplyBody) -> None:
+        """Ends the record, unless it is over, or a caller has canceled it first.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        finish = await self._records.finish(run_id, state, encode_reply_body(reply))
+        if finish is not None and finish.is_lost_to_cancel:
+            canceled = msgspec.structs.replace(reply, output=None, error=None)
+            finish = await self._records.finish(run_id, "canceled", encode_reply_body(canceled))
+        if finish is None:
+            raise Unavailable("the record of the run could not be ended")
+
+
+class _FlowFailed(BadInput):
+    """The run ends with an error that a step had."""
+
+    def __init__(self, error: ItemError) -> None:
+        super().__init__(error.message)
+        self.code = error.code
+
+
+class Run:
+    """A run as Redis has it, and what follows.
+
+    Raises:
+        BadInput: a value is not what the plan needs.
+    """
+
+    def __init__(self, prediction: Prediction, state: RunState) -> None:
+        self.id = prediction.record
+        self.state = state
+        self.plan = plan_of(prediction)
+        self.outcomes = {index: _outcomes.decode(one) for index, one in state.outcomes.items()}
+        self.scope: dict[str, Any] = {INPUT: self._input()}
+        self.ready: list[int] = []
+        """Steps that can be planned."""
+        self.unpublished: list[int] = []
+        """Steps that are planned, and of which the broker may have nothing."""
+        for number in self.plan.order():
+            self._take(number)
+
+    def _input(self) -> dict[str, Any]:
+        values = {name: shape.get("default") for name, shape in self.plan.input.items()}
+        if self.state.input is not None:
+            values |= _inputs.decode(self.state.input).step_value()
+        return {name: MISSING if value is None else value for name, value in values.items()}
+
+    def _take(self, number: int) -> None:
+        step, known = self.plan.steps[number], self.state.steps.get(number)
+        if not step.depends_on <= self.scope.keys():
+            return
+        if known is None:
+            self.ready.append(number)
+        elif known.done < known.items:
+            if not known.is_published:
+                self.unpublished.append(number)
+        else:
+            results = {
+                position: outcome.result.step_value()
+                for position, outcome in self._of_step(number)
+                if outcome.result is not None
+            }
+            self.scope[step.id] = value_of(step, results, self.scope)
+
+    def _of_step(self, number: int) -> Iterator[tuple[int, ItemOutcome]]:
+        for index, outcome in self.outcomes.items():
+            if step_of(index) == number:
+                yield index % MAX_STEP_ITEMS, outcome
+
+    @property
+    def is_over(self) -> bool:
+        """Returns whether all steps are."""
+        return all(step.id in self.scope for step in self.plan.steps)
+
+    @cached_property
+    def failure(self) -> ItemError | None:
+        """Why the run fails: the first item that has failed without a default."""
+        for index in sorted(self.outcomes):
+            outcome, step = self.outcomes[index], self.plan.steps[step_of(index)]
+            is_borne = step.has_default and outcome.status == "failed"
+            if outcome.error is not None and not is_borne:
+                return _error_of_step(step, index, outcome.error)
+        return None
+
+    @property
+    def receipts(self) -> list[ItemOutcome]:
+        """The outcomes of all items, without their results."""
+        return receipts_of(self.state)
+
+
+PAGE_ITEMS = 64
+"""Items whose outcomes are read together."""
+
+
+async def outcomes_after(
+    runs: FlowRuns, prediction: Prediction, seen: int, *, is_over: bool
+) -> AsyncIterator[tuple[int, ItemOutcome]]:
+    """Yields the items of a run that are done, in the order of the steps and of their positions.
+
+    An item is not yielded before those in front of it, while they may still come.
+
+    Args:
+        runs: have the outcomes.
+        prediction: the run.
+        seen: the number of the last item that is known. -1: none.
+        is_over: whether the run is.
+
+    Yields:
+        The number of the item in this order, and how it ended.
+
+    Raises:
+        Unavailable: Redis did not answer.
+    """
+    plan = plan_of(prediction)
+    progress = await runs.progress(prediction.record, len(plan.steps))
+    first = max(0, seen + 1)
+    for rank, number in enumerate(plan.order()):
+        if first >= (rank + 1) * MAX_STEP_ITEMS:
+            continue
+        known = progress[number]
+        is_complete = is_over or (known is not None and known[1] >= known[0])
+        left = known[1] if known is not None else 0
+        position = max(0, first - rank * MAX_STEP_ITEMS)
+        while left > 0 and position < MAX_STEP_ITEMS:
+            page = range(position, min(position + PAGE_ITEMS, MAX_STEP_ITEMS))
+            indexes = [index_of(number, one) for one in page]
+            for one, data in zip(
+                page, await runs.outcomes(prediction.record, indexes), strict=True
+            ):
+                if data is not None:
+                    left -= 1
+                    yield rank * MAX_STEP_ITEMS + one, _outcomes.decode(data)
+                elif not is_complete:
+                    return
+            position = page.stop
+            if plan.steps[number].for_each is None:
+                break
+        if not is_complete:
+            return
+
+
+def plan_of(prediction: Prediction) -> FlowPlan:
+    """Returns the plan that a run began with."""
+    return FlowPlan.model_validate(prediction.flow)
+
+
+def receipts_of(state: RunState) -> list[ItemOutcome]:
+    """Returns the outcomes of the items of a run, in their order, without their results."""
+    outcomes = [_outcomes.decode(state.outcomes[index]) for index in sorted(state.outcomes)]
+    return [msgspec.structs.replace(one, result=None, logs=None) for one in outcomes]
+
+
+def may_retry(job: Job, outcome: ItemOutcome) -> bool:
+    """Returns whether an item of a step is to be computed again."""
+    return (
+        job.envelope.tries < job.envelope.retries
+        and outcome.status == "failed"
+        and outcome.error is not None
+        and outcome.error.code not in NOT_RETRIED
+    )
+
+
+def jobs_of(items: Sequence[Item], largest: int) -> list[list[Item]]:
+    """Divides items into jobs. Equal items share one, so that they are computed once.
+
+    Args:
+        items: of a step.
+        largest: the most items of a job that are not equal.
+    """
+    equal: dict[str, list[Item]] = {}
+    for item in items:
+        equal.setdefault(item.cache_key or f":{item.index}", []).append(item)
+    jobs: list[list[Item]] = []
+    for group in equal.values():
+        if jobs and len(jobs[-1]) + len(group) <= largest:
+            jobs[-1] += group
+        else:
+            starts = range(0, len(group), MAX_JOB_ITEMS)
+            jobs += [group[at : at + MAX_JOB_ITEMS] for at in starts]
+    return jobs
+
+
+def _of_step(envelope: Envelope, step: FlowStep, model: Model, first: int) -> Envelope:
+    """The envelope of a job of a step, whose first item has this index."""
+    return msgspec.structs.replace(
+        envelope,
+        model=model.name,
+        step=step.id,
+        part=first + 1,
+        attempt=1,
+        retries=step.retries,
+        tries=0,
+        prediction="",
+        start_by_s=0.0 if step.depends_on else envelope.start_by_s,
+    )
+
+
+def _error_of_step(step: FlowStep, index: int, error: ItemError) -> ItemError:
+    item = "" if step.for_each is None else f", item {index % MAX_STEP_ITEMS}"
+    known = error_for_code(error.code, error.message)
+    if isinstance(known, BadInput):  # it is not the caller's: the step before gave it
+        known = ModelFailed(error.message)
+    return ItemError(known.code, f"step {step.id!r}{item}: {error.message}")

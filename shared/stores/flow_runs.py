@@ -1,0 +1,261 @@
+"""The steps of runs of flows in Redis: what each computes, and how its items ended.
+
+A run is a prediction, and its record (shared/stores/records.py) says whether it is open. Its steps
+are in a hash next to it, `<record>:flow`, which goes with it:
+
+    input            of the run
+    n:<step>         the number of items of a step, once it is known
+    d:<step>         how many of them are done
+    j:<step>         the number of its jobs
+    h:<step>         the number of jobs that were given to somebody to publish
+    b:<step>         1 once the broker has the first of them
+    p:<step>:<job>   the items of a job
+    o:<item>         how an item ended, by its index in the run
+    w:<item>         the jobs that were given to whoever ended the job that begins with this item
+
+The scripts next to this file (flow_*.lua) decide what counts: the first plan of a step, the first
+outcome of an item, and none once the run is closed or over. So whoever does the same again, after
+any death, comes to the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from shared.stores.redis_client import Commands, load_script
+
+WINDOW_JOBS = 64
+"""About as many jobs of a step are in the topic at a time, for each run."""
+_STATES = "shared/stores/record_states.lua"
+_BUDGET = ("shared/stores/retention.lua", "shared/stores/record_budget.lua")
+OPEN = load_script("shared/stores/flow_open.lua")
+PLAN = load_script(*_BUDGET, _STATES, "shared/stores/flow_plan.lua")
+MARK = load_script("shared/stores/retention.lua", _STATES, "shared/stores/flow_mark.lua")
+LOOK = load_script(_STATES, "shared/stores/flow_look.lua")
+CLOSE = load_script(_STATES, "shared/stores/flow_close.lua")
+
+
+class Marked(NamedTuple):
+    """What counts of the items of a job."""
+
+    is_open: bool
+    """Whether the run goes on."""
+    items: int
+    """Of the step."""
+    done: int
+    """How many of them are."""
+    jobs: range
+    """Those of the step that are to be published next, by their numbers."""
+    is_repeated: bool
+    """Whether an item was known before."""
+    outcomes: list[bytes | None]
+    """Of each item what was kept before, or is now. None: nothing counts, as the run is over."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Returns whether the step is over."""
+        return self.done >= self.items
+
+
+class Look(NamedTuple):
+    """Whether a job is still to be done."""
+
+    is_open: bool
+    begins: bool
+    """Whether it is the first of its run that is."""
+    done: int
+    """How many of its items are done."""
+
+
+class StepState(NamedTuple):
+    """What Redis has of a step."""
+
+    items: int
+    done: int
+    jobs: int
+    is_published: bool
+
+
+class RunState(NamedTuple):
+    """What Redis has of a run."""
+
+    input: bytes | None
+    steps: dict[int, StepState]
+    """By their numbers. Those that are not known yet are missing."""
+    outcomes: dict[int, bytes]
+    """Of the items that are done, by their indexes."""
+
+
+class FlowRuns:
+    """The runs of flows in one Redis.
+
+    Args:
+        commands: reach Redis.
+        prefix: starts every key.
+        store: the budget of predictions.
+        max_bytes: its size.
+    """
+
+    def __init__(self, commands: Commands, prefix: str, store: str, max_bytes: int) -> None:
+        self._commands = commands
+        self._prefix = prefix
+        self._store = store
+        self._max_bytes = max_bytes
+
+    def _keys(self, run: str) -> tuple[str, str]:
+        record = f"{self._prefix}record:{run}"
+        return record, f"{record}:flow"
+
+    async def open(self, run: str, data: bytes) -> bool:
+        """Keeps the input of a run. Returns whether there is a run.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        return bool(await self._commands.run_script(OPEN, self._keys(run), data))
+
+    async def plan(
+        self,
+        run: str,
+        step: int,
+        jobs: Sequence[bytes],
+        items: int,
+        done: Mapping[int, bytes],
+    ) -> int:
+        """Notes what a step computes.
+
+        Args:
+            run: the id of its record.
+            step: the number of the step.
+            jobs: its jobs.
+            items: their number, with those that are done.
+            done: the outcomes of items that are.
+
+        Returns:
+            1: it is noted. 0: it was before. -1: the run is over. -2: there is no room for it.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        fields: list[str | bytes] = []
+        for number, job in enumerate(jobs):
+            fields += (f"p:{step}:{number}", job)
+        for index, outcome in done.items():
+            fields += (f"o:{index}", outcome)
+        first = min(len(jobs), WINDOW_JOBS)
+        counts = (step, items, len(done), len(jobs), first)
+        args = (time.time(), self._max_bytes, *counts, *fields)
+        return int(await self._commands.run_script(PLAN, (*self._keys(run), self._store), *args))
+
+    async def jobs(self, run: str, step: int, numbers: Sequence[int]) -> list[bytes]:
+        """Returns jobs of a step. Those of a run that was dropped are missing.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        if not numbers:
+            return []
+        fields = [f"p:{step}:{number}" for number in numbers]
+        values = await self._commands.run("HMGET", self._keys(run)[1], *fields)
+        return [value for value in values if value is not None]
+
+    async def note_published(self, run: str, step: int) -> None:
+        """Notes that the broker has the first jobs of a step.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        await self._commands.run("HSET", self._keys(run)[1], f"b:{step}", 1)
+
+    async def mark(self, run: str, step: int, outcomes: Mapping[int, bytes]) -> Marked:
+        """Notes how the items of a job ended.
+
+        Args:
+            run: the id of its record.
+            step: the number of the step.
+            outcomes: of the items, by their indexes in the run.
+
+        Raises:
+            Unavailable: Redis did not answer. It may have noted them.
+        """
+        pairs = [part for index, outcome in outcomes.items() for part in (index, outcome)]
+        args = (step, WINDOW_JOBS, min(outcomes), *pairs)
+        is_open, items, done, first, end, is_repeated, *kept = await self._commands.run_script(
+            MARK, (*self._keys(run), self._store), *args
+        )
+        counting = [
+            None if known == b"-" else known or ours
+            for known, ours in zip(kept, outcomes.values(), strict=True)
+        ]
+        return Marked(bool(is_open), items, done, range(first, end), bool(is_repeated), counting)
+
+    async def look(self, jobs: Sequence[tuple[str, Sequence[int]]]) -> list[Look]:
+        """Returns whether jobs are still to be done.
+
+        Args:
+            jobs: the run of each, and the indexes of its items.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        keys = [key for run, _ in jobs for key in self._keys(run)]
+        args = [part for _, items in jobs for part in (len(items), *items)]
+        answers = await self._commands.run_script(LOOK, keys, time.time(), *args)
+        return [Look(bool(is_open), bool(begins), done) for is_open, begins, done in answers]
+
+    async def close(self, run: str, reason: bytes) -> bool:
+        """Lets no further item of a run count. Returns whether it was open.
+
+        Raises:
+            Unavailable: Redis did not answer. It may be closed.
+        """
+        record, _ = self._keys(run)
+        channel = f"{self._prefix}canceled"
+        return bool(await self._commands.run_script(CLOSE, [record], reason, channel, run))
+
+    async def read(self, run: str) -> RunState:
+        """Returns all that Redis has of a run.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        fields = await self._commands.run("HGETALL", self._keys(run)[1])
+        known = {name.decode(): value for name, value in fields.items()}
+        steps = {
+            int(name[2:]): StepState(
+                int(value),
+                int(known.get(f"d:{name[2:]}", 0)),
+                int(known.get(f"j:{name[2:]}", 0)),
+                f"b:{name[2:]}" in known,
+            )
+            for name, value in known.items()
+            if name.startswith("n:")
+        }
+        outcomes = {int(name[2:]): value for name, value in known.items() if name.startswith("o:")}
+        return RunState(known.get("input"), steps, outcomes)
+
+    async def progress(self, run: str, steps: int) -> list[tuple[int, int] | None]:
+        """Returns the number of items of each step, and of those that are done.
+
+        None: its items are not known yet.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        names = [f"{kind}:{step}" for step in range(steps) for kind in "nd"]
+        values = await self._commands.run("HMGET", self._keys(run)[1], *names)
+        pairs = zip(values[::2], values[1::2], strict=True)
+        return [None if items is None else (int(items), int(done or 0)) for items, done in pairs]
+
+    async def outcomes(self, run: str, indexes: Sequence[int]) -> list[bytes | None]:
+        """Returns the outcomes of items. None: it is not done.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        if not indexes:
+            return []
+        names = [f"o:{index}" for index in indexes]
+        return list(await self._commands.run("HMGET", self._keys(run)[1], *names))

@@ -1,0 +1,23 @@
+"""A flow of three steps over a hundred items, while each process is killed once."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.flows import TURNS, run
+from tests.faults.world import BrokerKind
+from tests.rabbitmq import needs_rabbitmq
+
+pytestmark = pytest.mark.slow(about_s=120)
+
+EVERY_S = 6.0
+
+
+@pytest.mark.parametrize("broker", ["pubsub", "rabbitmq"])
+def test_each_item_counts_once_whoever_dies(tmp_path: Path, broker: BrokerKind) -> None:
+    if broker == "rabbitmq":
+        needs_rabbitmq()
+    findings = run(tmp_path, broker=broker, items=100, in_flight=2, every_s=EVERY_S, say=print)
+    assert findings.flaws() == []
+    assert [one.target for one in findings.kills] == list(TURNS)
+    assert len(findings.runs) >= 3

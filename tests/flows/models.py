@@ -1,0 +1,94 @@
+"""Small models for flows: they split a text into words, check each, and join them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared.catalog import Catalog, Model, flow_of
+from shared.catalog_entry import FlowEntry
+from shared.errors import ModelFailed
+from shared.model_interface import ModelInterface
+from tests.limits import WAIT_LIMIT_S
+
+STRING = {"type": "string"}
+CHECKED = {
+    "type": "object",
+    "properties": {"word": STRING, "flagged": {"type": "boolean"}, "size": {"type": "integer"}},
+}
+
+
+def class_entry(
+    name: str, inputs: Mapping[str, Any], output: Mapping[str, Any], **more: Any
+) -> Model:
+    """The entry of a class: its inputs are all required."""
+    schema = {"type": "object", "properties": dict(inputs), "required": list(inputs)}
+    interface = ModelInterface(
+        inputs=schema,
+        output=dict(output),
+        batches=True,
+        cog_version="0.23.1",
+        sources_sha256="0" * 64,
+    )
+    return Model.model_validate(
+        {
+            "name": name,
+            "task": "custom",
+            "source": "local:nowhere",
+            "interface": interface,
+            "batch": {"max_items": 8},
+            "price": {"per_item_usd": 0.25},
+            **more,
+        }
+    )
+
+
+SPLIT = class_entry("split-words", {"text": STRING}, {"type": "array", "items": STRING})
+CHECK = class_entry("check-word", {"word": STRING}, CHECKED, deterministic=True)
+JOIN = class_entry(
+    "join-words", {"words": {"type": "array", "items": STRING}}, STRING, deterministic=True
+)
+MODELS = (SPLIT, CHECK, JOIN)
+
+
+@dataclass
+class Compute:
+    """What the models do, and what they were asked. `hold` lets a model wait, by its name."""
+
+    asked: list[tuple[str, Any]] = field(default_factory=list)
+    fails: dict[str, int] = field(default_factory=dict)
+    """How often a word fails to be checked."""
+    gates: dict[str, threading.Event] = field(default_factory=dict)
+    """What a word waits for before it is checked."""
+    began: set[str] = field(default_factory=set)
+    """The words whose check began."""
+
+    def output(self, name: str, values: Mapping[str, Any]) -> Any:
+        """The output of a model."""
+        self.asked.append((name, values))
+        if name == SPLIT.name:
+            return values["text"].split()
+        if name == JOIN.name:
+            return " ".join(values["words"])
+        word = values["word"]
+        self.began.add(word)
+        if word in self.gates:
+            assert self.gates[word].wait(WAIT_LIMIT_S)
+        if self.fails.get(word, 0) > 0:
+            self.fails[word] -= 1
+            raise ModelFailed(f"{word} can't be read")
+        return {"word": word.upper(), "flagged": word.startswith("x"), "size": len(word)}
+
+    def count(self, name: str) -> int:
+        """How many items a model computed."""
+        return sum(one == name for one, _ in self.asked)
+
+
+def catalog_of(*flows: Mapping[str, Any], models: Sequence[Model] = MODELS) -> Catalog:
+    """A catalog with these models and flows."""
+    known = Catalog(tuple(models))
+    return Catalog(
+        tuple(models), tuple(flow_of(FlowEntry.model_validate(one), known) for one in flows)
+    )

@@ -1,0 +1,149 @@
+"""Wrong flows are refused when the catalog is read, by line and place."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.catalog import read_catalog
+from shared.errors import BadInput, ConfigurationError
+from shared.flow_plan import MISSING, Condition, Reference, parse_condition
+from tests.flows.models import CHECK, JOIN, SPLIT
+
+WORDS = {"id": "words", "model": SPLIT.name, "input": {"text": "$input.text"}}
+CHECKED = {"id": "check", "model": CHECK.name, "for_each": "$words", "input": {"word": "$item"}}
+ONE = {"name": "spell", "input": {"text": "string"}, "steps": [WORDS, CHECKED], "output": "$check"}
+
+
+def write_catalog(folder: Path, *flows: Any) -> Path:
+    entries = []
+    for model in (SPLIT, CHECK, JOIN):
+        assert model.interface is not None
+        (folder / model.name).mkdir(exist_ok=True)
+        (folder / model.name / "schema.json").write_text(model.interface.as_json)
+        entries.append(
+            {"name": model.name, "task": "custom", "source": f"local:{folder}/{model.name}"}
+        )
+    path = folder / "models.yaml"
+    path.write_text(yaml.safe_dump({"models": entries, "flows": list(flows)}))
+    return path
+
+
+def steps(*more: dict[str, Any]) -> dict[str, Any]:
+    return {"steps": [WORDS, CHECKED, *more]}
+
+
+def test_flow_is_read(tmp_path: Path) -> None:
+    catalog = read_catalog(write_catalog(tmp_path, ONE | {"aliases": ["speller"]}))
+    assert catalog.find("speller").name == "spell"
+    assert [model.name for model in catalog.served][-1] == "spell"
+    assert "spell" not in [model.name for model in catalog.deployed]
+    assert "spell" not in [model.name for model in catalog.models]
+
+
+JOINED = {"id": "joined", "model": JOIN.name, "input": {"words": "$check.word"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "reason"),
+    [
+        (steps(JOINED | {"model": "nobody"}), "steps.2.model", "no model 'nobody'"),
+        (steps(JOINED | {"input": {"words": "$nobody"}}), "entry", "no step 'nobody'"),
+        (steps(JOINED | {"input": {"words": "$check.nothing"}}), "steps.2.input.words", "no field"),
+        (steps(JOINED | {"input": {"words": "$check.size"}}), "steps.2.input.words", "integer"),
+        (steps(JOINED | {"input": {"words": "$input.text"}}), "steps.2.input.words", "not a list"),
+        (steps(JOINED | {"input": {"others": []}}), "steps.2.input.others", "no such input"),
+        (steps(JOINED | {"input": {}}), "steps.2.input", "needs it"),
+        (steps(JOINED | {"input": {"words": "$Check"}}), "steps.2.input", "not a reference"),
+        (steps(JOINED | {"for_each": "$input.text"}), "steps.2.for_each", "not a list"),
+        (steps(JOINED | {"when": "$check"}), "steps.2.when", "not a condition"),
+        (steps(JOINED | {"when": "$input.text < 3"}), "steps.2.when", "no order"),
+        (steps(JOINED | {"when": "$input.text == true"}), "steps.2.when", "never equal"),
+        (steps(JOINED | {"default": 7}), "steps.2.default", "7 is not a string"),
+        (steps(JOINED | {"retries": 9}), "steps.2.retries", "less than or equal to 5"),
+        (steps(JOINED | {"id": "words"}), "entry", "taken by another step"),
+        (steps(JOINED | {"id": "item"}), "steps.2.id", "something else"),
+        (steps(JOINED | {"input": {"words": ["$item"]}}), "steps.2", "only steps with for_each"),
+        (
+            steps(
+                JOINED | {"when": "$more == $input.text"},
+                JOINED | {"id": "more"} | {"when": "$joined == $input.text"},
+            ),
+            "entry",
+            "wait for each other: joined -> more",
+        ),
+        ({"output": {"words": "$nobody"}}, "entry", "no step 'nobody'"),
+        ({"input": {"text": "texts"}}, "input", "is not a type"),
+        ({"steps": []}, "steps", "at least 1"),
+        ({"speed": 3}, "speed", "Extra inputs"),
+    ],
+)
+def test_wrong_flow_is_refused_by_its_place(
+    tmp_path: Path, changes: dict[str, Any], place: str, reason: str
+) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        read_catalog(write_catalog(tmp_path, ONE | changes))
+    assert refused.value.field == place
+    assert reason in refused.value.message
+    assert "models.yaml:" in refused.value.message
+
+
+@pytest.mark.parametrize("name", [SPLIT.name, "spell"])
+def test_name_that_is_taken_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"the name '{name}' is taken"):
+        read_catalog(write_catalog(tmp_path, ONE, ONE | {"name": "other", "aliases": [name]}))
+
+
+def test_flow_among_the_models_is_refused(tmp_path: Path) -> None:
+    path = write_catalog(tmp_path)
+    entry = yaml.safe_load(path.read_text())["models"][0] | {"source": "flow:x"}
+    path.write_text(yaml.safe_dump({"models": [entry | {"interface": "split-words/schema.json"}]}))
+    with pytest.raises(ConfigurationError, match="flows have a list of their own"):
+        read_catalog(path)
+
+
+REFERENCES = st.builds(
+    Reference,
+    st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True),
+    st.lists(st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,5}", fullmatch=True), max_size=3).map(tuple),
+)
+LITERALS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**9), 10**9),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=8),
+)
+OPERATORS = st.sampled_from(["==", "!=", "<", "<=", ">", ">="])
+
+
+@given(st.builds(Condition, REFERENCES | LITERALS, OPERATORS, REFERENCES | LITERALS))
+def test_condition_is_read_as_it_is_written(condition: Condition) -> None:
+    assert parse_condition(str(condition)) == condition
+
+
+@given(LITERALS, OPERATORS, LITERALS)
+def test_condition_compares_values(left: object, operator: str, right: object) -> None:
+    by_name = Condition(Reference("a"), operator, Reference("b"))
+    written = Condition(left, operator, right)
+    outcomes = []
+    for one in (by_name, written):
+        try:
+            outcomes.append(one.holds({"a": left, "b": right}))
+        except BadInput:
+            outcomes.append(None)
+    assert outcomes[0] == outcomes[1]
+    if operator in ("==", "!="):
+        is_equal = json.dumps(left) == json.dumps(right) or (
+            left == right and isinstance(left, bool) == isinstance(right, bool)
+        )
+        assert outcomes[0] == (is_equal == (operator == "=="))
+
+
+def test_skipped_value_equals_null_and_has_no_order() -> None:
+    for operator, holds in (("==", True), ("!=", False), ("<", False), (">=", False)):
+        assert parse_condition(f"$a {operator} null").holds({"a": MISSING}) is holds

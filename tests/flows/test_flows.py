@@ -1,0 +1,214 @@
+"""Flows end to end: an API and workers over a broker in memory and a real Redis."""
+
+import json
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from shared.usage.row import Row
+from tests.flows.models import CHECK, JOIN, SPLIT
+from tests.flows.world import World, world
+
+pytestmark = pytest.mark.anyio
+
+WORDS = {"id": "words", "model": SPLIT.name, "input": {"text": "$input.text"}}
+CHECKED = {"id": "check", "model": CHECK.name, "for_each": "$words", "input": {"word": "$item"}}
+JOINED = {"id": "joined", "model": JOIN.name, "input": {"words": "$check.word"}}
+SPELL = {
+    "name": "spell",
+    "input": {"text": "string"},
+    "steps": [WORDS, CHECKED, JOINED],
+    "output": {"text": "$joined", "sizes": "$check.size", "words": "$words"},
+}
+
+
+def charged_usd(rows: Iterable[Row]) -> float:
+    return sum(row.cost_usd or 0.0 for row in rows)
+
+
+async def test_three_steps_give_the_output(redis_url: str) -> None:
+    async with world(redis_url, SPELL) as flows:
+        run = await flows.run("spell", {"text": "a cat on a mat"})
+        rows = await flows.until_rows(7)
+    assert run["status"] == "succeeded", run
+    assert run["output"] == {
+        "text": "A CAT ON A MAT",
+        "sizes": [1, 3, 2, 1, 3],
+        "words": ["a", "cat", "on", "a", "mat"],
+    }
+    assert {(row.flow, row.step, row.model) for row in rows} == {
+        ("spell", "words", SPLIT.name),
+        ("spell", "check", CHECK.name),
+        ("spell", "joined", JOIN.name),
+    }
+    assert len({row.row_id for row in rows}) == len(rows) == 7
+    # Equal words are checked once.
+    assert flows.compute.count(CHECK.name) == 4
+    assert run["metrics"]["cost_usd"] == charged_usd(rows) == 1.5
+    assert [step["items"] for step in run["metrics"]["steps"]] == [1, 5, 1]
+
+
+async def test_hits_of_a_step_need_no_message(redis_url: str) -> None:
+    async with world(redis_url, SPELL) as flows:
+        await flows.run("spell", {"text": "a cat"})
+        computed = flows.compute.count(CHECK.name)
+        again = await flows.run("spell", {"text": "a cat"})
+        rows = await flows.until_rows(8)
+    assert flows.compute.count(CHECK.name) == computed
+    of_again = [row for row in rows if row.request_id == again["id"]]
+    hits = [row for row in of_again if row.step in ("check", "joined")]
+    assert [row.cache in ("memory", "redis") for row in hits] == [True] * 3
+    assert [row.published_at_s for row in hits if row.worker] == [None] * 3 or hits
+    assert again["output"]["text"] == "A CAT"
+    assert again["metrics"]["cost_usd"] == charged_usd(of_again) == 0.25
+
+
+async def test_items_are_skipped_retried_and_replaced(redis_url: str) -> None:
+    flow = {
+        "name": "careful",
+        "input": {"text": "string", "only": {"type": "string", "default": "all"}},
+        "steps": [
+            WORDS,
+            CHECKED | {"retries": 2, "default": {"word": "?", "flagged": True, "size": 0}},
+            JOINED
+            | {"for_each": "$check", "when": "$item.flagged == false"}
+            | {"input": {"words": ["$item.word"]}},
+            {"id": "none", "model": JOIN.name, "when": '$input.only == "none"'}
+            | {"input": {"words": "$words"}},
+            {"id": "after", "model": JOIN.name, "input": {"words": ["$none"]}},
+        ],
+        "output": {"joined": "$joined", "none": "$none", "after": "$after", "price": "$$1"},
+    }
+    async with world(redis_url, flow) as flows:
+        flows.compute.fails = {"cat": 2, "mat": 3}
+        run = await flows.run("careful", {"text": "a xen cat mat"})
+        rows = await flows.until_rows(7)
+    assert run["status"] == "succeeded", run
+    assert run["output"] == {
+        "joined": ["A", None, "CAT", None],
+        "none": None,
+        "after": None,
+        "price": "$1",
+    }
+    assert sorted((row.step or "", row.status) for row in rows) == [
+        *[("check", "failed")],
+        *[("check", "succeeded")] * 3,
+        *[("joined", "succeeded")] * 2,
+        ("words", "succeeded"),
+    ]
+    assert run["metrics"]["cost_usd"] == charged_usd(rows) == 1.5
+
+
+async def test_failed_item_ends_the_run_and_is_named(redis_url: str) -> None:
+    async with world(redis_url, SPELL) as flows:
+        flows.compute.fails = {"cat": 9}
+        run = await flows.run("spell", {"text": "a cat"})
+        rows = await flows.until_rows(3)
+    assert run["status"] == "failed"
+    assert run["error"] == "step 'check', item 1: cat can't be read"
+    assert run["metrics"]["cost_usd"] == charged_usd(rows)
+    assert flows.compute.count(JOIN.name) == 0
+
+
+async def started(flows: World, text: str, headers: dict[str, str] | None = None) -> str:
+    body = {"version": "spell", "input": {"text": text}}
+    answer = await flows.http.post("/v1/predictions", json=body, headers=headers)
+    assert answer.status_code == 201, answer.text
+    return str(answer.json()["id"])
+
+
+async def test_cancel_in_the_middle_starts_nothing_more(redis_url: str) -> None:
+    async with world(redis_url, SPELL) as flows:
+        flows.compute.gates["slow"] = threading.Event()
+        run_id = await started(flows, "a slow mat")
+        await flows.until_began("slow")
+        canceled = (await flows.http.post(f"/v1/predictions/{run_id}/cancel")).json()
+        flows.compute.gates["slow"].set()
+        rows = await flows.until_rows(4)
+        shown = (await flows.http.get(f"/v1/predictions/{run_id}")).json()
+    assert canceled["status"] == shown["status"] == "canceled"
+    assert flows.compute.count(JOIN.name) == 0
+    by_step = {(row.step, row.status) for row in rows}
+    assert ("words", "succeeded") in by_step
+    assert ("check", "canceled") in by_step
+    assert shown["metrics"]["cost_usd"] == canceled["metrics"]["cost_usd"] == charged_usd(rows)
+
+
+async def test_deadline_in_the_middle_charges_what_was_delivered(redis_url: str) -> None:
+    async with world(redis_url, SPELL) as flows:
+        flows.compute.gates["slow"] = threading.Event()
+        run_id = await started(flows, "a slow", {"cancel-after": "5s"})
+        await flows.until_began("slow")
+        shown = await flows.until_over(run_id)
+        flows.compute.gates["slow"].set()
+        rows = await flows.until_rows(3)
+    assert shown["status"] == "failed"
+    assert shown["error"].startswith("step 'check', item 1: the deadline of 5 s passed")
+    assert {(row.step, row.status) for row in rows} >= {
+        ("words", "succeeded"),
+        ("check", "expired"),
+    }
+    assert flows.compute.count(JOIN.name) == 0
+    assert shown["metrics"]["cost_usd"] == charged_usd(rows) > 0
+
+
+async def events_of(flows: World, run_id: str, last_id: str = "") -> list[tuple[str, str, Any]]:
+    """Id, kind and data of each event."""
+    headers = {"last-event-id": last_id} if last_id else {}
+    answer = await flows.http.get(f"/v1/predictions/{run_id}/stream", headers=headers)
+    assert answer.status_code == 200, answer.text
+    events = []
+    for block in answer.text.strip().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.splitlines())
+        kind = fields["event"]
+        data = json.loads(fields["data"]) if kind in ("output", "done") else fields["data"]
+        events.append((fields["id"], kind, data))
+    return events
+
+
+async def test_stream_has_each_item_and_goes_on_behind_any(redis_url: str) -> None:
+    async with world(redis_url, SPELL) as flows:
+        run_id = await started(flows, "a cat on a mat")
+        events = await events_of(flows, run_id)
+        outputs = [one for one in events if one[1] == "output"]
+        for number, (event_id, *_) in enumerate(outputs):
+            rest = await events_of(flows, run_id, event_id)
+            assert [one for one in rest if one[1] == "output"] == outputs[number + 1 :]
+    assert [(data.get("step"), data.get("item")) for _, _, data in outputs] == [
+        ("words", None),
+        *(("check", position) for position in range(5)),
+        ("joined", None),
+        (None, None),
+    ]
+    assert outputs[2][2]["output"] == {"word": "CAT", "flagged": False, "size": 3}
+    assert outputs[-1][2]["output"]["text"] == "A CAT ON A MAT"
+    assert events[-1][1] == "done"
+
+
+async def test_flow_is_listed_with_its_schema(redis_url: str) -> None:
+    async with world(redis_url, SPELL) as flows:
+        listed = (await flows.http.get("/v1/models")).json()
+        shown = (await flows.http.get("/v1/models/penstock/spell")).json()
+        wrong = await flows.http.post(
+            "/v1/predictions", json={"version": "spell", "input": {"text": 7}}
+        )
+    assert "spell" in [one["id"] for one in listed["data"]]
+    schemas = shown["latest_version"]["openapi_schema"]["components"]["schemas"]
+    assert schemas["Input"]["required"] == ["text"]
+    assert schemas["Output"]["properties"]["sizes"] == {
+        "type": "array",
+        "items": {"type": "integer"},
+    }
+    assert wrong.status_code == 422
+
+
+async def test_large_fan_out_is_published_by_and_by(redis_url: str) -> None:
+    words = [f"w{number}" for number in range(300)]
+    async with world(redis_url, SPELL) as flows:
+        run = await flows.run("spell", {"text": " ".join(words)})
+        rows = await flows.until_rows(302)
+    assert run["output"]["text"] == " ".join(words).upper()
+    assert len({row.row_id for row in rows}) == len(rows) == 302
+    assert run["metrics"]["cost_usd"] == charged_usd(rows)

@@ -1,0 +1,140 @@
+"""Flows over a broker in memory: an API, and workers with small models on threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from api.testing import running_api
+from shared.errors import PenstockError
+from shared.in_memory_broker import InMemoryBroker
+from shared.tasks import Result
+from shared.tasks.custom import CustomResult
+from shared.usage.row import Row
+from tests.flows.models import MODELS, Compute, catalog_of
+from tests.limits import WAIT_LIMIT_S
+from workers.models.base import OnStep, PreparedCustom, PreparedItem
+from workers.models.custom.preparation import CustomPreparer
+from workers.testing import running_worker
+
+OVER = {"succeeded", "failed", "canceled"}
+
+
+class ThreadModel:
+    """A class on a thread."""
+
+    device_name = "cpu"
+    pads = False
+
+    def __init__(self, name: str, compute: Compute) -> None:
+        self._name = name
+        self._compute = compute
+
+    def setup(self) -> None:
+        """Nothing to load."""
+
+    def warmup(self) -> None:
+        """Nothing to compile."""
+
+    def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
+        """One at a time."""
+        return [[number] for number in range(len(batch))]
+
+    def computed_work(self, lengths: Sequence[int]) -> int:
+        """Nothing is padded."""
+        return sum(lengths)
+
+    def predict(
+        self, batch: Sequence[PreparedItem], on_step: OnStep
+    ) -> Sequence[Result | PenstockError]:
+        """Computes each."""
+        results: list[Result | PenstockError] = []
+        for item in batch:
+            assert isinstance(item, PreparedCustom)
+            try:
+                results.append(CustomResult(self._compute.output(self._name, item.values)))
+            except PenstockError as error:
+                results.append(error)
+        return results
+
+
+@dataclass
+class World:
+    """An API and its workers."""
+
+    http: httpx.AsyncClient
+    broker: InMemoryBroker
+    compute: Compute
+    written: list[list[Row]]
+    """The rows of each worker, and of the API."""
+
+    @property
+    def rows(self) -> list[Row]:
+        """All of them."""
+        return [row for rows in self.written for row in rows]
+
+    async def run(
+        self, flow: str, given: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """A run of a flow, once it is over."""
+        body = {"version": flow, "input": dict(given)}
+        answer = await self.http.post("/v1/predictions", json=body, headers=headers)
+        assert answer.status_code == 201, answer.text
+        return await self.until_over(answer.json()["id"])
+
+    async def until_over(self, prediction_id: str) -> dict[str, Any]:
+        """A prediction, once it is over."""
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while True:
+                shown: dict[str, Any] = (
+                    await self.http.get(f"/v1/predictions/{prediction_id}")
+                ).json()
+                if shown["status"] in OVER:
+                    return shown
+                await asyncio.sleep(0.02)
+
+    async def until_began(self, word: str) -> None:
+        """Waits until a word is being checked."""
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while word not in self.compute.began:  # noqa: ASYNC110 - a thread sets it
+                await asyncio.sleep(0.02)
+
+    async def until_rows(self, count: int) -> list[Row]:
+        """All rows, once there are so many."""
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while len(self.rows) < count:  # noqa: ASYNC110 - the product has no use for an event here
+                await asyncio.sleep(0.02)
+        return self.rows
+
+
+@asynccontextmanager
+async def world(redis_url: str, *flows: Mapping[str, Any]) -> AsyncIterator[World]:
+    """Serves flows of MODELS."""
+    broker, compute, written = InMemoryBroker(), Compute(), list[list[Row]]()
+    catalog = catalog_of(*flows)
+    async with AsyncExitStack() as opened:
+        for entry in MODELS:
+            worker = await opened.enter_async_context(
+                running_worker(
+                    broker,
+                    entry,
+                    preparer=CustomPreparer(entry),
+                    model=lambda name=entry.name: ThreadModel(name, compute),
+                    redis_url=redis_url,
+                    catalog=catalog,
+                )
+            )
+            written.append(worker.rows)
+        api = await opened.enter_async_context(
+            running_api(broker, MODELS, flows=catalog.flows, redis_url=redis_url)
+        )
+        http = await opened.enter_async_context(
+            httpx.AsyncClient(transport=httpx.ASGITransport(api.app), base_url="http://localhost")
+        )
+        written.append(api.rows)
+        yield World(http, broker, compute, written)
