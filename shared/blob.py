@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import msgspec
 
 INLINE_LIMIT_BYTES = 48 * 1024
@@ -15,9 +17,23 @@ Pub/Sub bills at least 1,000 bytes: https://cloud.google.com/pubsub/pricing
 """
 
 
+def content_digest(data: bytes) -> str:
+    """Returns 256 bits of BLAKE2b (RFC 7693) of some bytes, in hex."""
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
+
+
 class Blob(msgspec.Struct, omit_defaults=True):
     """Bytes, either inline or as a key in the object store. Exactly one of the two is set."""
 
     media_type: str
     data: bytes | None = None
     object_key: str | None = None
+    digest: str = ""
+    """Of the bytes behind the key, as `content_digest` gives it. Empty: not known."""
+
+    @property
+    def identity(self) -> tuple[str, object]:
+        """What the bytes count by in a cache key: their digest, or the key if that is not known."""
+        if self.data is not None:
+            return ("bytes", bytes.fromhex(content_digest(self.data)))
+        return ("bytes", bytes.fromhex(self.digest)) if self.digest else ("object", self.object_key)

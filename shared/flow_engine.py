@@ -23,19 +23,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import msgspec
 
+from shared import slo
+from shared.blob import RESULTS
 from shared.catalog import Catalog, Model
 from shared.errors import (
     BadInput,
     Canceled,
+    DeadlineExceeded,
     ModelFailed,
     Overloaded,
     PenstockError,
     Unavailable,
+    UnknownModel,
     error_for_code,
 )
 from shared.flow_plan import (
@@ -82,6 +87,10 @@ NOT_RETRIED = frozenset(
     {"invalid_input", "input_too_large", "context_length_exceeded", "model_withdrawn"}
 )
 """Codes of errors that the same input would have again."""
+ORPHANED_S = 5.0
+"""The time after its arrival after which a run is taken over whose API instance did not say that it
+has published all of its first jobs.
+"""
 _outcomes = msgspec.json.Decoder(ItemOutcome)
 _bodies = msgspec.json.Decoder(JobBody)
 _errors = msgspec.json.Decoder(ItemError)
@@ -194,10 +203,15 @@ class FlowEngine:
             step = step_of(end.outcomes[0].index)
             await self._publish(envelope, step, marked.jobs)
         has_failed = any(one.error is not None for one in end.outcomes)
-        if marked.is_open and not marked.is_complete and not has_failed:
+        age_s = time.time() - envelope.received_at_s
+        is_orphan = marked.is_open and not marked.is_published and age_s > ORPHANED_S
+        if marked.is_open and not (marked.is_complete or has_failed or is_orphan):
             return []
-        is_repeated = marked.is_repeated or envelope.attempt > 1
-        return await self._advance(envelope, job.body, is_repeated=is_repeated)
+        is_repeated = marked.is_repeated or envelope.attempt > 1 or is_orphan
+        rows = await self._advance(envelope, job.body, is_repeated=is_repeated)
+        if is_orphan:
+            await self._records.mark_published(envelope.request_id)
+        return rows
 
     async def retry(self, job: Job, indexes: Sequence[int]) -> None:
         """Publishes items of a job again, which failed and may be computed again.
@@ -258,7 +272,7 @@ class FlowEngine:
             try:
                 run = Run(prediction, state)
                 if run.is_over and run.failure is None:
-                    await self._succeed(run)
+                    await self._succeed(run, envelope)
                     is_notified = True
                 elif await self._go_on(run, envelope, body, rows, is_repeated=is_repeated):
                     return rows
@@ -272,7 +286,9 @@ class FlowEngine:
         rows, steps = [], plan_of(prediction).steps
         for index, data in state.outcomes.items():
             outcome, step = _outcomes.decode(data), steps[step_of(index)]
-            if outcome.receipt.pulled_at_s is None:
+            if outcome.receipt.pulled_at_s is not None:
+                continue
+            with suppress(UnknownModel):  # the model was removed from the catalog
                 model = self._catalog.find(step.model)
                 rows.append(StepRow(model, _of_step(envelope, step, model, index), outcome))
         return rows
@@ -414,12 +430,25 @@ class FlowEngine:
         except BadInput as error:
             raise Unavailable(f"the broker refused the job: {error.message}") from error
 
-    async def _succeed(self, run: Run) -> None:
+    async def _succeed(self, run: Run, envelope: Envelope) -> None:
         value, files, places = with_places(output_of(run.plan, run.scope))
         reply = ReplyBody(
             run.receipts, replied_at_s=time.time(), output=CustomResult(value, files, places)
         )
-        await self._finish(run.id, "succeeded", reply)
+        if await self._finish(run.id, "succeeded", reply):
+            self._count_toward_slo(envelope, "succeeded")
+
+    def _count_toward_slo(self, envelope: Envelope, status: str) -> None:
+        """Counts a run. Those that the API ends are late beyond all measure."""
+        with suppress(UnknownModel):  # the flow was removed from the catalog
+            flow = self._catalog.find(envelope.flow)
+            limits_s = (
+                until_s - envelope.received_at_s
+                for until_s in (envelope.deadline_s, envelope.start_by_s)
+                if until_s
+            )
+            if slo.counts_toward_slo(flow.deadline, envelope.priority, limits_s):
+                slo.count_ended(flow.name, status)
 
     async def _settle(
         self,
@@ -437,11 +466,14 @@ class FlowEngine:
         if record.reply is not None and not again:
             return
         if record.reply is None:
-            state = await self._runs.read(run_id)
+            steps = await self._runs.read(run_id)
             error = _errors.decode(record.closed) if record.closed else None
-            reply = ReplyBody(receipts_of(state), error, replied_at_s=time.time())
-            is_canceled = record.state == "canceled"
-            await self._finish(run_id, "canceled" if is_canceled else "failed", reply)
+            reply = ReplyBody(receipts_of(steps), error, replied_at_s=time.time())
+            state: EndState = "canceled" if record.state == "canceled" else "failed"
+            is_ours = await self._finish(run_id, state, reply)
+            if is_ours and envelope is not None and error is not None:
+                is_late = error.code == DeadlineExceeded.code
+                self._count_toward_slo(envelope, "expired" if is_late else state)
         await self._webhooks.publish(run_id, webhook_events, "output")
         await self._webhooks.publish(run_id, webhook_events, "completed")
         if envelope is not None and envelope.inbox:
@@ -452,18 +484,22 @@ class FlowEngine:
             except BadInput:
                 return  # the instance is gone, and its caller with it
 
-    async def _finish(self, run_id: str, state: EndState, reply: ReplyBody) -> None:
+    async def _finish(self, run_id: str, state: EndState, reply: ReplyBody) -> bool:
         """Ends the record, unless it is over, or a caller has canceled it first.
+
+        Returns whether it ended so.
 
         Raises:
             Unavailable: Redis did not answer.
         """
         finish = await self._records.finish(run_id, state, encode_reply_body(reply))
+        is_ours = finish is not None and finish.is_ours
         if finish is not None and finish.is_lost_to_cancel:
             canceled = msgspec.structs.replace(reply, output=None, error=None)
             finish = await self._records.finish(run_id, "canceled", encode_reply_body(canceled))
         if finish is None:
             raise Unavailable("the record of the run could not be ended")
+        return is_ours
 
 
 class _FlowFailed(BadInput):
@@ -541,6 +577,26 @@ class Run:
     def receipts(self) -> list[ItemOutcome]:
         """The outcomes of all items, without their results."""
         return receipts_of(self.state)
+
+
+async def own_objects(runs: FlowRuns, run_id: str) -> list[str]:
+    """Returns the keys of the files that a run has made, but not of those that the cache may have.
+
+    Raises:
+        Unavailable: Redis did not answer.
+    """
+    state = await runs.read(run_id)
+    bodies = map(_bodies.decode, await runs.planned(run_id))
+    uncached = [item.index for body in bodies for item in body.items if not item.cache_key]
+    results = [
+        _outcomes.decode(state.outcomes[index]).result
+        for index in uncached
+        if index in state.outcomes
+    ]
+    blobs = [blob for result in results if result is not None for blob in result.blobs]
+    # A class may give on a file that it got.
+    own = f"{RESULTS}/{run_id}/"
+    return [key for blob in blobs if (key := blob.object_key) and key.startswith(own)]
 
 
 PAGE_ITEMS = 64

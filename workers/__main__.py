@@ -120,7 +120,8 @@ async def serve(settings: WorkerSettings, models: Sequence[Model], catalog: Cata
                 lambda: any(w.is_ready for w in running),
             )
         )
-        slo.show(model.public_name for model in models)
+        flows = (one for one in catalog.flows if any(model in one.step_models for model in models))
+        slo.show(model.public_name for model in (*models, *flows))
         prepared = [await _prepare(settings, model, is_alone=len(models) == 1) for model in models]
         hosted = [one for one, _, _ in prepared]
         layout = prepared[0][1]

@@ -97,8 +97,11 @@ class PredictionSnapshot(NamedTuple):
 
     @property
     def is_unpublished(self) -> bool:
-        """Returns whether the broker may not have the job."""
-        return self.record.state == "starting" and not self.record.published
+        """Returns whether the broker may not have the job, or one of a flow's first jobs."""
+        is_open = self.record.state == "starting"
+        if self.prediction.flow is not None:
+            is_open = not self.record.is_over
+        return is_open and not self.record.published
 
     @property
     def failure(self) -> PenstockError:

@@ -34,6 +34,10 @@ class ResultFetcher:
             Unavailable: the object store is out of reach.
         """
         reply = snapshot.record.reply
+        if snapshot.prediction.flow is not None:
+            for key in await self._predictions.objects_of_steps(snapshot.prediction):
+                await self._objects.delete(key)
+            return
         if reply is None or snapshot.prediction.is_cached:
             return
         results = [one.result for one in reply.outcomes if one.result is not None]

@@ -35,7 +35,7 @@ from shared.errors import (
     Unavailable,
     UnknownModel,
 )
-from shared.flow_engine import FlowEngine, outcomes_after
+from shared.flow_engine import FlowEngine, outcomes_after, own_objects
 from shared.messages import ItemOutcome, ReplyBody, encode_reply_body
 from shared.predictions import (
     Prediction,
@@ -401,6 +401,14 @@ class Predictions:
             reading = outcomes_after(self._records.flows, prediction, seen, is_over=record.is_over)
             return [one async for one in reading]
         return []
+
+    async def objects_of_steps(self, prediction: Prediction) -> list[str]:
+        """Returns the keys of the files that the steps of a flow have made.
+
+        Raises:
+            Unavailable: Redis is out of reach.
+        """
+        return await own_objects(self._records.flows, prediction.record)
 
     async def previews(self, snapshot: PredictionSnapshot, cursor: str) -> list[Preview]:
         """Returns the previews after `cursor`, while more are drawn for the next seconds.

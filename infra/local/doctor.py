@@ -253,7 +253,7 @@ def _catalog(settings: Settings) -> Iterator[Diagnosis]:
         )
         return
     yield Diagnosis(
-        "catalog", f"{settings.models_file}: {', '.join(model.name for model in catalog.models)}"
+        "catalog", f"{settings.models_file}: {', '.join(model.name for model in catalog.served)}"
     )
     yield from _sources(catalog)
 

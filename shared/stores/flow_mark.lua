@@ -6,10 +6,11 @@
 -- KEYS: record, steps, store
 -- ARGV: step, jobs in the topic, first item of the job, then index and outcome of each item
 -- Returns 1 if the run is open, items of the step, those that are done, the first job to publish and the
--- one behind the last, 1 if an item was known before, then of each item: the outcome that counts ('' if it is
+-- one behind the last, 1 if an item was known before, 1 if the API has published the
+-- first steps, then of each item: the outcome that counts ('' if it is
 -- the caller's, '-' if none does).
 
-local f = redis.call('HMGET', KEYS[1], 'state', 'closed', 'keep_s')
+local f = redis.call('HMGET', KEYS[1], 'state', 'closed', 'keep_s', 'published')
 local is_open = f[3] and not f[2] and not is_over(f[1])
 local step, window, first = ARGV[1], tonumber(ARGV[2]), 'w:' .. ARGV[3]
 local out, new, bytes, repeated = {}, 0, 0, 0
@@ -47,4 +48,5 @@ else
   local range = redis.call('HGET', KEYS[2], first)
   if range then from, to = string.match(range, '^(%d+) (%d+)$') end
 end
-return {is_open and 1 or 0, items, done, tonumber(from), tonumber(to), repeated, unpack(out)}
+return {is_open and 1 or 0, items, done, tonumber(from), tonumber(to), repeated,
+  f[4] and 1 or 0, unpack(out)}

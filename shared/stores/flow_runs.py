@@ -33,6 +33,7 @@ _BUDGET = ("shared/stores/retention.lua", "shared/stores/record_budget.lua")
 OPEN = load_script("shared/stores/flow_open.lua")
 PLAN = load_script(*_BUDGET, _STATES, "shared/stores/flow_plan.lua")
 MARK = load_script("shared/stores/retention.lua", _STATES, "shared/stores/flow_mark.lua")
+PUBLISHED = load_script("shared/stores/flow_published.lua")
 LOOK = load_script(_STATES, "shared/stores/flow_look.lua")
 CLOSE = load_script(_STATES, "shared/stores/flow_close.lua")
 
@@ -50,6 +51,8 @@ class Marked(NamedTuple):
     """Those of the step that are to be published next, by their numbers."""
     is_repeated: bool
     """Whether an item was known before."""
+    is_published: bool
+    """Whether the API has published all first jobs of the run."""
     outcomes: list[bytes | None]
     """Of each item what was kept before, or is now. None: nothing counts, as the run is over."""
 
@@ -161,13 +164,22 @@ class FlowRuns:
         values = await self._commands.run("HMGET", self._keys(run)[1], *fields)
         return [value for value in values if value is not None]
 
+    async def planned(self, run: str) -> list[bytes]:
+        """Returns all jobs of a run.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        fields = await self._commands.run("HGETALL", self._keys(run)[1])
+        return [value for name, value in fields.items() if name.startswith(b"p:")]
+
     async def note_published(self, run: str, step: int) -> None:
         """Notes that the broker has the first jobs of a step.
 
         Raises:
             Unavailable: Redis did not answer.
         """
-        await self._commands.run("HSET", self._keys(run)[1], f"b:{step}", 1)
+        await self._commands.run_script(PUBLISHED, self._keys(run), f"b:{step}")
 
     async def mark(self, run: str, step: int, outcomes: Mapping[int, bytes]) -> Marked:
         """Notes how the items of a job ended.
@@ -182,14 +194,14 @@ class FlowRuns:
         """
         pairs = [part for index, outcome in outcomes.items() for part in (index, outcome)]
         args = (step, WINDOW_JOBS, min(outcomes), *pairs)
-        is_open, items, done, first, end, is_repeated, *kept = await self._commands.run_script(
-            MARK, (*self._keys(run), self._store), *args
-        )
+        answer = await self._commands.run_script(MARK, (*self._keys(run), self._store), *args)
+        is_open, items, done, first, end, is_repeated, is_published, *kept = answer
         counting = [
             None if known == b"-" else known or ours
             for known, ours in zip(kept, outcomes.values(), strict=True)
         ]
-        return Marked(bool(is_open), items, done, range(first, end), bool(is_repeated), counting)
+        facts = (range(first, end), bool(is_repeated), bool(is_published))
+        return Marked(bool(is_open), items, done, *facts, counting)
 
     async def look(self, jobs: Sequence[tuple[str, Sequence[int]]]) -> list[Look]:
         """Returns whether jobs are still to be done.

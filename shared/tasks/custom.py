@@ -210,7 +210,7 @@ class CustomInput(TaskInput, tag="custom"):
         """All values, and the files by their digests."""
         written = json.dumps(self.values, sort_keys=True)
         files = (
-            (json.dumps(place.at), place.name, _digest(file))
+            (json.dumps(place.at), place.name, file.identity)
             for place, file in zip(self.places, self.files, strict=True)
         )
         return ("custom", written, *files)
@@ -273,12 +273,6 @@ def _data_uri(file: Blob) -> str:
     if file.data is None:
         return ""
     return f"data:{file.media_type};base64,{base64.b64encode(file.data).decode()}"
-
-
-def _digest(file: Blob) -> tuple[str, object]:
-    if file.data is not None:
-        return ("bytes", hashlib.blake2b(file.data, digest_size=32).digest())
-    return ("object", file.object_key)
 
 
 class CustomTask(Task):

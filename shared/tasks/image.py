@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
@@ -64,7 +63,7 @@ class ImageInput(TaskInput, tag="image"):
         if self.image is None:
             return ("image", size, drawn)
         strength = None if self.strength is None else float(self.strength)
-        return ("image", size, drawn, _digest(self.image), strength)
+        return ("image", size, drawn, self.image.identity, strength)
 
 
 class ImageResult(TaskResult, tag="image"):
@@ -239,12 +238,6 @@ class ImageTask(Task):
         if not answer["data"][0]["b64_json"]:
             raise ValueError("no image")
         return "an image"
-
-
-def _digest(image: Blob) -> tuple[str, object]:
-    if image.data is not None:
-        return ("bytes", hashlib.blake2b(image.data, digest_size=32).digest())
-    return ("object", image.object_key)
 
 
 IMAGE = ImageTask()

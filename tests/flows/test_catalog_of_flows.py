@@ -130,7 +130,7 @@ def test_condition_is_read_as_it_is_written(condition: Condition) -> None:
 def test_condition_compares_values(left: object, operator: str, right: object) -> None:
     by_name = Condition(Reference("a"), operator, Reference("b"))
     written = Condition(left, operator, right)
-    outcomes = []
+    outcomes: list[bool | None] = []
     for one in (by_name, written):
         try:
             outcomes.append(one.holds({"a": left, "b": right}))

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from infra.local.redis_server import RedisServer
 from shared.errors import Canceled, PenstockError
-from shared.flow_engine import FlowEngine, StepRow
+from shared.flow_engine import ORPHANED_S, FlowEngine, StepRow
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, Receipt, decode_job, failure
 from shared.predictions import Prediction, encode_document, error_of
 from shared.stores.record_state import Record
 from shared.stores.records import Records
 from shared.tasks.custom import CustomInput, CustomResult
-from shared.transport import ReceivedMessage
+from shared.transport import ReceivedMessage, SmoothedDuration
 from shared.usage.charge import cost_usd, price_of, step_prices_of
 from shared.usage.row import Row
 from tests.flows.models import CHECK, JOIN, SPLIT, Compute, catalog_of
@@ -51,8 +51,16 @@ FLOW = {
     ],
     "output": {"text": "$joined", "both": "$both", "sizes": "$check.size"},
 }
-CATALOG = catalog_of(FLOW)
-ENTRY = CATALOG.find("spell")
+WIDE = {
+    "name": "wide",
+    "input": {"text": "string"},
+    "steps": [
+        {"id": number, "model": JOIN.name, "input": {"words": ["$input.text", number]}}
+        for number in ("one", "two", "three")
+    ],
+    "output": ["$one", "$two", "$three"],
+}
+CATALOG = catalog_of(FLOW, WIDE)
 RUN = "pred_0123"
 
 
@@ -67,6 +75,11 @@ class Broker:
         self.jobs: list[tuple[bytes, dict[str, str]]] = []
         self.events: list[str] = []
         self.dies_after: int | None = None
+
+    @property
+    def round_trip(self) -> SmoothedDuration:
+        """It is here."""
+        return SmoothedDuration()
 
     async def publish(
         self, topic_id: str, data: bytes, attributes: Mapping[str, str], **_: Any
@@ -85,7 +98,10 @@ class Broker:
 class Workers:
     """Workers that take messages in any order, and die as they are told."""
 
-    def __init__(self, records: Records, rng: random.Random, *, dies: bool = True) -> None:
+    def __init__(
+        self, records: Records, rng: random.Random, *, dies: bool = True, flow: str = "spell"
+    ) -> None:
+        self.entry = CATALOG.find(flow)
         self.broker = Broker()
         self.engine = FlowEngine(CATALOG, records, self.broker)
         self.records = records
@@ -95,22 +111,23 @@ class Workers:
         self.rows: dict[str, set[tuple[str, float]]] = {}
         self.deaths = 0
 
-    async def start(self, text: str) -> None:
-        now_s = time.time()
+    async def start(self, text: str, *, lives: int | None = None, ago_s: float = 0.0) -> None:
+        """Begins a run. With `lives`, the API dies after so many messages, and never comes back."""
+        now_s = time.time() - ago_s
         prediction = Prediction(
             id=RUN,
             record=RUN,
             tenant="acme",
-            model="spell",
+            model=self.entry.name,
             owner="penstock",
             version="v",
             input={"text": text},
             base_url="",
             created_at_s=now_s,
             deadline_s=now_s + 60,
-            price=price_of(ENTRY, now_s),
-            flow=ENTRY.flow.as_json() if ENTRY.flow else None,
-            step_prices=step_prices_of(ENTRY, now_s),
+            price=price_of(self.entry, now_s),
+            flow=self.entry.flow.as_json() if self.entry.flow else None,
+            step_prices=step_prices_of(self.entry, now_s),
         )
         self.prediction = prediction
         assert await self.records.create(
@@ -121,14 +138,21 @@ class Workers:
             tenant="acme",
             received_at_s=now_s,
             part=0,
-            model="spell",
+            model=self.entry.name,
             deadline_s=now_s + 60,
             published_at_s=0.0,
             prediction="1",
             webhook="completed",
         )
         body = JobBody([Item(0, CustomInput({"text": text}))])
-        await self._until_done(lambda: self.engine.start(envelope, body))
+        if lives is None:
+            await self._until_done(lambda: self.engine.start(envelope, body))
+            await self.records.mark_published(RUN)
+            return
+        self.broker.dies_after = lives
+        with pytest.raises(Died):
+            await self.engine.start(envelope, body)
+        self.broker.dies_after = None
 
     def _moment(self, moments: Sequence[int | None]) -> int | None:
         return self.rng.choice(moments) if self.dies else None
@@ -337,3 +361,21 @@ async def test_run_that_was_dropped_computes_nothing(redis_url: str) -> None:
     assert workers.compute.asked == []
     with redis.Redis.from_url(redis_url) as client:
         assert [key for key in client.keys("*") if key.endswith(b":flow")] == []
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("lives", [1, 2])
+async def test_run_goes_on_whose_api_instance_died_while_it_published(
+    redis_url: str, lives: int
+) -> None:
+    async with Records(redis_url) as records:
+        workers = Workers(records, random.Random(1), dies=False, flow="wide")
+        await workers.start("a", lives=lives, ago_s=ORPHANED_S + 1)
+        assert len(workers.broker.jobs) == lives
+        await workers.work()
+        record = await workers.ended()
+    assert record.state == "succeeded"
+    assert record.reply is not None
+    assert isinstance(record.reply.output, CustomResult)
+    assert record.reply.output.output == ["a one", "a two", "a three"]
+    assert Counter(map(len, workers.rows.values())) == {1: 3}

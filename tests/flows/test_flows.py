@@ -1,15 +1,23 @@
 """Flows end to end: an API and workers over a broker in memory and a real Redis."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
+from shared.tenants.plan import Limits, Plan
+from shared.topics import WEBHOOKS_TOPIC_ID
+from shared.transport import SubscriptionSettings
 from shared.usage.row import Row
 from tests.flows.models import CHECK, JOIN, SPLIT
 from tests.flows.world import World, world
+from tests.keys import bearer, keys_url, stored
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 
@@ -212,3 +220,70 @@ async def test_large_fan_out_is_published_by_and_by(redis_url: str) -> None:
     assert run["output"]["text"] == " ".join(words).upper()
     assert len({row.row_id for row in rows}) == len(rows) == 302
     assert run["metrics"]["cost_usd"] == charged_usd(rows)
+
+
+BUDGET_USD = 1000.0
+
+
+async def test_key_needs_the_flow_alone_and_its_budget_counts_all_steps(
+    redis_url: str, tmp_path: Path
+) -> None:
+    limits = Limits(budget_usd_per_month=BUDGET_USD)
+    plan = Plan(budget_usd_per_month=BUDGET_USD)
+    url = keys_url(
+        tmp_path,
+        plans={"usual": plan},
+        tenants={"acme": "usual"},
+        keys=[
+            stored("flows", "acme", models=("spell",), limits=limits),
+            stored("parts", "acme", models=(SPLIT.name,)),
+        ],
+    )
+    async with world(redis_url, SPELL, keys_url=url) as flows:
+        run = await flows.run("spell", {"text": "a cat"}, bearer("flows"))
+        body = {"version": "spell", "input": {"text": "a"}}
+        refused = await flows.http.post("/v1/predictions", json=body, headers=bearer("parts"))
+        part = {"version": SPLIT.name, "input": {"text": "a"}}
+        of_model = await flows.http.post("/v1/predictions", json=part, headers=bearer("flows"))
+        with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+            used = await until_settled(client)
+    assert run["status"] == "succeeded"
+    assert (refused.status_code, of_model.status_code) == (403, 403)
+    assert used == [run["metrics"]["cost_usd"]] * len(used) == [1.0] * len(used)
+    assert used
+
+
+async def until_settled(client: Any) -> list[float]:
+    """What Redis counts of each budget, once the run is settled."""
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while True:
+            fields = [client.hgetall(key) for key in client.keys("penstock:limits:month:*usd")]
+            used = [float(one.get("used", 0)) for one in fields]
+            held = [name for one in fields for name in one if name.startswith("held:")]
+            if used and all(used) and not client.hlen("penstock:predictions:holds"):
+                return [one for one in used if one or not held]
+            await asyncio.sleep(0.05)
+
+
+async def test_caller_who_waits_gets_the_output_and_webhooks_their_events(redis_url: str) -> None:
+    async with world(redis_url, SPELL, webhooks_private=True) as flows:
+        await flows.broker.ensure_topic(WEBHOOKS_TOPIC_ID)
+        await flows.broker.ensure_subscription("hooks", SubscriptionSettings(WEBHOOKS_TOPIC_ID))
+        body = {
+            "version": "spell",
+            "input": {"text": "a cat"},
+            "webhook": "http://127.0.0.1:9/hook",
+        }
+        answer = await flows.http.post("/v1/predictions", json=body, headers={"prefer": "wait=20"})
+        shown = answer.json()
+        events = []
+        async with flows.broker.subscribe("hooks", max_messages=10) as hooks:
+            async for message in hooks:
+                hooks.ack(message)
+                events.append(json.loads(message.data)["event"])
+                if events[-1] == "completed":
+                    break
+    assert (answer.status_code, shown["status"]) == (201, "succeeded")
+    assert shown["output"]["text"] == "A CAT"
+    assert events[0] == "start"
+    assert events.count("completed") == 1

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -83,16 +84,23 @@ class World:
     ) -> dict[str, Any]:
         """A run of a flow, once it is over."""
         body = {"version": flow, "input": dict(given)}
-        answer = await self.http.post("/v1/predictions", json=body, headers=headers)
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while True:
+                answer = await self.http.post("/v1/predictions", json=body, headers=headers)
+                if answer.status_code != 503:  # limits are checked within 0.1 s, or not at all
+                    break
+                await asyncio.sleep(0.1)
         assert answer.status_code == 201, answer.text
-        return await self.until_over(answer.json()["id"])
+        return await self.until_over(answer.json()["id"], headers)
 
-    async def until_over(self, prediction_id: str) -> dict[str, Any]:
+    async def until_over(
+        self, prediction_id: str, headers: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
         """A prediction, once it is over."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             while True:
                 shown: dict[str, Any] = (
-                    await self.http.get(f"/v1/predictions/{prediction_id}")
+                    await self.http.get(f"/v1/predictions/{prediction_id}", headers=headers)
                 ).json()
                 if shown["status"] in OVER:
                     return shown
@@ -113,8 +121,10 @@ class World:
 
 
 @asynccontextmanager
-async def world(redis_url: str, *flows: Mapping[str, Any]) -> AsyncIterator[World]:
-    """Serves flows of MODELS."""
+async def world(
+    redis_url: str, *flows: Mapping[str, Any], **settings: object
+) -> AsyncIterator[World]:
+    """Serves flows of MODELS. `settings` are of the API."""
     broker, compute, written = InMemoryBroker(), Compute(), list[list[Row]]()
     catalog = catalog_of(*flows)
     async with AsyncExitStack() as opened:
@@ -124,14 +134,14 @@ async def world(redis_url: str, *flows: Mapping[str, Any]) -> AsyncIterator[Worl
                     broker,
                     entry,
                     preparer=CustomPreparer(entry),
-                    model=lambda name=entry.name: ThreadModel(name, compute),
+                    model=partial(ThreadModel, entry.name, compute),
                     redis_url=redis_url,
                     catalog=catalog,
                 )
             )
             written.append(worker.rows)
         api = await opened.enter_async_context(
-            running_api(broker, MODELS, flows=catalog.flows, redis_url=redis_url)
+            running_api(broker, MODELS, flows=catalog.flows, redis_url=redis_url, **settings)
         )
         http = await opened.enter_async_context(
             httpx.AsyncClient(transport=httpx.ASGITransport(api.app), base_url="http://localhost")

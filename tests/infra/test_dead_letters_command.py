@@ -55,9 +55,10 @@ class Site:
             "deadline_s": now_s - 5,
             "attempt": 4,
             "prediction": "1",
+            "part": 0,
         } | envelope
         body = JobBody([Item(0, TextInput(text=request_id))])
-        job = Job(Envelope(request_id=request_id, part=0, model="texts", **facts), body)
+        job = Job(Envelope(request_id=request_id, model="texts", **facts), body)
         data, attributes = encode_job(job)
         async with PubSubTransport(self.project, self.endpoint) as broker:
             given = {**attributes, "penstock_reason": REASON}
@@ -138,6 +139,18 @@ def test_letters_are_listed_and_stay(site: Site) -> None:
     table = types("list", "texts")
     assert letters["waits"]["id"] in table
     assert REASON in table
+
+
+def test_letter_of_a_step_names_its_flow_and_waits_for_its_run(site: Site) -> None:
+    step = {"flow": "spell", "step": "check", "prediction": "", "part": 1001}
+    site.die("waits", **step)
+    site.die("answered", is_over=True, **step)
+    letters = listed()
+    assert letters["waits"]["reason"] == f"flow spell, step check: {REASON}"
+    assert {name: one["awaited"] for name, one in letters.items()} == {
+        "waits": True,
+        "answered": False,
+    }
 
 
 def test_letter_is_shown_with_its_body(site: Site, tmp_path: Path) -> None:

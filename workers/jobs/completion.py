@@ -29,7 +29,7 @@ import msgspec
 
 from shared import slo
 from shared.backoff import backoff
-from shared.blob import INLINE_LIMIT_BYTES, RESULTS, Blob
+from shared.blob import INLINE_LIMIT_BYTES, RESULTS, Blob, content_digest
 from shared.catalog import Model
 from shared.errors import (
     Canceled,
@@ -133,7 +133,9 @@ class LargeResults:
                 own_key = key + result.blob_suffix(number)
                 if own_key not in self._streamed:
                     await self._put(own_key, blob.data or b"", blob.media_type, envelope.deadline_s)
-                blob = Blob(blob.media_type, object_key=own_key)
+                # Another step may ask the cache for what it makes of these bytes.
+                digest = content_digest(blob.data or b"") if envelope.flow else ""
+                blob = Blob(blob.media_type, object_key=own_key, digest=digest)
             kept.append(blob)
         return msgspec.structs.replace(outcome, result=result.with_blobs(kept))
 

@@ -74,8 +74,7 @@ class StepJobs:
                 await completion.fill_cache([(pulled, body)])
                 planned = await self._engine.advance(pulled.job, end)
             if pulled.dead_letter_reason:
-                reason = f"{pulled.envelope.flow}, step {pulled.envelope.step}"
-                reason = f"{reason}: {pulled.dead_letter_reason}"
+                reason = pulled.dead_letter_reason
                 await completion.replies.publish_dead_letter(pulled.message, reason)
         except PenstockError as error:
             completion.give_up(pulled, error)

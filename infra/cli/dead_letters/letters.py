@@ -52,13 +52,17 @@ class Letter:
 
     @property
     def reason(self) -> str:
-        """Why it is here."""
+        """Why it is here, and of which step of which flow it is."""
         attributes = {name.lower(): value for name, value in self.message.attributes.items()}
         attempts = attributes.get(_DELIVERIES)
         many = (
             f"not finished in {attempts} attempts" if attempts else "not finished in its attempts"
         )
-        return attributes.get("penstock_reason") or many
+        reason = attributes.get("penstock_reason") or many
+        envelope = self.envelope
+        if envelope is None or not envelope.flow:
+            return reason
+        return f"flow {envelope.flow}, step {envelope.step}: {reason}"
 
 
 class HeldLetters:
@@ -165,10 +169,11 @@ async def _letter(message: ReceivedMessage, records: Records) -> Letter:
     envelope = decode_leniently(message.attributes)
     if envelope is None:
         return Letter(message, None, "its attributes do not say whose job it is")
-    record = await records.read(record_id(envelope.request_id, envelope.part))
+    part = 0 if envelope.flow else envelope.part  # who waits for a step waits for its run
+    record = await records.read(record_id(envelope.request_id, part))
     if record is not None and record.is_over:
         return Letter(message, envelope, f"its caller was answered: {record.state}")
-    if envelope.has_record:
+    if envelope.has_record or envelope.flow:
         return Letter(message, envelope, "" if record else "its prediction is gone")
     is_late = envelope.deadline_s <= time.time()
     return Letter(message, envelope, "its caller's deadline has passed" if is_late else "")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -159,10 +159,29 @@ class ModelRate(ItemLoad):
         return self.mean_per_s if self.peak_per_s is None else self.peak_per_s
 
 
+class FlowRate(Entry):
+    """The runs of one flow. Its steps are requests of their models."""
+
+    mean_per_s: float = Field(ge=0)
+    """Runs a second, averaged over a month."""
+    peak_per_s: float | None = Field(None, ge=0)
+    """Runs per second in the busiest minutes. Default: the mean."""
+    items: dict[str, Annotated[float, Field(ge=0)]] = Field({})
+    """The items that a run has of a step, by its id. Default: one, and of a `for_each` it must be
+    said."""
+
+    @property
+    def peak(self) -> float:
+        """Runs a second at the peak."""
+        return self.mean_per_s if self.peak_per_s is None else self.peak_per_s
+
+
 class DemandRates(Entry):
     """The rates of all models, how they spread over regions, and how much slack is wanted."""
 
     models: dict[str, ModelRate] = Field(min_length=1)
+    """With what flows ask of them, once the rates are read."""
+    flows: dict[str, FlowRate] = Field({})
     regions: dict[str, float] = Field({})
     """The share of requests of each region. Default: equal shares."""
     late_share: float = Field(0.001, gt=0, lt=1)
@@ -259,4 +278,52 @@ def _checked(document: object, catalog: Catalog, where: str, folder: Path = Path
                 f"{where}: models.{name}: not in the catalog; it has: {served}", field=name
             )
         check_work(known[name], rate, f"{where}: models.{name}")
-    return rates
+    return _with_flows(rates, catalog, where)
+
+
+def _with_flows(rates: DemandRates, catalog: Catalog, where: str) -> DemandRates:
+    """The rates with those of the steps of flows in the rates of their models.
+
+    Raises:
+        ConfigurationError: a flow or a step is not in the catalog, or the rates say too little.
+    """
+    models = dict(rates.models)
+    for name, rate in rates.flows.items():
+        place = f"{where}: flows.{name}"
+        flow = next((one for one in catalog.flows if one.name == name), None)
+        if flow is None or flow.flow is None:
+            served = ", ".join(sorted(one.name for one in catalog.flows)) or "none"
+            raise ConfigurationError(f"{place}: not in the catalog; it has: {served}", field=name)
+        steps = flow.flow.steps
+        if unknown := rate.items.keys() - {step.id for step in steps}:
+            raise ConfigurationError(f"{place}.items: no step {min(unknown)!r}", field=name)
+        for step, model in zip(steps, flow.step_models, strict=True):
+            if step.for_each is not None and step.id not in rate.items:
+                raise ConfigurationError(
+                    f"{place}.items.{step.id}: missing: how many items its for_each has",
+                    field=name,
+                )
+            if model.name not in models:
+                raise ConfigurationError(
+                    f"{place}: models.{model.name} is missing: what its items take "
+                    "(with mean_per_s: 0 if nobody else asks for it)",
+                    field=name,
+                )
+            items = rate.items.get(step.id, 1.0)
+            models[model.name] = _more(models[model.name], rate, items, f"{where}: {model.name}")
+    return rates.model_copy(update={"models": models})
+
+
+def _more(model: ModelRate, flow: FlowRate, items: float, where: str) -> ModelRate:
+    """The rate of a model with so many items for each run of a flow, each a request."""
+    mean, peak = (model.mean_per_s + flow.mean_per_s * items, model.peak + flow.peak * items)
+    own = model.peak * model.items_per_request
+    fields = model.model_dump(exclude_unset=True) | {
+        "mean_per_s": mean,
+        "peak_per_s": peak,
+        "items_per_request": (own + flow.peak * items) / peak if peak else 1.0,
+    }
+    try:
+        return ModelRate.model_validate(fields)
+    except ValidationError as error:
+        raise explained(error, where) from error

@@ -47,6 +47,35 @@ locals {
       { for function, account in google_service_account.functions : function => account.member if function == "dead-letters" },
     )
   }
+  # Whoever ends a step of a flow sends the jobs of the next one, and its own
+  # once more: the workers of all its models, and the function that gets what
+  # these died of.
+  _flows = try(yamldecode(file(local.models_file)).flows, [])
+  _names = merge([
+    for entry in local._entries : {
+      for name in concat([entry.name], try(entry.aliases, [])) : name => entry.name
+    }
+  ]...)
+  _flow_models = [for flow in local._flows : distinct([for step in flow.steps : local._names[step.model]])]
+  _flow_senders = {
+    for name in keys(local.models) :
+    name => distinct(flatten([for models in local._flow_models : models if contains(models, name)]))
+  }
+  _flow_members = {
+    for name, senders in local._flow_senders : name => merge(concat(
+      [
+        for sender in senders : {
+          for place, member in local._worker_members[sender] : "flow-${local.models[sender].slug}-${place}" => member
+        }
+      ],
+      [
+        {
+          for function, account in google_service_account.functions :
+          "flow-${function}" => account.member if function == "dead-letters" && length(senders) > 0
+        }
+      ],
+    )...)
+  }
   longest_deadline_s      = max(values(local.models)[*].deadline_s...)
   longest_ttl_s           = max(values(local.models)[*].ttl_s...)
   dead_letter_retention_s = 604800
@@ -79,7 +108,7 @@ module "model" {
   dead_letter_retention_s = local.dead_letter_retention_s
 
   worker_members     = local._worker_members[each.key]
-  forwarding_members = lookup(local._forwarding_members, each.key, {})
+  forwarding_members = merge(lookup(local._forwarding_members, each.key, {}), local._flow_members[each.key])
   draining_members   = endswith(each.key, ".canary") ? local._worker_members[trimsuffix(each.key, ".canary")] : {}
 
   dead_letter_push = module.options.functions.dead_letters == null ? null : {

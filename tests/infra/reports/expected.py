@@ -411,6 +411,31 @@ def batches(rows: list[Fields], question: ReportQuestion) -> Lines:
     return lines
 
 
+def flows(rows: list[Fields], question: ReportQuestion) -> Lines:
+    of_flows = [row for row in once(rows, question) if row.get("flow")]
+    zone = ZoneInfo(question.tz)
+    lines: Lines = {}
+    for one in (of_flows, [row | {"step": ""} for row in of_flows]):
+        groups = grouped(
+            one,
+            lambda r: (r["received_at"].astimezone(zone).date(), r["tenant"], r["flow"], r["step"]),
+        )
+        for key, of in groups.items():
+            hits = sum(row.get("cache") in ("memory", "redis") for row in of)
+            lines[key] = {
+                "runs": len({row["request_id"] for row in of}),
+                "items": len(of),
+                "succeeded": sum(row["status"] == "succeeded" for row in of),
+                "hit_percent": 100 * hits / len(of),
+                "joined": sum(row.get("cache") == "joined" for row in of),
+                "inference_p50_ms": near(of, "inference_ms", 0.5),
+                "inference_p95_ms": near(of, "inference_ms", 0.95),
+                "device_s": float(sum(map(device_s, of), Fraction(0))),
+                "cost_usd": exact(of, "cost_usd"),
+            }
+    return lines
+
+
 def tenants(rows: list[Fields], question: ReportQuestion) -> Lines:
     members = once(rows, question)
     usd, seconds = exact(members, "cost_usd"), float(sum(map(device_s, members)))

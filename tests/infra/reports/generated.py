@@ -40,13 +40,21 @@ def rows(seed: int = 18, requests: int = 1500) -> list[Fields]:
         )
         if gap[0] <= received < gap[1]:
             continue
-        found += _request(drawn, f"r{number:05}", received)
+        found += _of_a_flow(number, _request(drawn, f"r{number:05}", received))
     doubled = [
         one if drawn.random() < 0.5 else _undelivered(one) for one in found if drawn.random() < 0.1
     ]
     found += doubled
     drawn.shuffle(found)
     return found
+
+
+def _of_a_flow(number: int, rows: list[Fields]) -> list[Fields]:
+    """The rows of a request, which is a run of a flow if its number says so."""
+    if number % 7 or rows[0]["status"] == "refused":
+        return rows
+    flow = ("read", "draw-and-check")[number % 2]
+    return [one | {"flow": flow, "step": "rest" if one["item"] else "first"} for one in rows]
 
 
 def _undelivered(one: Fields) -> Fields:

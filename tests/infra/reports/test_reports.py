@@ -24,6 +24,7 @@ NAMES = {
     "errors": expected.errors,
     "slowest": expected.slowest,
     "batches": expected.batches,
+    "flows": expected.flows,
     "tenants": expected.tenants,
     "capacity": expected.capacity,
     "forecast": expected.forecast,

@@ -8,7 +8,7 @@ resource "google_pubsub_topic_iam_member" "api_publishes" {
   member  = var.api_member
 }
 
-# Jobs of a canary that the other revision is to do.
+# Jobs of a canary that the other revision is to do, and those of steps of flows.
 resource "google_pubsub_topic_iam_member" "forwards" {
   for_each = var.forwarding_members
 

@@ -34,7 +34,7 @@ variable "draining_members" {
 }
 
 variable "forwarding_members" {
-  description = "Of a model with a canary: IAM members that send it jobs of the canary, by a name of ours."
+  description = "Of a model with a canary, or of a step of a flow: IAM members that send it jobs, by a name of ours."
   type        = map(string)
   default     = {}
   nullable    = false

@@ -1,0 +1,143 @@
+"""A step gives a model what a prediction of it would, and its result comes back as plain values."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from api.bodies import MAX_SEED
+from api.tasks import API_TASKS
+from shared.blob import Blob, content_digest
+from shared.errors import BadInput
+from shared.tasks.base import TaskInput
+from shared.tasks.custom import CustomInput, CustomResult, FilePlace
+from shared.tasks.embedding import EmbeddingResult
+from shared.tasks.image import MAX_PROMPT_CHARS, ImageResult
+from shared.tasks.text import MAX_STEP_SEED
+from tests.api.harness import CATALOG
+from tests.flows.models import STRING, class_entry
+
+EMBED, DRAW = CATALOG.default("embedding"), CATALOG.default("image")
+WRITE, COMPARE = CATALOG.default("text"), CATALOG.default("similarity")
+
+
+async def of_prediction(entry: Any, values: dict[str, Any]) -> tuple[TaskInput, bool]:
+    """The input that the API makes, without files, and whether it may be cached."""
+    nothing = cast(Any, None)
+    read = await API_TASKS[entry.task].read(values, entry, nothing, nothing)
+    return read.inputs[0], read.is_repeatable
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("entry", "values", "of_api"),
+    [
+        (EMBED, {"text": "a cat"}, {}),
+        (EMBED, {"text": "a cat", "truncate": "end"}, {}),
+        (COMPARE, {"text": "a cat", "query": "a dog"}, {"texts": ["a cat"], "text": None}),
+        (WRITE, {"prompt": "a cat", "seed": 7}, {}),
+        (WRITE, {"messages": [{"role": "user", "content": "hello"}], "temperature": 0}, {}),
+        (WRITE, {"prompt": "a", "seed": 1, "max_tokens": 9, "top_k": 3, "stop": ["."]}, {}),
+        (DRAW, {"prompt": "a cat", "seed": 7}, {}),
+        (DRAW, {"prompt": "a", "seed": 1, "width": 64, "height": 128, "scheduler": "euler"}, {}),
+        (DRAW, {"prompt": "a", "seed": 1, "num_inference_steps": 3, "guidance_scale": 1.5}, {}),
+    ],
+)
+async def test_step_gives_what_a_prediction_would(
+    entry: Any, values: dict[str, Any], of_api: dict[str, Any]
+) -> None:
+    asked = {name: value for name, value in (values | of_api).items() if value is not None}
+    expected, is_repeatable = await of_prediction(entry, asked)
+    step = entry.definition.step_input(entry, values)
+    # Nobody reads along while a step writes.
+    assert step.input == (
+        msgspec.structs.replace(expected, is_streamed=False)
+        if hasattr(expected, "is_streamed")
+        else expected
+    )
+    assert step.is_repeatable == is_repeatable
+
+
+@pytest.mark.parametrize("entry", [EMBED, WRITE, DRAW], ids=lambda entry: str(entry.task))
+def test_fields_of_a_step_are_those_of_a_prediction(entry: Any) -> None:
+    fields = set(entry.definition.step_schema(entry).inputs["properties"])
+    assert fields <= set(API_TASKS[entry.task].input_schema_of(entry)["properties"])
+
+
+def test_bounds_are_those_of_the_api() -> None:
+    assert MAX_STEP_SEED == MAX_SEED
+    assert API_TASKS["image"].input_schema_of(DRAW)["properties"]["prompt"]["maxLength"] == (
+        MAX_PROMPT_CHARS
+    )
+
+
+@pytest.mark.parametrize(
+    ("entry", "values", "reason"),
+    [
+        (EMBED, {"text": ""}, "text: a text of at least one character"),
+        (EMBED, {"text": "x" * (EMBED.text.max_input_bytes + 1)}, "text: longer than"),
+        (WRITE, {}, "give either prompt or messages"),
+        (WRITE, {"prompt": "a", "max_tokens": 10**6}, "max_tokens: "),
+        (DRAW, {"prompt": "a", "width": 63}, "width, height: "),
+        (DRAW, {"prompt": "a", "width": 8192, "height": 8192}, "width, height: "),
+        (DRAW, {"prompt": 7}, "prompt: a text"),
+    ],
+)
+def test_wrong_input_of_a_step_is_refused(entry: Any, values: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadInput, match=reason):
+        entry.definition.step_input(entry, values)
+
+
+@pytest.mark.parametrize("entry", [EMBED, WRITE, DRAW, COMPARE], ids=lambda one: str(one.task))
+def test_bound_of_a_step_is_at_least_that_of_any_input(entry: Any) -> None:
+    longest = {"text": "x" * 1000, "query": "y" * 1000, "prompt": "z" * 100, "seed": 1}
+    fields = entry.definition.step_schema(entry).inputs["properties"]
+    values = {name: value for name, value in longest.items() if name in fields}
+    step = entry.definition.step_input(entry, values)
+    assert entry.definition.step_bound(entry).work >= step.input.bound_work(entry).work
+
+
+def test_files_travel_by_their_places() -> None:
+    image = Blob("image/png", object_key="results/r/0")
+    drawn = ImageResult(image, 8, 8, 1, 64)
+    assert drawn.step_value() == image
+    file = {"type": "string", "format": "uri"}
+    entry = class_entry("look", {"image": file, "others": {"type": "array", "items": file}}, STRING)
+    made = entry.definition.step_input(entry, {"image": image, "others": [image, image]}).input
+    assert made == CustomInput(
+        {"image": None, "others": [None, None]},
+        [image] * 3,
+        [
+            FilePlace(["image"], "file.png"),
+            FilePlace(["others", 0], "file.png"),
+            FilePlace(["others", 1], "file.png"),
+        ],
+    )
+    result = CustomResult({"pages": [{"n": 1}]}, [image], [FilePlace(["pages", 0, "image"])])
+    result.output["pages"][0]["image"] = None
+    assert result.step_value() == {"pages": [{"n": 1, "image": image}]}
+
+
+def test_file_of_another_step_counts_by_its_bytes() -> None:
+    """So the same page of another document is a hit."""
+    file = {"type": "string", "format": "uri"}
+    entry = class_entry("look", {"image": file}, STRING)
+    stored = Blob("image/png", object_key="results/r/0", digest=content_digest(b"page"))
+    forms = [
+        entry.definition.step_input(entry, {"image": blob}).input.cache_form()
+        for blob in (
+            Blob("image/png", data=b"page"),
+            stored,
+            msgspec.structs.replace(stored, object_key="results/other/7"),
+            Blob("image/png", object_key="results/r/0"),
+        )
+    ]
+    assert forms[0] == forms[1] == forms[2] != forms[3]
+
+
+def test_results_are_plain_values() -> None:
+    assert EmbeddingResult(b"\0\0\x80\x3f\0\0\0\x40", 3).step_value() == [1.0, 2.0]
+    assert CustomResult(["a", " cat"], streams="text").step_value() == "a cat"
+    assert CustomResult([{"a": 1}], streams="items").step_value() == [{"a": 1}]
