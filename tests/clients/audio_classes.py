@@ -29,7 +29,7 @@ class Predictor(BasePredictor):
         word_timestamps: bool = False,
     ) -> Iterator[dict[str, Any]]:
         lines = file.read_text().splitlines()
-        if lines[0].startswith("noise"):
+        if lines and lines[0].startswith("noise"):
             error = ValueError("not a recording")
             error.field = "file"
             raise error
@@ -93,6 +93,8 @@ class Predictor(BasePredictor):
             error.field = "file"
             raise error
         for number, line in enumerate(lines):
+            if not line:
+                continue
             target = LocalPath(f"window-{number}.txt")
             target.write_text(line)
             windows.append(Path(target))
