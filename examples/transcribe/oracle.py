@@ -63,8 +63,8 @@ def probabilities(rng: np.random.Generator) -> Any:
     frames = int(rng.integers(1, 4000))
     if rng.random() < 0.3:
         return rng.random(frames).astype(np.float32)
-    runs = []
-    while sum(map(len, runs)) < frames:
+    runs = list[Any]()
+    while sum(len(one) for one in runs) < frames:
         length = int(rng.choice([1, 2, 4, 6, 20, 60, 200, 900]))
         runs.append(np.full(length, rng.choice([0.1, 0.4, 0.9], p=[0.4, 0.15, 0.45]), np.float32))
     return np.concatenate(runs)[:frames]
@@ -87,7 +87,7 @@ class Detector:
 def show_random(count: str) -> None:
     """Prints the most seconds of sound that were held at a time, in windows of random parts."""
     vad, most = ours.faster_whisper().vad, 0
-    ours.SpeechDetector = Detector  # type: ignore[misc, assignment]
+    setattr(ours, "SpeechDetector", Detector)  # noqa: B010  one that knows them
     for seed in range(int(count)):
         rng = np.random.default_rng(seed)
         Detector.known = probabilities(rng)
@@ -195,12 +195,13 @@ def make_longer(target: str, minutes: str, *paths: str) -> None:
 if __name__ == "__main__":
     kind, *arguments = sys.argv[1:]
     began_s = time.process_time()
-    {
+    kinds: dict[str, Any] = {
         "windows": show_windows,
         "random": show_random,
         "steps": show_steps,
         "direct": show_direct,
         "longer": make_longer,
-    }[kind](*arguments)
+    }
+    kinds[kind](*arguments)
     used_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     print(f"{kind}: {time.process_time() - began_s:.1f} s of CPU, {used_mib} MiB", file=sys.stderr)

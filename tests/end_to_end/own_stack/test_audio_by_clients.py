@@ -108,8 +108,8 @@ def predicted(client: Any, service: Service) -> None:
 
 def test_a_flow_writes_down_windows(service: Service) -> None:
     given = json.loads(Path(service.audio).read_text())
-    path, options = Path(given["recording"]), {"api_key": service.key, "max_retries": 0}
-    with openai.OpenAI(base_url=f"{service.url}/v1", **options) as client:
+    path, url = Path(given["recording"]), f"{service.url}/v1"
+    with openai.OpenAI(base_url=url, api_key=service.key, max_retries=0) as client:
         create: Any = client.audio.transcriptions.create
         whole = create(model=given["hearer"], file=path, response_format="verbose_json")
         words = {"response_format": "verbose_json", "timestamp_granularities": ["word", "segment"]}
