@@ -55,6 +55,7 @@ from api.openai import (
     embeddings,
     images,
     responses,
+    speech,
     stored_chats,
     token_counts,
     usage,
@@ -318,6 +319,7 @@ def _add_routes(app: FastRouteApp) -> None:
         embeddings,
         images,
         audio,
+        speech,
         generation_routes,
         responses,
         files,
@@ -330,7 +332,6 @@ def _add_routes(app: FastRouteApp) -> None:
         pages,
     ):
         app.add(routes.router)
-    app.add(audio.speech_router)
     app.include_router(generation_routes.stored_router)
     app.include_router(stored_chats.router)
     app.include_router(token_counts.router)
@@ -485,6 +486,7 @@ def _dependencies(
         source_images=SourceImages(
             configuration.objects,
             sources,
+            batch_files,
             result_fetcher,
             configuration.url_signer,
             image_codec,

@@ -91,6 +91,11 @@ class Part:
             int(child.memory_info().rss) for child in children if child.name() == MODEL_PROCESS_NAME
         ]
 
+    def tree_rss_bytes(self) -> int:
+        """Resident memory of its children, with those of classes of one's own."""
+        children = self._process.children(recursive=True)
+        return sum(int(child.memory_info().rss) for child in children)
+
     def image_rss_bytes(self) -> list[int]:
         """Resident memory of each of an API's image processes, which are its only children."""
         return [int(child.memory_info().rss) for child in self._process.children(recursive=True)]

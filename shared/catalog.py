@@ -274,7 +274,7 @@ class Catalog:
             if model.api != api:
                 raise UnknownModel(f"model {name!r} does not serve {api}", field="model")
             return model
-        for model in self.models:
+        for model in self.served:
             if model.api == api:
                 return model
         raise UnknownModel(f"no model for {api} is served here", field="model")
@@ -395,6 +395,7 @@ def flow_of(entry: FlowEntry, catalog: Catalog) -> Model:
             "aliases": entry.aliases,
             "deadline": entry.deadline,
             "max_in_flight": entry.max_in_flight,
+            "api": entry.api,
             "batch": {"max_items": RUNS_AT_A_TIME},
             "interface": ModelInterface(
                 inputs=plan.input_schema,

@@ -242,9 +242,10 @@ class LineExecutor:
         deadline_s = time.time() + REPLY_LIMIT_S
         tools = ReplyTools(self.objects, self.image_codec, deadline_s, response.price)
         try:
-            with response:
+            endpoint = ENDPOINTS[batch.endpoint]
+            with response, endpoint.words(line.request):
                 response.raise_failed()
-                return await ENDPOINTS[batch.endpoint].reply(line.request, response.outcomes, tools)
+                return await endpoint.reply(line.request, response.outcomes, tools)
         finally:
             limited.settle(response.price, response.outcomes, is_delivered=response.is_delivered)
 

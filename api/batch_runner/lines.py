@@ -22,6 +22,7 @@ from api.bodies import Body, check_amount
 from api.errors import error_response, to_bad_input
 from api.inputs.source_images import ImageCaller
 from api.inputs.storage import StorageQuota
+from api.openai.audio import TranscriptionsEndpoint, TranslationsEndpoint
 from api.openai.embeddings import EmbeddingsEndpoint
 from api.openai.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
 from api.openai.generation import ChatEndpoint, CompletionEndpoint
@@ -39,7 +40,7 @@ from shared.usage.charge import cost_usd
 MAX_OUTPUT_FILES_BYTES = 4 * 1024 * 1024
 """Of the files of one answer. A segment of lines is held in memory."""
 _REPLY_BYTES, _REPLY_WITH_FILES_BYTES = 64 * 1024, 1024 * 1024
-_ACCEPTED = ("data:", "https://", "http://")
+_ACCEPTED = ("data:", "https://", "http://", "file-")
 
 
 class PredictionLine(Body):
@@ -77,8 +78,8 @@ class PredictionsEndpoint(Endpoint):
         for at, url in files:
             if not url.startswith(_ACCEPTED):
                 raise BadInput(
-                    f"input.{at[0]}: expected a data: URI, an https URL or the URL of a file of "
-                    "this API",
+                    f"input.{at[0]}: expected a data: URI, an https URL, or the id or URL of a "
+                    "file of this API",
                     field=f"input.{at[0]}",
                 )
         has_files = FILE_FORMAT in str(interface_of(model).output)
@@ -165,6 +166,8 @@ ENDPOINTS: dict[str, Endpoint] = {
         GenerationsEndpoint(),
         ChatEndpoint(),
         CompletionEndpoint(),
+        TranscriptionsEndpoint(),
+        TranslationsEndpoint(),
         PredictionsEndpoint(),
     )
 }

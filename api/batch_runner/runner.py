@@ -366,6 +366,7 @@ def _source_images(
     settings: ApiSettings,
     objects: ObjectStore,
     storage: Storage,
+    uploads: BatchFiles,
     records: Records,
     codec: ImageCodec,
 ) -> SourceImages:
@@ -373,6 +374,7 @@ def _source_images(
     return SourceImages(
         objects,
         Files(objects, storage),
+        uploads,
         _StoredResults(objects),
         UrlSigner(settings.secret),
         codec,
@@ -442,7 +444,9 @@ async def opened_runner(
                 objects,
                 ImageCodec(pool),
                 limiter,
-                _source_images(settings, objects, storage, pipeline.records, ImageCodec(pool)),
+                _source_images(
+                    settings, objects, storage, files, pipeline.records, ImageCodec(pool)
+                ),
             ),
         )
         window = Window(settings.batch_items_in_flight)

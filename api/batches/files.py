@@ -1,4 +1,6 @@
-"""The files of batches: uploads with requests, and the outputs and errors of batches.
+"""The files of OpenAI's clients: uploads, and the outputs and errors of batches.
+
+An upload has requests of a batch, or is an input of any kind (`user_data`) that others name.
 
 The object store has the bytes and one document for each. A file is there once its document is, so
 an upload that breaks off leaves no file.
@@ -32,7 +34,8 @@ _DOCUMENT_MAX_BYTES = 16 * 1024
 _HEAD_BYTES = 1024
 _BOM = b"\xef\xbb\xbf"
 
-FilePurpose = Literal["batch", "batch_output"]
+UploadPurpose = Literal["batch", "user_data"]
+FilePurpose = Literal["batch", "batch_output", "user_data"]
 
 
 class BatchFile(msgspec.Struct, kw_only=True):
@@ -85,7 +88,7 @@ class BatchFiles:
     async def upload(self, quota: StorageQuota, body_bytes: int | None) -> AsyncIterator[Upload]:
         """Receives the bytes of a file in pieces. At the end of the block it is a file.
 
-        The block sets `filename` and `keep_s` of the upload.
+        The block sets `purpose`, `filename` and `keep_s` of the upload.
 
         Args:
             quota: of its owner.
@@ -201,6 +204,25 @@ class BatchFiles:
             yield await self._objects.get_range(file.data_key, start, length)
             start += length
 
+    def has_id(self, name: str) -> bool:
+        """Returns whether this has the form of the id of a file."""
+        return is_file_id(name)
+
+    async def load(self, tenant: str, file_id: str, max_bytes: int) -> tuple[bytes, str]:
+        """Returns the bytes of a file of this tenant, and its name.
+
+        Raises:
+            NotFound: the tenant has no such file, or it has expired.
+            BadInput: it has more than `max_bytes`, or they are gone.
+            Unavailable: the object store is out of reach.
+        """
+        file = await self.find(tenant, file_id)
+        if file.size_bytes > max_bytes:
+            raise BadInput(
+                f"{file_id} has {file.size_bytes} bytes; at most {max_bytes} are allowed"
+            )
+        return await self._objects.get(file.data_key, max_bytes), file.filename
+
     async def _stored(self, tenant: str) -> list[StoredObject]:
         # Two objects for each file, and room for outputs, which are never refused.
         return await self._objects.listing(f"{FILES}/{owner_of(tenant)}", 4 * MAX_FILES)
@@ -225,6 +247,7 @@ class Upload:
     ) -> None:
         self.id = file_id
         self.created_at_s = created_at_s
+        self.purpose: UploadPurpose = "batch"
         self.filename = "file"
         """As the caller named it."""
         self.keep_s = KEEP_S
@@ -238,8 +261,8 @@ class Upload:
         """The bytes so far."""
         return self._writer.size_bytes
 
-    async def write(self, data: bytes) -> None:
-        """Adds a piece.
+    async def write(self, data: bytes, *, is_batch: bool = False) -> None:
+        """Adds a piece. `is_batch`: whether it is known already that its purpose is a batch.
 
         Raises:
             BadInput: the file is too large, or does not begin as JSONL.
@@ -250,7 +273,7 @@ class Upload:
             raise BadInput(f"file: larger than {FILE_MAX_BYTES} bytes", field="file")
         if len(self._head) < _HEAD_BYTES:
             self._head += data[: _HEAD_BYTES - len(self._head)]
-            if len(self._head) == _HEAD_BYTES:
+            if len(self._head) == _HEAD_BYTES and is_batch:
                 self._check_head()
         await self._reservation.cover(self.size_bytes + len(data))
         await self._writer.write(data)
@@ -261,7 +284,7 @@ class Upload:
             id=self.id,
             tenant=tenant,
             filename=self.filename[:255],
-            purpose="batch",
+            purpose=self.purpose,
             size_bytes=self.size_bytes,
             created_at_s=self.created_at_s,
             expires_at_s=self.created_at_s + self.keep_s,
@@ -271,9 +294,10 @@ class Upload:
         """Checks the content, once the whole file was written.
 
         Raises:
-            BadInput: it is empty, or does not begin as JSONL.
+            BadInput: it is empty, or is for a batch and does not begin as JSONL.
         """
-        self._check_head()
+        if self.purpose == "batch":
+            self._check_head()
         if self.size_bytes < _HEAD_BYTES and not self._head.removeprefix(_BOM).strip():
             raise BadInput("file: it is empty", field="file")
 

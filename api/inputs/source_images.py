@@ -1,12 +1,13 @@
 """Fetches, prepares and stores the files that inputs name: images, and files of any kind.
 
-They are data: URIs, URLs of files and results of this API, and https URLs of others
+They are data: URIs, ids and URLs of files and results of this API, and https URLs of others
 (api/inputs/url_fetcher.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import mimetypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -24,7 +25,9 @@ from shared.errors import BadInput
 from shared.stores.objects import ObjectStore, stored_input
 from shared.stores.signed_urls import LinkInvalid, UrlSigner
 
-ACCEPTED = "expected a data: URI, an https URL, or the URL of a file of this API (POST /v1/files)"
+ACCEPTED = (
+    "expected a data: URI, an https URL, or the id or URL of a file of this API (POST /v1/files)"
+)
 OFF = (
     "only data: URIs and files of this API (POST /v1/files) are accepted; "
     "other URLs are not fetched here"
@@ -63,6 +66,24 @@ class SupportsFetch(Protocol):
         """Returns the bytes behind a link whose signature was verified."""
 
 
+class SupportsUploads(Protocol):
+    """The uploads of OpenAI's clients."""
+
+    def has_id(self, name: str) -> bool:
+        """Returns whether this has the form of the id of one."""
+        ...
+
+    async def load(self, tenant: str, file_id: str, max_bytes: int) -> tuple[bytes, str]:
+        """Returns the bytes of one, and its name.
+
+        Raises:
+            NotFound: the tenant has none with this id.
+            BadInput: it is larger.
+            Unavailable: the object store is out of reach.
+        """
+        ...
+
+
 class SourceImages:
     """Fetches and stores source images. Has no state between calls."""
 
@@ -70,6 +91,7 @@ class SourceImages:
         self,
         objects: ObjectStore,
         files: Files,
+        uploads: SupportsUploads,
         fetcher: SupportsFetch,
         url_signer: UrlSigner,
         image_codec: ImageCodec,
@@ -77,6 +99,7 @@ class SourceImages:
     ) -> None:
         self._objects = objects
         self._files = files
+        self._uploads = uploads
         self._fetcher = fetcher
         self._url_signer = url_signer
         self._image_codec = image_codec
@@ -153,7 +176,7 @@ class SourceImages:
         )
 
     async def fetch(self, url: str, caller: ImageCaller, field: str = "image") -> FetchedFile:
-        """Fetches a data: URI, or a URL of this API.
+        """Fetches a data: URI, or what an id or a URL of this API names.
 
         Args:
             url: in the input.
@@ -166,6 +189,8 @@ class SourceImages:
         if url.startswith("data:"):
             data = await data_of_uri(url, field, field=field)
             return FetchedFile(data, url[5:].partition(",")[0].partition(";")[0].lower(), "")
+        if self._uploads.has_id(url):
+            return await self._uploaded(url, caller, field)
         if not url.startswith(f"{caller.base_url}/"):
             raise BadInput(f"{field}: {ACCEPTED}", field=field)
         if len(url) > MAX_URL_CHARS:  # it becomes part of the record
@@ -174,6 +199,8 @@ class SourceImages:
         path, _, query_text = url.removeprefix(caller.base_url).partition("#")[0].partition("?")
         folder, _, name = unquote(path.removeprefix("/").removeprefix("v1/")).partition("/")
         try:
+            if folder == "files" and self._uploads.has_id(name):
+                return await self._uploaded(name, caller, field)
             if folder == "files":
                 file = await self._files.find(caller.tenant, name)
                 return FetchedFile(await self._files.read(file), file.content_type, file.name)
@@ -188,6 +215,15 @@ class SourceImages:
             reason = getattr(error, "message", "not a link that this API signed")
             raise BadInput(f"{field}: {reason}", field=field) from error
         raise BadInput(f"{field}: {ACCEPTED}", field=field)
+
+    async def _uploaded(self, file_id: str, caller: ImageCaller, field: str) -> FetchedFile:
+        """Returns an upload of OpenAI's clients, by its id."""
+        try:
+            data, name = await self._uploads.load(caller.tenant, file_id, MAX_BYTES)
+        except (NotFound, BadInput) as error:
+            raise BadInput(f"{field}: {error.message}", field=field) from error
+        media_type = mimetypes.guess_type(name)[0] or "application/octet-stream"
+        return FetchedFile(data, media_type, name)
 
     async def prepare(
         self,

@@ -1,18 +1,24 @@
-"""POST /v1/audio/transcriptions, /v1/audio/translations and /v1/audio/speech, in OpenAI's shape.
+"""POST /v1/audio/transcriptions and /v1/audio/translations in OpenAI's shape, alone and in batches.
 
 Models of one's own compute them, whose entries say so (`api`). What they take and give is in
 shared/tasks/custom.py. A transcriber streams segments, so its answer may be streamed too: it is a
 prediction then, as of a chat. Its unit of work is a second of sound, which is what `usage` counts.
+
+A line of a batch names its recording by `url`, as in Groq's API (https://console.groq.com/docs/batch),
+or has the id of an upload as `file`: OpenAI's batches take no audio.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from pathlib import PurePath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import msgspec
 from fastapi import APIRouter
@@ -20,14 +26,13 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.dispatch.request import InferenceRequest
 from api.errors import BodyTooLarge
-from api.http.fast_route import FastRoute, StreamedRoute
+from api.http.fast_route import StreamedRoute
 from api.http.openapi import (
     INFERRING,
     Responses,
-    binary,
     form_body,
-    inference_body,
     inference_responses,
     ref_to,
     streamed,
@@ -35,54 +40,60 @@ from api.http.openapi import (
 from api.http.request import ApiRequest, open_request, while_connected
 from api.http.request_options import wants_event_ids
 from api.http.upload_form import MAX_EDIT_FIELDS, closed_form
+from api.inputs.source_images import ImageCaller, SourceImages
+from api.inputs.storage import StorageQuota
 from api.openai.audio_schemas import (
     FILE,
     LISTS,
     MAX_FILE_BYTES,
     DurationUsage,
-    SpeechBody,
     Task,
     TranscribedElement,
     TranscribedSegment,
     TranscriptDelta,
     TranscriptDone,
     TranscriptionForm,
+    TranscriptionLine,
     TranscriptionReply,
     TranslationForm,
+    TranslationLine,
     VerboseTranscriptionReply,
 )
 from api.openai.chat import failure_event
-from api.openai.images import read_blob
-from api.predictions.creation import digest_of
+from api.openai.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
+from api.predictions.creation import PredictionSnapshot, digest_of
 from api.predictions.event_stream import HeldResponse
-from api.predictions.generation_stream import StreamShape, seen_from_id
+from api.predictions.generation_stream import (
+    HEARTBEAT,
+    HEARTBEAT_BESIDE_IDS,
+    MAX_S,
+    StreamShape,
+    StreamTooLong,
+    seen_from_id,
+)
+from api.predictions.service import GRACE_S
 from api.tasks.base import Inputs
-from api.tasks.custom import checked_input
+from api.tasks.custom import add_files, in_fields, input_of_fields
 from shared.blob import Blob
-from shared.catalog import Model
-from shared.catalog_entry import ServedApi
-from shared.errors import BadInput, InputTooLarge, ModelFailed, PenstockError
+from shared.catalog import Catalog, Model
+from shared.errors import BadInput, DeadlineExceeded, ModelFailed, PenstockError
+from shared.flow_plan import MAX_STEP_ITEMS
 from shared.messages import ItemOutcome
 from shared.predictions import EVENTS_TYPE
 from shared.tasks.custom import CustomInput, CustomResult, FilePlace, interface_of, read_elements
 from shared.tasks.text import TokenLogprob
 
+TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 MAX_FIELD_BYTES = 64 * 1024
+_LINE_REPLY_BYTES = 256 * 1024
+RUN_POLL_S = 0.5
+_WINDOW_ID = re.compile(r"\d{1,9}")
 _SUFFIX = re.compile(r"\.[a-z0-9]{1,8}")
 _ANY_BYTES = "application/octet-stream"
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _encode = msgspec.json.Encoder().encode
 
 
-SPEECH_TYPES = {
-    "mp3": "audio/mpeg",
-    "opus": "audio/ogg",
-    "aac": "audio/aac",
-    "flac": "audio/flac",
-    "wav": "audio/wav",
-    "pcm": "audio/pcm",
-}
-"""The media type of each `response_format`. Opus is in a file of Ogg."""
 F = TypeVar("F", bound=TranslationForm)
 
 
@@ -93,8 +104,8 @@ class _Recording(NamedTuple):
     name: str
 
 
-async def _read_form(call: ApiRequest, kind: type[F]) -> tuple[F, _Recording]:
-    """Returns the validated fields of a form, and its file.
+async def _read_form(call: ApiRequest, kind: type[F]) -> tuple[F, _Recording | None]:
+    """Returns the validated fields of a form, and its file, unless it has a `url`.
 
     Raises:
         ValidationError: a field is wrong.
@@ -102,8 +113,12 @@ async def _read_form(call: ApiRequest, kind: type[F]) -> tuple[F, _Recording]:
     """
     call.check_charset()
     async with _opened_form(call.http) as form:
-        fields = _fields_of(form)
-        return kind.model_validate(fields), await _only_file(form)
+        fields = kind.model_validate(_fields_of(form))
+        if fields.url is None:
+            return fields, await _only_file(form)
+        if FILE in form:
+            raise BadInput(f"url: there is a {FILE} too; leave one of them out", field="url")
+        return fields, None
 
 
 @asynccontextmanager
@@ -144,7 +159,8 @@ def _fields_of(form: FormData) -> dict[str, Any]:
 async def _only_file(form: FormData) -> _Recording:
     files = form.getlist(FILE)
     if len(files) != 1:
-        raise BadInput(f"{FILE}: exactly one file is needed, not {len(files)}", field=FILE)
+        reason = f"exactly one file is needed, or a url, not {len(files)}"
+        raise BadInput(f"{FILE}: {reason}", field=FILE)
     if not isinstance(files[0], UploadFile):
         raise BadInput(f"{FILE}: a file is needed, not text", field=FILE)
     size = files[0].size or 0
@@ -154,15 +170,16 @@ async def _only_file(form: FormData) -> _Recording:
         )
     if not size:
         raise BadInput(f"{FILE}: it is empty", field=FILE)
-    suffix = PurePath(files[0].filename or "").suffix.lower()
-    name = f"recording{suffix if _SUFFIX.fullmatch(suffix) else ''}"
-    return _Recording(await files[0].read(), name)
+    return _Recording(await files[0].read(), _name_of(files[0].filename or ""))
 
 
-def _transcribed(
-    form: TranslationForm, model: Model, recording: _Recording, mode: Task
-) -> CustomInput:
-    """Returns the input of a transcriber, with the bytes of its file.
+def _name_of(filename: str) -> str:
+    suffix = PurePath(filename).suffix.lower()
+    return f"recording{suffix if _SUFFIX.fullmatch(suffix) else ''}"
+
+
+def _transcribed(form: TranslationForm, model: Model, mode: Task) -> CustomInput:
+    """Returns the input of a transcriber, without its file.
 
     Raises:
         pydantic.ValidationError: the class does not take a value.
@@ -176,48 +193,44 @@ def _transcribed(
     if isinstance(form, TranscriptionForm):
         values |= {"language": form.language, "word_timestamps": form.wants_words or None}
     one = _checked(values | {FILE: "data:"}, model)
-    one.files.append(Blob(_ANY_BYTES, data=recording.data))
-    one.places.append(FilePlace([FILE], recording.name))
     one.is_streamed = isinstance(form, TranscriptionForm) and form.stream
     return one
 
 
-def _checked(values: Mapping[str, Any], model: Model) -> CustomInput:
-    """Returns the input of a class, without files. None is left out."""
-    filled = {name: value for name, value in values.items() if value is not None}
-    for name in filled.keys() - interface_of(model).properties.keys():
-        named = _NAMES.get(name, name)
-        reason = "does not translate" if name == "task" else f"takes no {named}; leave it out"
-        raise BadInput(f"{named}: {model.name} {reason}", field=named)
-    custom_input, _ = checked_input(filled, model)
-    return custom_input
+async def _add_recording(
+    one: CustomInput, field: str, url: str, caller: ImageCaller, images: SourceImages
+) -> None:
+    """Loads the recording of an input.
+
+    Args:
+        one: gets it.
+        field: names it, for errors.
+        url: of it, or the id of an upload.
+        caller: the owner of files.
+        images: fetches and stores it.
+
+    Raises:
+        BadInput: there is no such file, or it must not be fetched.
+        Overloaded: too many files are being fetched.
+        Unavailable: the object store is out of reach.
+    """
+    try:
+        await add_files(one, [([FILE], url)], caller, images)
+    except BadInput as error:
+        reason = error.message.removeprefix(f"{FILE}: ")
+        raise type(error)(f"{field}: {reason}", field=field) from error
+    one.places[:] = [FilePlace(place.at, _name_of(place.name)) for place in one.places]
 
 
 _NAMES = {"task": "model", "word_timestamps": "timestamp_granularities"}
 """The fields of a form by the inputs of a class that have other names."""
 
 
-@contextmanager
-def _in_words_of_the_form(model: Model, field: str, unit: str) -> Iterator[None]:
-    """Has errors name the fields of a request instead of the inputs of a class.
-
-    Args:
-        model: whose class it is.
-        field: what is weighed.
-        unit: what is counted.
-    """
-    try:
-        yield
-    except InputTooLarge as error:
-        if error.field != "input":
-            raise
-        reason = f"more than {model.work.max} {unit}, the most that {model.name} takes"
-        raise InputTooLarge(f"{field}: {reason}", field=field) from error
-    except BadInput as error:
-        if (named := _NAMES.get(error.field or "")) is None:
-            raise
-        reason = error.message.removeprefix(f"{error.field}: ")
-        raise BadInput(f"{named}: {reason}", field=named) from error
+def _checked(values: Mapping[str, Any], model: Model) -> CustomInput:
+    """Returns the input of a class, without files. None is left out."""
+    if values.get("task") is not None and "task" not in interface_of(model).properties:
+        raise BadInput(f"model: {model.name} does not translate", field="model")
+    return input_of_fields(values, model, _NAMES)[0]
 
 
 def _elements(output: Any) -> list[TranscribedElement]:
@@ -244,7 +257,10 @@ class _Transcript:
         if not isinstance(result, CustomResult):
             raise PenstockError(f"{model.name} returned a result that is not its own; a bug")
         self.elements = _elements(result.output)
-        self.usage = DurationUsage(result.work)
+        seconds = result.work
+        if model.flow is not None:  # which has no work of its own
+            seconds = max(1, math.ceil(self.elements[0].duration)) if self.elements else 1
+        self.usage = DurationUsage(seconds)
         self.text = "".join(one.text for one in self.elements).lstrip()
 
     @property
@@ -353,6 +369,60 @@ class TranscriptEvents(StreamShape):
         return failure_event(error)
 
 
+class _LinesOf(Endpoint):
+    """Lines whose bodies are the fields of a form, with the recording by its URL or its id."""
+
+    mode: ClassVar[Task]
+    body_type: ClassVar[type[TranscriptionLine | TranslationLine]]
+
+    def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
+        """Returns one item. Its recording is loaded when it runs."""
+        body = self.body_type.model_validate_json(data, strict=True)
+        model = catalog.serving("transcription", body.model)
+        one = _transcribed(body, model, self.mode)
+        return LineRequest(body, model, [one], model.deterministic, _LINE_REPLY_BYTES)
+
+    async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[CustomInput]:
+        """Loads the recording. Each try does, but an unchanged file is not loaded again."""
+        body = cast(TranscriptionLine | TranslationLine, request.body)
+        one = _transcribed(body, request.model, self.mode)
+        owner = ImageCaller(
+            caller.tenant,
+            StorageQuota(caller.tenant, 0, FILE),
+            caller.base_url,
+            deadline_s=caller.deadline_s,
+            keep_s=0,
+        )
+        await _add_recording(one, *body.recording, owner, caller.source_images)
+        return [one]
+
+    def words(self, request: LineRequest) -> AbstractContextManager[None]:
+        """Has errors name the fields of the body."""
+        body = cast(TranscriptionLine | TranslationLine, request.body)
+        return in_fields(request.model, body.recording[0], "seconds", _NAMES)
+
+    async def reply(
+        self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
+    ) -> bytes:
+        """Returns the transcript in its format. One that is not JSON is a string."""
+        body = cast(TranscriptionLine | TranslationLine, request.body)
+        answer = _answer(body, _Transcript(outcomes, request.model), self.mode)
+        data = bytes(answer.body)
+        return data if answer.media_type == "application/json" else _encode(data.decode())
+
+
+class TranscriptionsEndpoint(_LinesOf):
+    """Recordings that are written down."""
+
+    path, mode, body_type = TRANSCRIPTIONS, "transcribe", TranscriptionLine
+
+
+class TranslationsEndpoint(_LinesOf):
+    """Recordings whose English translations are written down."""
+
+    path, mode, body_type = TRANSLATIONS, "translate", TranslationLine
+
+
 class AudioRoute(StreamedRoute):
     """A route whose form may ask for a stream."""
 
@@ -367,8 +437,6 @@ class AudioRoute(StreamedRoute):
 _TRUE = ("true", "1", "on", "t", "y", "yes")
 """As pydantic reads them."""
 router = APIRouter(route_class=AudioRoute)
-speech_router = APIRouter(route_class=FastRoute)
-TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 
 
 def _transcription_responses(*, is_streamed: bool) -> Responses:
@@ -380,13 +448,6 @@ def _transcription_responses(*, is_streamed: bool) -> Responses:
         "text/vtt": {"schema": {"type": "string"}},
     }
     return streamed(answers) if is_streamed else answers
-
-
-def _speech_responses() -> Responses:
-    answers = inference_responses(TranscriptionReply)
-    sound = binary("The sound.", *sorted({*SPEECH_TYPES.values(), _ANY_BYTES}))
-    sound["headers"] = answers[200]["headers"]
-    return answers | {200: sound}
 
 
 @router.post(
@@ -419,33 +480,114 @@ async def create_translation(request: Request) -> Response:
     return await _transcribe(call, form, recording, "translate")
 
 
-def _model_of(call: ApiRequest, api: ServedApi, name: str | None) -> Model:
-    """Returns the model that serves an endpoint.
-
-    Raises:
-        UnknownModel: there is none, or it does not serve this endpoint.
-        ModelForbidden: the key may not use it, whatever it serves.
-    """
-    catalog = call.dependencies.catalog
-    if name is not None:
-        call.use(catalog.find(name))
-    model = catalog.serving(api, name)
-    call.use(model)
-    return model
-
-
 async def _transcribe(
-    call: ApiRequest, form: TranslationForm, recording: _Recording, mode: Task
+    call: ApiRequest, form: TranslationForm, recording: _Recording | None, mode: Task
 ) -> Response:
-    model = _model_of(call, "transcription", form.model)
-    with _in_words_of_the_form(model, FILE, "seconds"):
-        one = _transcribed(form, model, recording, mode)
+    model = call.serving("transcription", form.model)
+    images = call.dependencies.source_images
+    with in_fields(model, FILE if form.url is None else "url", "seconds", _NAMES):
+        one = _transcribed(form, model, mode)
         call.check_room(model, 1)
-        one = one.with_sources([await call.dependencies.source_images.stored(one.files[0])])
+        if recording is not None:
+            one.files.append(await images.stored(Blob(_ANY_BYTES, data=recording.data)))
+            one.places.append(FilePlace([FILE], recording.name))
+        if form.url is not None:
+            caller = ImageCaller(
+                call.tenant, call.storage_quota(FILE), call.base_url, call.done_by_s(model), 0
+            )
+            adding = _add_recording(one, "url", form.url, caller, images)
+            await while_connected(call.http.receive, adding)
         if one.is_streamed:
             return await _stream(call, form, model, one)
+        if model.flow is not None:
+            return await _run(call, form, model, one, mode)
         async with call.inferred(model, [one], is_repeatable=model.deterministic) as response:
             return _answer(form, _Transcript(response.outcomes, model), mode)
+
+
+def _new(
+    call: ApiRequest, form: TranslationForm, model: Model, one: CustomInput
+) -> InferenceRequest:
+    """Returns the request for a prediction that a form asks for."""
+    shown = {FILE: one.places[0].name} | form.model_dump(mode="json", exclude_unset=True)
+    read = Inputs([one], shown, is_list=False, is_repeatable=model.deterministic)
+    asked = [model.name, TRANSCRIPTIONS, repr(one.cache_form())]
+    digest = digest_of(json.dumps(asked))
+    return call.recorded(model, read, digest=digest, endpoint=TRANSCRIPTIONS)
+
+
+async def _run(
+    call: ApiRequest, form: TranslationForm, model: Model, one: CustomInput, mode: Task
+) -> Response:
+    """Answers with the transcript of a flow. Its prediction is canceled if nobody waits for it."""
+    new, predictions = _new(call, form, model, one), call.dependencies.predictions
+    async with call.created(new, waits=True) as creation:
+        limit_s = new.deadline_s - time.time() + GRACE_S
+        prediction = creation.snapshot.prediction
+        try:
+            await while_connected(call.http.receive, creation.wait(limit_s), call.check_key)
+        except BaseException:
+            await predictions.cancel(prediction.tenant, prediction.id)
+            raise
+    record = creation.snapshot.record
+    if not record.is_over:
+        raise DeadlineExceeded
+    if record.state != "succeeded" or record.reply is None:
+        raise creation.snapshot.failure
+    answer = _answer(form, _Transcript(record.reply.outcomes, model), mode)
+    answer.headers["location"] = f"/v1/predictions/{prediction.id}"
+    return answer
+
+
+class _WindowEvents:
+    """The events of the windows of a flow. `seen`: the number of the last one that a reader has."""
+
+    def __init__(self, model: Model, seen: int, *, has_ids: bool) -> None:
+        assert model.flow is not None, "only flows have steps; this is a bug"
+        order = model.flow.order()
+        self._hears = [model.step_models[number].api == "transcription" for number in order]
+        self._has_ids, self._said = has_ids, seen >= 0
+        self.seen = seen
+
+    def of(self, outcomes: Sequence[tuple[int, ItemOutcome]]) -> Iterator[bytes]:
+        """Yields an event for each window with text among outcomes of items."""
+        for number, outcome in outcomes:
+            self.seen, result = number, outcome.result
+            if not self._hears[number // MAX_STEP_ITEMS] or not isinstance(result, CustomResult):
+                continue
+            text = "".join(one.text for one in _elements(result.output))
+            if text.strip():
+                delta = _event(TranscriptDelta(text if self._said else text.lstrip()))
+                yield (f"id: {number}\n".encode() if self._has_ids else b"") + delta
+                self._said = True
+
+
+async def _run_events(
+    call: ApiRequest, snapshot: PredictionSnapshot, model: Model, seen: int
+) -> AsyncGenerator[bytes]:
+    """Yields the events of a flow: one for each window in order, as soon as it is written down."""
+    has_ids, predictions = wants_event_ids(call.http.headers), call.dependencies.predictions
+    windows, until_s = _WindowEvents(model, seen, has_ids=has_ids), time.monotonic() + MAX_S
+    try:
+        while True:
+            call.check_key()
+            snapshot = await predictions.refresh(snapshot)
+            for event in windows.of(await predictions.step_outcomes(snapshot, windows.seen)):
+                yield event
+            if snapshot.record.is_over:
+                break
+            if time.monotonic() > until_s:
+                if not has_ids:
+                    raise StreamTooLong
+                return
+            yield HEARTBEAT_BESIDE_IDS if has_ids else HEARTBEAT
+            await asyncio.sleep(RUN_POLL_S)
+        if snapshot.record.state != "succeeded" or snapshot.record.reply is None:
+            raise snapshot.failure
+        for event in TranscriptEvents(model).closing(snapshot.record.reply.outcomes, 0.0):
+            yield event
+    except PenstockError as error:
+        yield failure_event(error)
 
 
 async def _stream(
@@ -453,12 +595,13 @@ async def _stream(
 ) -> Response:
     """Returns the events of a transcript, from the one behind `Last-Event-ID` on."""
     last_id = call.http.headers.get("last-event-id", "")
-    seen = seen_from_id(last_id, 1)
-    shown = {FILE: one.places[0].name} | form.model_dump(mode="json", exclude_unset=True)
-    read = Inputs([one], shown, is_list=False, is_repeatable=model.deterministic)
-    asked = [model.name, TRANSCRIPTIONS, repr(one.cache_form())]
-    digest = digest_of(json.dumps(asked))
-    new = call.recorded(model, read, digest=digest, endpoint=TRANSCRIPTIONS)
+    if model.flow is not None and last_id and not _WINDOW_ID.fullmatch(last_id):
+        raise BadInput(
+            f"Last-Event-ID: {last_id[:40]!r} is not the id of an event of this stream",
+            field="last-event-id",
+        )
+    seen = [] if model.flow is not None else seen_from_id(last_id, 1)
+    new = _new(call, form, model, one)
     streams, shape = call.dependencies.generation_streams, TranscriptEvents(model)
     with ExitStack() as held:
         held.enter_context(streams.reserved(call.tenant))
@@ -468,7 +611,9 @@ async def _stream(
             "has_elements": True,
             "has_ids": wants_event_ids(call.http.headers),
         }
-        if last_id:
+        if model.flow is not None:
+            sse = _run_events(call, creation.snapshot, model, int(last_id or -1))
+        elif last_id:
             sse = streams.follow(
                 creation.snapshot, shape, seen, call.check_key, stays=False, **options
             )
@@ -477,27 +622,3 @@ async def _stream(
             sse = await while_connected(call.http.receive, beginning)
         headers = {**_HEADERS, "location": f"/v1/predictions/{creation.snapshot.prediction.id}"}
         return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
-
-
-@speech_router.post(
-    "/v1/audio/speech",
-    summary="Say a text",
-    response_class=Response,
-    openapi_extra=inference_body(SpeechBody),
-    responses=_speech_responses(),
-)
-async def create_speech(request: Request) -> Response:
-    """Answers with the whole sound, in the format that was asked for."""
-    call = open_request(request)
-    body = await call.read_json(SpeechBody)
-    model = _model_of(call, "speech", body.model)
-    one = _checked(body.model_dump(exclude={"model", "stream_format"}), model)
-    with _in_words_of_the_form(model, "input", "characters"):
-        async with call.inferred(model, [one], is_repeatable=model.deterministic) as response:
-            (outcome,) = response.outcomes
-            if outcome.result is None or len(outcome.result.blobs) != 1:
-                raise ModelFailed("the model gave no file with sound")
-            data = await read_blob(call.dependencies.objects, outcome.result.blobs[0], "sound")
-    shape = interface_of(model).properties.get("response_format", {})
-    file_format = body.response_format or shape.get("default", "")
-    return Response(data, media_type=SPEECH_TYPES.get(file_format, _ANY_BYTES))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from api.bodies import Body, Option, null_is
+from api.bodies import MAX_URL_CHARS, Body, Option, null_is
 from api.errors import WrongField
 
 MAX_FILE_BYTES = 25 * 1024 * 1024
@@ -100,7 +100,7 @@ def _as_form(schema: dict[str, Any]) -> None:
         FILE: {
             "type": "string",
             "format": "binary",
-            "description": f"The recording, at most {MAX_FILE_BYTES} bytes.",
+            "description": f"The recording, at most {MAX_FILE_BYTES} bytes. Or give a `url`.",
         }
     }
     for name, field in known.items():
@@ -111,7 +111,6 @@ def _as_form(schema: dict[str, Any]) -> None:
         if field.get("default", "") is None:
             del field["default"]
         schema["properties"][f"{name}[]" if name in LISTS else name] = field
-    schema["required"] = [FILE]
 
 
 class TranslationForm(Body):
@@ -121,6 +120,13 @@ class TranslationForm(Body):
 
     model: str | None = Field(
         None, description="Default: the first model of the catalog with `api: transcription`."
+    )
+    url: str | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_URL_CHARS,
+        description="Extension, as in Groq's API: the recording in place of `file`, by an https "
+        "URL, or by the id of an upload of purpose `user_data`. At most 64 MiB.",
     )
     prompt: str | None = Field(
         None,
@@ -168,6 +174,47 @@ class TranscriptionForm(TranslationForm):
         return "word" in (self.timestamp_granularities or ())
 
 
+def _recording_of(file: str | None, url: str | None) -> tuple[str, str]:
+    """The field that names the recording of a line, and what it has."""
+    if (file is None) == (url is None):
+        raise WrongField("url", f"give the recording by one of url and {FILE}, the id of an upload")
+    return ("url", url) if url is not None else (FILE, file or "")
+
+
+class TranslationLine(TranslationForm):
+    """The body of a line of a batch. Its recording has an id or a URL."""
+
+    file: str | None = Field(None, min_length=1, max_length=MAX_URL_CHARS)
+
+    @model_validator(mode="after")
+    def _has_a_recording(self) -> TranslationLine:
+        _recording_of(self.file, self.url)
+        return self
+
+    @property
+    def recording(self) -> tuple[str, str]:
+        """The field that names the recording, and what it has."""
+        return _recording_of(self.file, self.url)
+
+
+class TranscriptionLine(TranscriptionForm):
+    """The body of a line of a batch. Its recording has an id or a URL."""
+
+    file: str | None = Field(None, min_length=1, max_length=MAX_URL_CHARS)
+
+    @model_validator(mode="after")
+    def _can_be_a_line(self) -> TranscriptionLine:
+        _recording_of(self.file, self.url)
+        if self.stream:
+            raise WrongField("stream", "a batch has no streams; leave it out")
+        return self
+
+    @property
+    def recording(self) -> tuple[str, str]:
+        """The field that names the recording, and what it has."""
+        return _recording_of(self.file, self.url)
+
+
 class SpeechBody(Body):
     """A text that is said."""
 
@@ -190,12 +237,7 @@ class SpeechBody(Body):
     )
     speed: float | None = Field(None, ge=0.25, le=4.0)
     stream_format: Annotated[Literal["audio", "sse"], null_is("audio")] = Field(
-        "audio", description="Only `audio`.", json_schema_extra={"enum": ["audio", None]}
+        "audio",
+        description="`sse`: events with parts of the sound, from models that give parts.",
+        json_schema_extra={"enum": ["audio", "sse", None]},
     )
-
-    @field_validator("stream_format")
-    @classmethod
-    def _is_audio(cls, value: str) -> str:
-        if value != "audio":
-            raise ValueError("speech is not sent as events by this API; use audio")
-        return value

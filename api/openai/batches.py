@@ -50,6 +50,8 @@ class BatchBody(Body):
         "/v1/images/generations",
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
         "/v1/predictions",
     ] = Field(description="The `url` of all lines.")
     completion_window: Literal["24h"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -81,6 +82,10 @@ class Endpoint(ABC):
             Unavailable: the object store is out of reach.
         """
         return request.inputs
+
+    def words(self, request: LineRequest) -> AbstractContextManager[None]:
+        """Opens a block in which errors of an item get the words of the route."""
+        return nullcontext()
 
     @abstractmethod
     async def reply(

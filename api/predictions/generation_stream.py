@@ -246,7 +246,7 @@ class StreamTooLong(DeadlineExceeded):
     def __init__(self) -> None:
         message = (
             f"the answer was not complete after {MAX_S:.0f} s, the longest that a stream may take; "
-            "ask for fewer tokens"
+            "ask for fewer tokens, or send an Idempotency-Key and go on with Last-Event-ID"
         )
         super().__init__(message, public=message)
 

@@ -19,7 +19,16 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from api.batches.files import FILE_MAX_BYTES, KEEP_S, MIN_KEEP_S, PAGE, BatchFile
+from api.batches.files import (
+    FILE_MAX_BYTES,
+    JSONL,
+    KEEP_S,
+    MIN_KEEP_S,
+    PAGE,
+    BatchFile,
+    FilePurpose,
+    UploadPurpose,
+)
 from api.bodies import Body
 from api.errors import EXPECTED_ERRORS
 from api.http.auth import check_model
@@ -50,7 +59,7 @@ class FileForm(Body):
 
     model_config = ConfigDict(populate_by_name=False)
 
-    purpose: Literal["batch"]
+    purpose: UploadPurpose
     anchor: Literal["created_at"] | None = Field(None, alias="expires_after[anchor]")
     seconds: int | None = Field(None, ge=3600, le=30 * 24 * 3600, alias="expires_after[seconds]")
 
@@ -63,7 +72,7 @@ class FileObject(msgspec.Struct):
     created_at: int
     expires_at: int
     filename: str
-    purpose: Literal["batch", "batch_output"]
+    purpose: FilePurpose
     object: Literal["file"] = "file"
     status: Literal["uploaded", "processed", "error"] = "processed"
     status_details: str | None = None
@@ -103,7 +112,11 @@ _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})?")
 _FILE = {"type": "string", "format": "binary"}
 _FIELDS: Described = {
     "file": _FILE | {"description": "For a batch: JSONL, a request in each line."},
-    "purpose": {"type": "string", "enum": ["batch"], "description": "Goes with `file`."},
+    "purpose": {
+        "type": "string",
+        "enum": ["batch", "user_data"],
+        "description": "Goes with `file`. `user_data`: an input of any kind, named by its id.",
+    },
     "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
     "expires_after[seconds]": {"type": "integer", "minimum": MIN_KEEP_S, "maximum": KEEP_S},
     "content": _FILE | {"description": "For a prediction, as Replicate's clients send it."},
@@ -136,7 +149,7 @@ _EITHER: Described = {
     },
 )
 async def create_file(request: Request) -> Response:
-    """Takes a form with the file of a batch as `file`, and its `purpose`.
+    """Takes a form with the file of a batch, or an input of any kind, and its `purpose`.
 
     A form with the field `content` is an upload of Replicate's clients.
     """
@@ -156,13 +169,14 @@ async def _receive(call: ApiRequest, request: Request) -> FileObject:
     async with files.upload(call.storage_quota("file"), call.body_bytes) as upload:
         async for data in request.stream():
             for piece in form.feed(data):
-                await upload.write(piece)
+                await upload.write(piece, is_batch=form.fields.get("purpose") == "batch")
         form.finish()
         # A form has no null; clients and pages write an empty field for it.
         values = {name: value for name, value in form.fields.items() if value}
         fields = FileForm.model_validate(values)
         if (fields.anchor is None) != (fields.seconds is None):
             raise BadInput("expires_after: anchor and seconds go together", field="expires_after")
+        upload.purpose = fields.purpose
         upload.filename, upload.keep_s = form.filename or "file", fields.seconds or KEEP_S
     return _shown(upload.to_file(call.tenant))
 
@@ -227,7 +241,7 @@ async def get_file(request: Request, file_id: str) -> Response:
     },
 )
 async def delete_file(request: Request, file_id: str) -> Response:
-    """Deletes a file of batches at once, unless a batch still reads it."""
+    """Deletes a file at once, unless a batch still reads it."""
     call = authenticate(request)
     if file_id.startswith("file_"):
         return await _as_replicate(request, replicate_models.delete_file(request, file_id))
@@ -244,10 +258,11 @@ async def delete_file(request: Request, file_id: str) -> Response:
     openapi_extra=AUTHENTICATED,
     response_class=Response,
     responses={
-        200: binary("The bytes of the file.", "application/jsonl", headers=("Accept-Ranges",)),
+        200: binary("The bytes of the file.", JSONL, ANY_BYTES, headers=("Accept-Ranges",)),
         206: binary(
             "The bytes that `Range` asks for.",
-            "application/jsonl",
+            JSONL,
+            ANY_BYTES,
             headers=("Accept-Ranges", "Content-Range"),
         ),
         **errors(400, 401, 404, 503),
@@ -264,7 +279,8 @@ async def get_content(request: Request, file_id: str) -> Response:
     if is_part:
         headers["content-range"] = f"bytes {start}-{end - 1}/{file.size_bytes}"
     chunks = _nothing() if request.scope.get(IS_HEAD) else files.read(file, start, end)
-    return StreamingResponse(chunks, 206 if is_part else 200, headers, "application/jsonl")
+    media_type = ANY_BYTES if file.purpose == "user_data" else JSONL
+    return StreamingResponse(chunks, 206 if is_part else 200, headers, media_type)
 
 
 async def _found(call: ApiRequest, file_id: str) -> BatchFile:

@@ -7,7 +7,9 @@ downloads, which a class at work does not make.
 from __future__ import annotations
 
 import os
+import struct
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path as LocalPath
 from typing import Any
 
@@ -27,6 +29,14 @@ FORMATS = {
     "pcm": ("RAW", "PCM_16"),
 }
 """The file and the encoding of each in libsndfile. It has none for aac."""
+
+
+ENDLESS_WAV = struct.pack(
+    "<4sI4s4sIHHIIHH4sI",
+    *(b"RIFF", 0xFFFFFFFF, b"WAVE", b"fmt ", 16, 1, 1, RATE_HZ, 2 * RATE_HZ, 2, 16),
+    *(b"data", 0xFFFFFFFF),
+)
+"""The header of a wav whose length is not known."""
 
 
 class WrongInput(ValueError):
@@ -61,21 +71,54 @@ class Predictor(BasePredictor):
             choices=list(FORMATS),
         ),
         speed: float = Input(description="1: as usual.", default=1.0, ge=0.25, le=4),
-    ) -> Path:
-        """Returns the file with the sound, 24 kHz in one channel."""
+        stream: bool = Input(
+            description="A file for each sentence as it is said; all together are the whole file.",
+            default=False,
+        ),
+    ) -> Iterator[Path]:
+        """Yields the file with the sound, 24 kHz in one channel, whole or in parts."""
         if voice not in VOICES:
             raise WrongInput("voice", f"not one of {', '.join(VOICES)}")
-        samples = self.say(input, speed=speed, seed=SEED)
-        if not samples.size:
+        folder = LocalPath(tempfile.mkdtemp())
+        sentences = self.say.stream(input, speed=speed, seed=SEED)
+        number = -1
+        parts = parts_of(sentences, folder, response_format, is_whole=not stream)
+        for number, part in enumerate(parts):
+            target = folder / f"speech-{number}.{response_format}"
+            target.write_bytes(part)
+            yield Path(target)
+        if number < 0:
             raise WrongInput("input", "there is nothing in it to say")
-        target = LocalPath(tempfile.mkdtemp()) / f"speech.{response_format}"
-        kind, encoding = FORMATS[response_format]
-        soundfile.write(
-            str(target),
-            np.clip(samples, -1.0, 1.0),
-            RATE_HZ,
-            encoding,
-            endian="LITTLE" if response_format == "pcm" else None,
-            format=kind,
-        )
-        return Path(target)
+
+
+def parts_of(
+    sentences: Iterable[Any], folder: LocalPath, kind: str, *, is_whole: bool
+) -> Iterator[bytes]:
+    """Yields the bytes of a file with what is said: as they come, or all at its end.
+
+    Args:
+        sentences: samples of each.
+        folder: for the file.
+        kind: one of FORMATS.
+        is_whole: whether all bytes come at once. Otherwise the header of a wav says, as OpenAI's
+            does, that its length is not known.
+    """
+    is_endless = kind == "wav" and not is_whole
+    written, encoding = FORMATS["pcm" if is_endless else kind]
+    target, head = folder / "whole", ENDLESS_WAV if is_endless else b""
+    endian = "LITTLE" if written == "RAW" else None
+    count = sent = 0
+    with soundfile.SoundFile(
+        str(target), "w", RATE_HZ, 1, encoding, endian=endian, format=written
+    ) as file:
+        for samples in sentences:
+            file.write(np.clip(samples, -1.0, 1.0))
+            file.flush()
+            count += len(samples)
+            if not is_whole and (part := target.read_bytes()[sent:]):
+                sent += len(part)
+                yield head + part
+                head = b""
+    rest = target.read_bytes()[sent:]
+    if rest and count:
+        yield head + rest

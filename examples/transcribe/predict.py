@@ -3,6 +3,9 @@
 faster-whisper computes it on CTranslate2: in 8-bit integers on a CPU, in half precision on a GPU.
 Its module for files imports PyAV, whose wheel bundles encoders under the GPL. So PyAV is not
 installed here (overrides.txt), and libsndfile reads the files (docs/decisions/0101-speech.md).
+
+A recording is cut into windows at silences, and each is written down for itself. So hours of sound
+need no more memory than minutes, and the first segments come while the rest is being read.
 """
 
 from __future__ import annotations
@@ -12,61 +15,17 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path as LocalPath
-from types import ModuleType
 from typing import Any
 
-import numpy as np
-import soundfile
 from cog import BasePredictor, Input, Path
+from transcript import Transcript
+from windows import RATE_HZ, WrongInput, faster_whisper, seconds_of, whole_of, windows_of
 
 WEIGHTS = LocalPath(__file__).parent / "weights"
-RATE_HZ = 16_000
-"""Whisper's."""
-BLOCK_S = 30
 TASKS = ["transcribe", "translate"]
 SEED = 0
-"""Of the samples at a temperature above 0, so equal recordings give equal texts."""
-
-
-class WrongInput(ValueError):
-    """An input that this model does not take."""
-
-    def __init__(self, field: str, reason: str) -> None:
-        super().__init__(reason)
-        self.field = field
-
-
-def opened(path: LocalPath) -> Any:
-    """A recording: wav, flac, mp3, ogg (Vorbis, Opus), aiff or au.
-
-    Raises:
-        WrongInput: it is something else.
-    """
-    try:
-        return soundfile.SoundFile(str(path))
-    except soundfile.LibsndfileError as error:
-        raise WrongInput("file", "not a recording in wav, flac, mp3 or ogg") from error
-
-
-def samples_of(path: LocalPath) -> Any:
-    """A recording as Whisper takes it: float32, one channel, RATE_HZ."""
-    with opened(path) as file:
-        blocks = file.blocks(BLOCK_S * file.samplerate, dtype="float32", always_2d=True)
-        channel = np.concatenate([np.zeros(0, np.float32), *(one.mean(axis=1) for one in blocks)])
-        rate_hz = file.samplerate
-    if rate_hz == RATE_HZ or not channel.size:
-        return channel
-    import soxr  # `work` needs none of it
-
-    return soxr.resample(channel, rate_hz, RATE_HZ)
-
-
-def whisper() -> Any:
-    """faster-whisper, without PyAV: this file gives it samples instead of files."""
-    sys.modules.setdefault("av", ModuleType("av"))
-    import faster_whisper
-
-    return faster_whisper
+"""Of the samples at a temperature above 0, so equal windows give equal texts."""
+BAR = 10
 
 
 class Predictor(BasePredictor):
@@ -80,7 +39,7 @@ class Predictor(BasePredictor):
 
         on_gpu = ctranslate2.get_cuda_device_count() > 0
         self.seed = ctranslate2.set_random_seed
-        self.model = whisper().WhisperModel(
+        self.model = faster_whisper().WhisperModel(
             str(WEIGHTS),
             device="cuda" if on_gpu else "cpu",
             compute_type="float16" if on_gpu else "int8",
@@ -89,8 +48,7 @@ class Predictor(BasePredictor):
 
     def work(self, input: Any) -> int:
         """Seconds of sound, begun ones too."""
-        with opened(input.file) as file:
-            duration_s: float = file.frames / file.samplerate
+        duration_s: float = seconds_of(input.file)
         return max(1, math.ceil(duration_s))
 
     def predict(
@@ -112,8 +70,12 @@ class Predictor(BasePredictor):
             description="`translate`: into English.", default="transcribe", choices=TASKS
         ),
         word_timestamps: bool = Input(description="When each word is said.", default=False),
+        vad_filter: bool = Input(
+            description="False: the file is one window, at most 30 s without long silences.",
+            default=True,
+        ),
     ) -> Iterator[dict[str, Any]]:
-        """Yields each segment as soon as it is written, with its start and end in seconds.
+        """Yields each segment as soon as its window is written, with its start and end in seconds.
 
         Each has the language and the duration of the whole recording. One in which nobody speaks
         has a single segment without text.
@@ -123,28 +85,32 @@ class Predictor(BasePredictor):
             raise WrongInput("language", f"not one of {', '.join(sorted(known))}")
         if task == "translate" and known == ["en"]:
             raise WrongInput("task", "this model knows English only")
-        samples = samples_of(file)
-        if not samples.size:
-            raise WrongInput("file", "nothing is recorded in it")
-        self.seed(SEED)
-        options = {"temperature": temperature} if temperature else {}
-        segments, info = self.model.transcribe(
-            samples,
-            language=language or None,
-            task=task,
-            initial_prompt=prompt or None,
-            word_timestamps=word_timestamps,
-            vad_filter=True,
-            **options,
-        )
-        about = {"language": info.language, "duration": float(info.duration)}
-        number = 0
-        for segment in segments:
-            if segment.text.strip():
-                yield {"id": number} | shown(segment) | about
-                number += 1
-        if not number:
-            yield {"id": 0, "start": 0.0, "end": float(info.duration), "text": ""} | about
+        options: dict[str, Any] = {
+            "language": language or None,
+            "task": task,
+            "initial_prompt": prompt or None,
+            "word_timestamps": word_timestamps,
+        }
+        if temperature:
+            options["temperature"] = temperature
+        duration_s = seconds_of(file)
+        transcript = Transcript(duration_s)
+        for window in windows_of(file) if vad_filter else [whole_of(file)]:
+            self.seed(SEED)
+            segments, info = self.model.transcribe(window.samples, **options)
+            # A recording has the language of its first window.
+            options["language"] = info.language
+            about = {"language": info.language}
+            yield from transcript.add((shown(one) | about for one in segments), window.places)
+            show_progress(window.parts[-1].end / RATE_HZ, duration_s)
+        yield from transcript.finish(options["language"] or "en")
+
+
+def show_progress(done_s: float, all_s: float) -> None:
+    """Prints a line that Replicate's clients read (`parseProgressFromLogs`)."""
+    share = min(1.0, done_s / all_s)
+    bar = ("#" * round(BAR * share)).ljust(BAR)
+    print(f"{share:4.0%}|{bar}| {int(min(done_s, all_s))}/{int(all_s)}", file=sys.stderr)
 
 
 def shown(segment: Any) -> dict[str, Any]:

@@ -118,9 +118,15 @@ def client(url: str) -> Iterator[Any]:
         yield opened
 
 
-def run(python: str, code: str, *arguments: str | Path) -> str:
+def oracle(python: str, kind: str, *arguments: str | Path) -> str:
+    return run(python, EXAMPLES / "transcribe" / "oracle.py", kind, *arguments)
+
+
+def run(python: str, code: str | Path, *arguments: str | Path) -> str:
+    """What Python prints for a text or a file."""
+    program = ["-c", code] if isinstance(code, str) else [str(code)]
     done = subprocess.run(
-        [python, "-c", code, *map(str, arguments)],
+        [python, *program, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=RUN_LIMIT_S,
@@ -220,6 +226,43 @@ def test_wrong_requests_are_named(client: Any, sentences: dict[Path, str]) -> No
     assert refused(audio.transcriptions.create, file=path, language="fr") == ("language", reason)
     reason = "model: this model knows English only"
     assert refused(audio.translations.create, file=path) == ("model", reason)
+
+
+@pytest.fixture(scope="module")
+def minutes(python: str, sentences: dict[Path, str]) -> Path:
+    """A recording of four minutes, with all sentences several times."""
+    path = KEPT / "transcribe" / "recordings" / "minutes.wav"
+    oracle(python, "longer", path, "4", *sentences)
+    return path.absolute()
+
+
+def test_a_stream_has_the_windows_of_the_whole(python: str, minutes: Path) -> None:
+    assert int(oracle(python, "windows", minutes)) > 5
+    held_s = float(oracle(python, "random", "200"))
+    assert 60 < held_s < 130, "two minutes are in memory, however long a recording is"
+
+
+def test_steps_give_the_transcript_of_the_whole(client: Any, python: str, minutes: Path) -> None:
+    count, joined = json.loads(oracle(python, "steps", minutes))
+    assert count > 5
+    verbose = client.audio.transcriptions.create(
+        model="transcribe",
+        file=minutes,
+        response_format="verbose_json",
+        timestamp_granularities=["word", "segment"],
+    )
+    assert verbose.text == "".join(one["text"] for one in joined).strip()
+    times = [(one.start, one.end) for one in verbose.segments]
+    assert times == [(one["start"], one["end"]) for one in joined]
+    assert len(verbose.words) == sum(len(one["words"]) for one in joined)
+    assert verbose.usage.seconds == math.ceil(seconds_of(minutes))
+    text = "".join(
+        getattr(event, "delta", "")
+        for event in client.audio.transcriptions.create(
+            model="transcribe", file=minutes, stream=True
+        )
+    )
+    assert text == verbose.text
 
 
 def test_silence_has_no_words(client: Any) -> None:

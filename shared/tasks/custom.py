@@ -299,7 +299,7 @@ class CustomTask(Task):
         interface = interface_of(entry)
         _check_work(entry, interface)
         if entry.api is not None:
-            _check_api(entry.api, interface)
+            _check_api(entry.api, interface, is_flow=entry.flow is not None)
         if interface.batches:
             _check_key(entry.batch.key, interface)
             return
@@ -431,16 +431,17 @@ API_INPUTS: Mapping[ServedApi, Mapping[str, str]] = {
         "instructions": "string",
         "response_format": "string",
         "speed": "number",
+        "stream": "boolean",
     },
 }
 """The inputs that an endpoint fills, with their types. A class has the first one at least.
 
-api/openai/audio.py fills them.
+api/openai/audio.py and speech.py fill them.
 """
 
 
-def _check_api(api: ServedApi, interface: ModelInterface) -> None:
-    """Checks that an endpoint can call a class and read what it gives.
+def _check_api(api: ServedApi, interface: ModelInterface, *, is_flow: bool) -> None:
+    """Checks that an endpoint can call a class, or a flow, and read what it gives.
 
     Raises:
         ValueError: it can't.
@@ -458,10 +459,14 @@ def _check_api(api: ServedApi, interface: ModelInterface) -> None:
         if shape is not None and (is_kind := _kind(shape)) != kind:
             raise ValueError(f"api: {api}: the input {name!r} must be a {kind}, not a {is_kind}")
     element = interface.output.get("items", {})
-    if api == "transcription" and (interface.streams, _kind(element)) != ("items", "object"):
+    streams = "items" if is_flow and _kind(interface.output) == "array" else interface.streams
+    if api == "transcription" and (streams, _kind(element)) != ("items", "object"):
         raise ValueError(f"api: {api}: the class must give Iterator[dict[str, Any]], its segments")
-    if api == "speech" and (interface.streams or _kind(interface.output) != "file"):
-        raise ValueError(f"api: {api}: the class must give a Path, the file with what is said")
+    said = element if interface.streams else interface.output
+    if api == "speech" and (interface.streams == "text" or _kind(said) != "file"):
+        raise ValueError(
+            f"api: {api}: the class must give a Path, the file with what is said, or Iterator[Path]"
+        )
 
 
 def _kind(shape: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@ deterministically.
 """
 
 import asyncio
+import base64
 import io
 import json
 import math
@@ -39,7 +40,15 @@ from shared.stores.objects import ObjectStore, object_key
 from shared.stores.records import Records
 from shared.stores.token_streams import Written
 from shared.tasks import Input, Result
-from shared.tasks.custom import CustomInput, CustomResult, FilePlace, StreamedElement
+from shared.tasks.custom import (
+    CustomInput,
+    CustomResult,
+    FilePlace,
+    StreamedElement,
+    StreamedFile,
+    file_digest,
+    streamed_file,
+)
 from shared.tasks.embedding import EmbeddingResult, TextInput, TokensInput
 from shared.tasks.image import ImageInput, ImageResult
 from shared.tasks.similarity import SimilarityInput, SimilarityResult
@@ -213,8 +222,11 @@ class FakeWorker:
             return
         assert self.records is not None
         if isinstance(item.input, CustomInput):
-            lines = [StreamedElement(one).line for one in segments_of(item.input)]
-            pieces = [(line, list[TokenLogprob]()) for line in lines]
+            if "input" in item.input.values:
+                elements = [StreamedElement(None, [one]) for one in _parts_of(item.input)]
+            else:
+                elements = [StreamedElement(one) for one in segments_of(item.input)]
+            pieces = [(one.line, list[TokenLogprob]()) for one in elements]
         else:
             assert isinstance(item.input, GenerationInput)
             pieces = [(word, _logprobs(item.input, [word])) for word in words_of(item.input)]
@@ -312,6 +324,20 @@ def _words_in(recording: CustomInput, number: int, line: str) -> list[dict[str, 
     ]
 
 
+def data_in(uri: str) -> bytes:
+    """The bytes of a `data:` URI."""
+    return base64.b64decode(uri.partition(",")[2])
+
+
+def _parts_of(text: CustomInput) -> list[StreamedFile]:
+    """A file for each word that is said."""
+    words = [f"{word} ".encode() for word in text.values["input"].split()]
+    return [
+        streamed_file([], number, file_digest(word), Blob("audio/mpeg", data=word))
+        for number, word in enumerate(words)
+    ]
+
+
 def _custom_result(given: CustomInput) -> CustomResult:
     """A transcript, what is said, or what was given."""
     values = given.values
@@ -321,6 +347,11 @@ def _custom_result(given: CustomInput) -> CustomResult:
             segments = [one | {"text": one["text"].upper()} for one in segments]
         work = max(1, math.ceil(segments[0]["duration"]))
         return CustomResult(segments, streams="items", work=work)
+    if given.is_streamed and "input" in values:
+        parts = [(one, Blob(one.media_type, data=data_in(one.uri))) for one in _parts_of(given)]
+        places = [FilePlace([one.number], digest=one.digest) for one, _ in parts]
+        files = [blob for _, blob in parts]
+        return CustomResult([None] * len(files), files, places, "items", work=len(values["input"]))
     if "input" in values:
         sound = Blob("audio/x-wav", data=json.dumps(values, sort_keys=True).encode())
         return CustomResult(None, [sound], [FilePlace([])], work=len(values["input"]))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -63,6 +65,16 @@ SPEAKS = interface(
     {"type": "string", "format": "uri"},
 )
 
+SINGS = interface(
+    {
+        "input": {"type": "string"},
+        "stream": {"type": "boolean", "default": False},
+        "response_format": {"type": "string", "enum": ["mp3", "pcm"], "default": "mp3"},
+    },
+    {"type": "array", "items": {"type": "string", "format": "uri"}},
+    streams="items",
+)
+
 
 def entry(name: str, api: str, known: ModelInterface, **more: Any) -> Model:
     given = {"task": "custom", "source": "local:nowhere", "work": {"max": 60}, "price": PRICE}
@@ -76,6 +88,7 @@ CATALOG = Catalog(
         EARS,
         entry("tin-ear", "transcription", HEARS_LITTLE),
         entry("mouth", "speech", SPEAKS),
+        entry("singer", "speech", SINGS),
     )
 )
 SAID = b"good day\nhow are <you>"
@@ -271,6 +284,42 @@ async def test_wrong_fields_are_named(
     assert not api.worker.jobs
 
 
+async def test_a_recording_may_be_named_by_its_id_or_url(api: ApiUnderTest) -> None:
+    upload = await api.openai().files.create(file=("day.WAV", SAID), purpose="user_data")
+    assert upload.purpose == "user_data"
+    file_url = f"{str(api.http.base_url).rstrip('/')}/v1/files/{upload.id}"
+    for url in (upload.id, file_url, f"data:audio/wav;base64,{base64.b64encode(SAID).decode()}"):
+        answer = await api.http.post(
+            TRANSCRIPTIONS, files={"url": (None, url), "model": (None, "ears")}
+        )
+        assert (answer.status_code, answer.json().get("text")) == (200, TEXT), answer.text
+    names = {item.input.places[0].name for item in api.worker.items}  # type: ignore[union-attr]
+    assert names == {"recording.wav"}, "equal recordings are equal inputs"
+    downloaded = await api.openai().files.content(upload.id)
+    assert downloaded.content == SAID
+    with pytest.raises(openai.BadRequestError, match="purpose user_data, not batch"):
+        await api.openai().batches.create(
+            input_file_id=upload.id, endpoint="/v1/audio/transcriptions", completion_window="24h"
+        )
+
+
+async def test_wrong_urls_are_named(api: ApiUnderTest) -> None:
+    async def asked(**given: Any) -> tuple[str, str]:
+        error = (await api.http.post(TRANSCRIPTIONS, **given)).json()["error"]
+        return error["param"], error["message"]
+
+    unknown = f"file-{'0' * 32}"
+    known = {"model": (None, "ears")}
+    param, message = await asked(files=known | {"url": (None, unknown)})
+    assert (param, message) == ("url", f"url: there is no file '{unknown}'")
+    assert (await asked(files=known | {"url": (None, "a.wav")}))[1].startswith(
+        "url: expected a data"
+    )
+    both = known | {"url": (None, unknown), "file": ("a.wav", SAID)}
+    assert await asked(files=both) == ("url", "url: there is a file too; leave one of them out")
+    assert not api.worker.jobs
+
+
 async def test_wrong_files_are_named(api: ApiUnderTest) -> None:
     async def asked(**given: Any) -> tuple[int, str, str]:
         answer = await api.http.post(TRANSCRIPTIONS, **given)
@@ -288,7 +337,7 @@ async def test_wrong_files_are_named(api: ApiUnderTest) -> None:
     text = {"files": {"prompt": (None, b"a")}, "data": form | {"file": "a"}}
     assert (await asked(**text))[1:] == ("file", "file: a file is needed, not text")
     two = {"files": [("file", ("a", SAID)), ("file", ("b", SAID))], "data": form}
-    assert (await asked(**two))[1:] == ("file", "file: exactly one file is needed, not 2")
+    assert (await asked(**two))[1:] == ("file", "file: exactly one file is needed, or a url, not 2")
     empty = {"files": {"file": ("a", b"")}, "data": form}
     assert (await asked(**empty))[1:] == ("file", "file: it is empty")
     large = {"files": {"file": ("a", bytes(25 * 1024 * 1024 + 1))}, "data": form}
@@ -329,6 +378,48 @@ async def test_speech_is_a_file_of_its_format(api: ApiUnderTest) -> None:
     assert usual.headers["content-type"] == "audio/mpeg"
 
 
+def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    lines = answer.text.split("\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data")]
+
+
+async def test_speech_comes_in_parts_as_they_are_said(api: ApiUnderTest) -> None:
+    create = api.openai().audio.speech.with_streaming_response.create
+    given: dict[str, Any] = {"model": "singer", "input": "good day to you", "voice": "heart"}
+    with pytest.raises(openai.BadRequestError, match="singer takes no voice"):
+        async with create(**given, stream_format="sse"):
+            pass
+    given["voice"] = openai.omit
+    async with create(**given, stream_format="sse") as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line async for line in answer.iter_lines() if line]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    parts = [base64.b64decode(event["audio"]) for event in events[:-1]]
+    assert parts == [b"good ", b"day ", b"to ", b"you "]
+    assert {event["type"] for event in events[:-1]} == {"speech.audio.delta"}
+    assert events[-1] == {
+        "type": "speech.audio.done",
+        "usage": {"type": "characters", "characters": 15},
+    }
+    (item,) = api.worker.items
+    assert item.input.values == {"input": "good day to you", "stream": True}  # type: ignore[union-attr]
+    whole = await api.openai().audio.speech.create(**given)
+    assert json.loads(whole.content) == {"input": "good day to you"}
+
+
+async def test_speech_goes_on_behind_an_id(api: ApiUnderTest) -> None:
+    body = {"model": "singer", "input": "good day to you", "stream_format": "sse"}
+    keyed = {"idempotency-key": "k"}
+    whole = await api.http.post(SPEECH, json=body, headers=keyed)
+    ids = [line for line in whole.text.split("\n") if line.startswith("id:")]
+    assert ids == ["id: 1", "id: 2", "id: 3", "id: 4", "id: 4f1"]
+    rest = await api.http.post(SPEECH, json=body, headers=keyed | {"last-event-id": "2"})
+    assert events_of(rest) == events_of(whole)[2:]
+    assert len(api.worker.jobs) == 1
+    other = await api.http.post(SPEECH, json=body | {"input": "no"}, headers=keyed)
+    assert other.status_code == 422
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "reason"),
     [
@@ -340,7 +431,8 @@ async def test_speech_is_a_file_of_its_format(api: ApiUnderTest) -> None:
         ({"speed": 5}, "speed", "less than or equal to 4"),
         ({"speed": 3}, "speed", "less than or equal to 2"),
         ({"instructions": "gaily"}, "instructions", "mouth takes no instructions"),
-        ({"stream_format": "sse"}, "stream_format", "not sent as events"),
+        ({"stream_format": "sse"}, "stream_format", "mouth gives its sound as a whole; use audio"),
+        ({"stream_format": "mp3"}, "stream_format", "'audio' or 'sse'"),
         ({"model": "ears"}, "model", "does not serve speech"),
     ],
 )
@@ -369,6 +461,11 @@ async def test_wrong_fields_of_speech_are_named(
             "speech",
             SPEAKS.model_copy(update={"output": {"type": "string"}}),
             "must give a Path",
+        ),
+        (
+            "speech",
+            SPEAKS.model_copy(update={"output": {"type": "array"}, "streams": "text"}),
+            r"or Iterator\[Path\]",
         ),
         (
             "speech",

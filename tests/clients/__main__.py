@@ -19,6 +19,7 @@ import yaml
 from infra.local.ports import Ports
 from infra.local.stack import Stack
 from infra.text_table import table
+from tests.clients.audio_classes import write_audio, write_audio_classes
 from tests.clients.clients import CLIENTS, Client
 from tests.clients.environments import CannotInstall, command_of, install, lock
 from tests.clients.running import Outcome, Service, run_checks
@@ -79,6 +80,7 @@ def _service(given: argparse.Namespace, *, has_classes: bool) -> Iterator[Servic
         name = opened.enter_context(tempfile.TemporaryDirectory(prefix="penstock-clients-"))
         folder = Path(name)
         entries = write_forms(folder / "classes") if has_classes else []
+        entries += write_audio_classes(folder / "audio-classes") if has_classes else []
         settings = {"PENSTOCK_KEYS_URL": keys_url(folder, clients="clients")}
         settings |= _catalog_settings(folder, entries)
         stack = opened.enter_context(
@@ -92,6 +94,7 @@ def _service(given: argparse.Namespace, *, has_classes: bool) -> Iterator[Servic
             bigquery=stack.settings.bigquery_endpoint,
             pubsub=stack.settings.pubsub_endpoint,
             expected=str(write_expected(folder / "expected")) if has_classes else "",
+            audio=write_audio(folder / "audio") if has_classes else "",
         )
 
 

@@ -63,9 +63,9 @@ class Client:
 
 
 CLIENTS = (
-    Client("openai-1", "openai", "openai_checks"),
-    Client("openai-2", "openai", "openai_checks"),
-    Client("openai-3", "openai", "openai_checks"),
+    Client("openai-1", "openai", "openai_checks", class_script="audio_checks"),
+    Client("openai-2", "openai", "openai_checks", class_script="audio_checks"),
+    Client("openai-3", "openai", "openai_checks", class_script="audio_checks"),
     Client("replicate", "replicate", "replicate_checks", class_script="class_checks"),
     Client("langchain", "langchain-openai", "langchain_checks"),
     Client("llama-index", "llama-index-embeddings-openai-like", "llama_index_checks"),
@@ -78,10 +78,16 @@ CLIENTS = (
     Client("pydantic-ai", "pydantic-ai-slim", "pydantic_ai_checks"),
     Client("dbt", "dbt-bigquery", "dbt_checks"),
     Client("pandas-gbq", "pandas-gbq", "pandas_gbq_checks"),
-    Client("openai-node-6", "openai", "openai_checks", "node"),
-    Client("openai-node-7", "openai", "openai_checks", "node"),
+    Client("openai-node-6", "openai", "openai_checks", "node", "audio_checks"),
+    Client("openai-node-7", "openai", "openai_checks", "node", "audio_checks"),
     Client("replicate-node", "replicate", "replicate_checks", "node", "class_checks"),
     Client("ai-sdk-6", "ai", "ai_sdk_checks", "node"),
     Client("ai-sdk-7", "ai", "ai_sdk_checks", "node"),
     Client("pubsub-node", "@google-cloud/pubsub", "pubsub_checks", "node"),
 )
+
+
+def client_of(name: str) -> Client:
+    """The client of this name."""
+    (found,) = (one for one in CLIENTS if one.name == name)
+    return found

@@ -34,6 +34,7 @@ class Service:
         bigquery: URL of its embedded BigQuery. Empty where it uses Google's.
         pubsub: host and port of its embedded Pub/Sub. Empty where it uses Google's.
         expected: path of a JSON file with what classes of one's own give, for checks of those.
+        audio: path of a JSON file with what models of speech get and give, for checks of those.
     """
 
     url: str
@@ -44,6 +45,7 @@ class Service:
     bigquery: str = ""
     pubsub: str = ""
     expected: str = ""
+    audio: str = ""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -58,6 +60,7 @@ class Service:
             "PENSTOCK_CLIENTS_BIGQUERY": self.bigquery,
             "PENSTOCK_CLIENTS_PUBSUB": self.pubsub,
             "PENSTOCK_CLIENTS_EXPECTED": self.expected,
+            "PENSTOCK_CLIENTS_AUDIO": self.audio,
             "PENSTOCK_CLIENTS_LIMIT_S": str(WAIT_LIMIT_S),
         }
 

@@ -12,6 +12,7 @@ export const PAINTER = process.env.PENSTOCK_CLIENTS_PAINTER;
 export const WRITER = process.env.PENSTOCK_CLIENTS_WRITER;
 export const PUBSUB = process.env.PENSTOCK_CLIENTS_PUBSUB;
 export const EXPECTED = process.env.PENSTOCK_CLIENTS_EXPECTED;
+export const AUDIO = process.env.PENSTOCK_CLIENTS_AUDIO;
 export const WRONG_KEY = "wrong-" + "0".repeat(40);
 export const LIMIT_MS = Number(process.env.PENSTOCK_CLIENTS_LIMIT_S) * 1000;
 export const PROMPT = "a large red circle on a white background";

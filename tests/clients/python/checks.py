@@ -30,6 +30,7 @@ PAINTER = os.environ["PENSTOCK_CLIENTS_PAINTER"]
 WRITER = os.environ["PENSTOCK_CLIENTS_WRITER"]
 BIGQUERY = os.environ["PENSTOCK_CLIENTS_BIGQUERY"]
 EXPECTED = os.environ["PENSTOCK_CLIENTS_EXPECTED"]
+AUDIO = os.environ["PENSTOCK_CLIENTS_AUDIO"]
 WRONG_KEY = "wrong-" + "0" * 40
 LIMIT_S = float(os.environ["PENSTOCK_CLIENTS_LIMIT_S"])
 """For one answer: usually well under a second, a few where images are drawn or texts written."""

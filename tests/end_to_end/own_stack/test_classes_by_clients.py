@@ -13,7 +13,7 @@ import yaml
 
 from infra.local.ports import Ports
 from infra.local.stack import Stack
-from tests.clients.clients import CLIENTS, Client
+from tests.clients.clients import client_of
 from tests.clients.environments import command_of, is_ready, module_of
 from tests.clients.running import Service, run_checks
 from tests.keys import key_for, keys_url
@@ -42,11 +42,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
             painter="",
             expected=str(write_expected(folder / "expected")),
         )
-
-
-def client_of(name: str) -> Client:
-    (found,) = (one for one in CLIENTS if one.name == name)
-    return found
 
 
 @pytest.mark.parametrize("name", ["replicate", "replicate-node"])

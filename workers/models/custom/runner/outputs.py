@@ -17,7 +17,8 @@ from cog import Secret
 from cog import _adt as adt
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
-MAX_FILES = 64
+MAX_FILES = 512
+"""Of one output: windows of hours of sound, sentences that are said."""
 MAX_FILES_BYTES = 192 * 1024 * 1024
 """Of all files of an output together."""
 MAX_OUTPUT_BYTES = 1024 * 1024

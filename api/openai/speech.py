@@ -1,0 +1,249 @@
+"""POST /v1/audio/speech in OpenAI's shape, whole and as events.
+
+A class that yields files can be streamed: each file is the next part of the sound, and all of them,
+one behind the other, are what a caller without a stream gets. Its unit of work is a character.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.http.fast_route import StreamedRoute
+from api.http.openapi import Responses, binary, inference_body, inference_responses, streamed
+from api.http.request import ApiRequest, open_request, while_connected
+from api.http.request_options import wants_event_ids
+from api.openai.audio_schemas import SpeechBody, TranscriptionReply
+from api.openai.chat import failure_event
+from api.openai.images import read_blob
+from api.predictions.creation import digest_of
+from api.predictions.event_stream import HeldResponse
+from api.predictions.generation_stream import seen_from_id
+from api.tasks.base import Inputs
+from api.tasks.custom import in_fields, input_of_fields
+from shared.catalog import Model
+from shared.errors import BadInput, ModelFailed, PenstockError
+from shared.messages import ItemOutcome
+from shared.predictions import EVENTS_TYPE
+from shared.stores.objects import ObjectStore
+from shared.tasks.custom import (
+    CustomInput,
+    CustomResult,
+    interface_of,
+    read_elements,
+    streamed_key,
+)
+from shared.tasks.text import TokenLogprob
+
+SPEECH = "/v1/audio/speech"
+SPEECH_TYPES = {
+    "mp3": "audio/mpeg",
+    "opus": "audio/ogg",
+    "aac": "audio/aac",
+    "flac": "audio/flac",
+    "wav": "audio/wav",
+    "pcm": "audio/pcm",
+}
+"""The media type of each `response_format`. Opus is in a file of Ogg."""
+MAX_PIECE_BYTES = 64 * 1024 * 1024
+_ANY_BYTES = "application/octet-stream"
+_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+_STORED = re.compile(rb'"audio":"","key":"([^"]+)"')
+_encode = msgspec.json.Encoder().encode
+
+
+class CharacterUsage(msgspec.Struct):
+    """What a text counts as."""
+
+    characters: int
+    type: Literal["characters"] = "characters"
+
+
+class SpeechDelta(msgspec.Struct, omit_defaults=True):
+    """The next part of the sound, in base64."""
+
+    type: str
+    audio: str
+    key: str = ""
+    """In the object store, where a large part is until it is sent."""
+
+
+class SpeechDone(msgspec.Struct):
+    """The last event of a stream."""
+
+    usage: CharacterUsage
+    type: Literal["speech.audio.done"] = "speech.audio.done"
+
+
+def _delta(audio: str, key: str = "") -> bytes:
+    event = SpeechDelta("speech.audio.delta", audio, key)
+    return b"data: " + _encode(event) + b"\n\n"
+
+
+class SpeechEvents:
+    """The events of a text that is said: one for each part of the sound, and one at its end.
+
+    Args:
+        record: of the prediction.
+    """
+
+    def __init__(self, record: str) -> None:
+        self._record = record
+
+    def opening(self, index: int) -> None:
+        """Returns nothing: the sound begins with its first part."""
+
+    def delta(
+        self,
+        index: int,
+        before: str,
+        text: str,
+        logprobs: Sequence[TokenLogprob],
+        at: tuple[int, int],
+    ) -> bytes | None:
+        """Returns the events of the parts in `text`, which has a line of JSON for each."""
+        files = [file for one in read_elements(text) for file in one.files]
+        return b"".join(
+            _delta(file.uri.partition(",")[2])
+            if file.uri
+            else _delta("", streamed_key(self._record, index, file))
+            for file in files
+        )
+
+    def ending(self, index: int, result: object) -> list[bytes]:
+        """Returns nothing: the end of a sound is that of its stream."""
+        return []
+
+    def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
+        """Returns the event with what it counts as."""
+        (outcome,) = outcomes
+        if not isinstance(outcome.result, CustomResult):
+            raise PenstockError("a class returned a result that is not its own; a bug")
+        done = SpeechDone(CharacterUsage(outcome.result.work))
+        return [b"data: " + _encode(done) + b"\n\n"]
+
+    def failure(self, error: PenstockError) -> bytes:
+        """Returns an error."""
+        return failure_event(error)
+
+
+async def _with_sound(events: AsyncGenerator[bytes], objects: ObjectStore) -> AsyncGenerator[bytes]:
+    """Yields events with the sound of those whose part is in the object store."""
+    try:
+        async for event in events:
+            for stored in reversed(list(_STORED.finditer(event))):
+                part = await objects.get(stored[1].decode(), MAX_PIECE_BYTES)
+                said = b'"audio":"%s"' % base64.b64encode(part)
+                event = event[: stored.start()] + said + event[stored.end() :]
+            yield event
+    except PenstockError as error:
+        yield failure_event(error)
+    finally:
+        await events.aclose()
+
+
+class SpeechRoute(StreamedRoute):
+    """A route whose body may ask for a stream."""
+
+    async def asks_for_stream(self, request: Request) -> bool:
+        """Returns whether it does."""
+        try:
+            body = json.loads(await request.body())
+        except ValueError:
+            return False
+        return isinstance(body, dict) and body.get("stream_format") == "sse"
+
+
+def _responses() -> Responses:
+    answers = inference_responses(TranscriptionReply)
+    sound = binary("The sound.", *sorted({*SPEECH_TYPES.values(), _ANY_BYTES}))
+    sound["headers"] = answers[200]["headers"]
+    return streamed(answers | {200: sound})
+
+
+router = APIRouter(route_class=SpeechRoute)
+
+
+@router.post(
+    SPEECH,
+    summary="Say a text",
+    response_class=Response,
+    openapi_extra=inference_body(SpeechBody),
+    responses=_responses(),
+)
+async def create_speech(request: Request) -> Response:
+    """Answers with the whole sound in the format that was asked for, or part by part as events.
+
+    With an `Idempotency-Key` the events have ids. The same request with the same key, and an id as
+    `Last-Event-ID`, goes on after it, on any instance.
+    """
+    call = open_request(request)
+    body = await call.read_json(SpeechBody)
+    model = call.serving("speech", body.model)
+    is_streamed = body.stream_format == "sse"
+    values = body.model_dump(exclude={"model", "stream_format"})
+    known = interface_of(model)
+    if is_streamed and not known.streams:
+        reason = f"{model.name} gives its sound as a whole; use audio"
+        raise BadInput(f"stream_format: {reason}", field="stream_format")
+    if is_streamed and "stream" in known.properties:
+        values["stream"] = True
+    one, _ = input_of_fields(values, model, {})
+    one.is_streamed = is_streamed
+    with in_fields(model, "input", "characters", {}):
+        if is_streamed:
+            return await _stream(call, body, model, one)
+        async with call.inferred(model, [one], is_repeatable=model.deterministic) as response:
+            data = await _sound_of(response.outcomes, call.dependencies.objects)
+    file_format = body.response_format or known.properties.get("response_format", {}).get(
+        "default", ""
+    )
+    return Response(data, media_type=SPEECH_TYPES.get(file_format, _ANY_BYTES))
+
+
+async def _sound_of(outcomes: Sequence[ItemOutcome], objects: ObjectStore) -> bytes:
+    """Returns the files of a result, one behind the other."""
+    (outcome,) = outcomes
+    if outcome.result is None or not outcome.result.blobs:
+        raise ModelFailed("the model gave no file with sound")
+    return b"".join([await read_blob(objects, one, "sound") for one in outcome.result.blobs])
+
+
+async def _stream(call: ApiRequest, body: SpeechBody, model: Model, one: CustomInput) -> Response:
+    """Returns the parts of a sound as events, from the one behind `Last-Event-ID` on."""
+    call.check_room(model, 1)
+    last_id = call.http.headers.get("last-event-id", "")
+    seen = seen_from_id(last_id, 1)
+    shown = body.model_dump(mode="json", exclude_unset=True)
+    read = Inputs([one], shown, is_list=False, is_repeatable=model.deterministic)
+    digest = digest_of(json.dumps([model.name, SPEECH, repr(one.cache_form())]))
+    new = call.recorded(model, read, digest=digest, endpoint=SPEECH)
+    streams = call.dependencies.generation_streams
+    with ExitStack() as held:
+        held.enter_context(streams.reserved(call.tenant))
+        async with call.created(new, waits=False) as creation:
+            pass
+        shape = SpeechEvents(creation.snapshot.prediction.record)
+        options: dict[str, Any] = {
+            "has_elements": True,
+            "has_ids": wants_event_ids(call.http.headers),
+        }
+        if last_id:
+            sse = streams.follow(
+                creation.snapshot, shape, seen, call.check_key, stays=False, **options
+            )
+        else:
+            beginning = streams.begin(creation.snapshot, shape, seen, call.check_key, **options)
+            sse = await while_connected(call.http.receive, beginning)
+        headers = {**_HEADERS, "location": f"/v1/predictions/{creation.snapshot.prediction.id}"}
+        sound = _with_sound(sse, call.dependencies.objects)
+        return HeldResponse(sound, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)

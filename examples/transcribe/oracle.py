@@ -1,0 +1,207 @@
+"""What tests compare the transcriber with. Run by the Python that has its packages.
+
+`direct`: faster-whisper, called directly. `windows`: its windows of a recording, beside those that
+come as a stream. `random`: the same of random probabilities of speech. `steps`: the classes of a
+flow, one behind the other. `longer`: makes a long recording of others.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import soundfile
+
+EXAMPLES = Path(__file__).parent.parent
+sys.path.insert(0, str(EXAMPLES / "transcribe"))
+import windows as ours  # noqa: E402  its folder comes first
+
+VAD = {"max_speech_duration_s": ours.WINDOW_S, "min_silence_duration_ms": 160}
+"""Those of faster-whisper's BatchedInferencePipeline."""
+PAUSES_S = (0.2, 0.4, 0.8, 1.5, 3.0, 8.0)
+
+
+def whole(path: str) -> Any:
+    """The samples of a recording, all at once."""
+    return np.concatenate([np.zeros(0, np.float32), *ours.blocks_of(Path(path))])
+
+
+def chunks_of(samples: Any) -> tuple[list[list[int]], list[Any]]:
+    """Places of speech, and the windows that faster-whisper makes of them."""
+    vad = ours.faster_whisper().vad
+    parts = vad.get_speech_timestamps(samples, vad.VadOptions(**VAD))
+    places = [[one["start"], one["end"]] for one in parts]
+    chunks, _ = vad.collect_chunks(samples, parts, max_duration=ours.WINDOW_S)
+    return places, chunks if parts else []
+
+
+def same(cut: list[ours.Window], places: list[list[int]], chunks: list[Any]) -> bool:
+    """Whether windows are these chunks."""
+    return (
+        [one for window in cut for one in window.places] == places
+        and len(cut) == len(chunks)
+        and all(map(np.array_equal, [one.samples for one in cut], chunks))
+    )
+
+
+def show_windows(path: str) -> None:
+    """Prints the number of windows of a recording, which are those of faster-whisper."""
+    cut = list(ours.windows_of(Path(path)))
+    assert same(cut, *chunks_of(whole(path)))
+    print(len(cut))
+
+
+def probabilities(rng: np.random.Generator) -> Any:
+    """Probabilities of speech in frames, in runs of many lengths or without any order."""
+    frames = int(rng.integers(1, 4000))
+    if rng.random() < 0.3:
+        return rng.random(frames).astype(np.float32)
+    runs = list[Any]()
+    while sum(len(one) for one in runs) < frames:
+        length = int(rng.choice([1, 2, 4, 6, 20, 60, 200, 900]))
+        runs.append(np.full(length, rng.choice([0.1, 0.4, 0.9], p=[0.4, 0.15, 0.45]), np.float32))
+    return np.concatenate(runs)[:frames]
+
+
+class Detector:
+    """Has seen all probabilities before."""
+
+    known: Any = None
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def probabilities(self, samples: Any) -> list[float]:
+        """The next ones."""
+        first, self.at = self.at, self.at + len(samples) // ours.FRAME
+        return [float(one) for one in Detector.known[first : self.at]]
+
+
+def show_random(count: str) -> None:
+    """Prints the most seconds of sound that were held at a time, in windows of random parts."""
+    vad, most = ours.faster_whisper().vad, 0
+    setattr(ours, "SpeechDetector", Detector)  # noqa: B010  one that knows them
+    for seed in range(int(count)):
+        rng = np.random.default_rng(seed)
+        Detector.known = probabilities(rng)
+        vad.get_vad_model = lambda: lambda padded: Detector.known
+        length = len(Detector.known) * ours.FRAME - int(rng.integers(1, ours.FRAME + 1))
+        samples = (np.arange(length) % 30_000).astype(np.float32)
+        cutter, cut, at = ours.Cutter(), list[ours.Window](), 0
+        while at < length:
+            step = int(rng.integers(1, ours.BLOCK_S * ours.RATE_HZ + 1))
+            cut += cutter.add(samples[at : at + step])
+            most, at = max(most, cutter.held), at + step
+        cut += cutter.finish()
+        assert same(cut, *chunks_of(samples)), seed
+    print(most / ours.RATE_HZ)
+
+
+def predictor_of(name: str) -> Any:
+    """The class of an example, set up."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / name / "predict.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.path.insert(0, str(EXAMPLES / name))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    predictor = module.Predictor()
+    if hasattr(predictor, "setup"):
+        predictor.setup()
+    return predictor
+
+
+DEFAULTS = {
+    "language": "",
+    "prompt": "",
+    "temperature": 0.0,
+    "task": "transcribe",
+    "word_timestamps": True,
+}
+
+
+def show_steps(path: str) -> None:
+    """Prints the transcript of the steps of a flow, and fails unless it is that of the whole."""
+    cut = predictor_of("windows").predict(Path(path))
+    hears = predictor_of("transcribe")
+    said = [list(hears.predict(one, **DEFAULTS, vad_filter=False)) for one in cut.windows]
+    windows = {"segments": said, "parts": cut.parts}
+    joined = list(predictor_of("transcript").predict(windows, cut.duration))
+    assert joined == list(hears.predict(Path(path), **DEFAULTS, vad_filter=True))
+    print(json.dumps([len(said), joined]))
+
+
+def show_direct(kind: str, path: str) -> None:
+    """Prints what faster-whisper writes, called directly, and what it took.
+
+    Args:
+        kind: `sequence`: the whole recording, each text with the ones before it as its prompt.
+            `batched`: BatchedInferencePipeline. `windows`: the same windows, but each as a
+            recording of its own, with its temperatures.
+        path: of the recording.
+    """
+    import ctranslate2
+
+    began_s = time.process_time()
+    package = ours.faster_whisper()
+    hears = package.WhisperModel(
+        str(EXAMPLES / "transcribe" / "weights"), device="cpu", compute_type="int8", cpu_threads=1
+    )
+    samples = whole(path)
+    if kind == "sequence":
+        said = list(hears.transcribe(samples, vad_filter=True)[0])
+    elif kind == "batched":
+        pipeline = package.BatchedInferencePipeline(hears)
+        options = {"batch_size": 1, "without_timestamps": False}
+        said = list(pipeline.transcribe(samples, **options)[0])
+    else:
+        chunks = chunks_of(samples)[1]
+        said = []
+        for chunk in chunks:
+            ctranslate2.set_random_seed(0)
+            said += hears.transcribe(chunk)[0]
+    text = "".join(one.text for one in said).strip()
+    used_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    print(json.dumps({"text": text, "cpu_s": time.process_time() - began_s, "mib": used_mib}))
+
+
+def make_longer(target: str, minutes: str, *paths: str) -> None:
+    """Writes a long recording of others in changing order, loudness and distance.
+
+    No two windows are equal, so nothing in it comes from a cache. Prints the order.
+    """
+    rng, order = random.Random(41), list[int]()
+    recordings = [soundfile.read(path, dtype="float32")[0] for path in paths]
+    left = int(float(minutes) * 60 * ours.RATE_HZ)
+    with soundfile.SoundFile(target, "w", ours.RATE_HZ, 1, "PCM_16") as file:
+        while left > 0:
+            for number in rng.sample(range(len(paths)), len(paths)):
+                pause = np.zeros(int(rng.choice(PAUSES_S) * ours.RATE_HZ), np.float32)
+                said = np.concatenate([recordings[number] * rng.uniform(0.5, 0.95), pause])
+                if left > 0:
+                    order.append(number)
+                    file.write(said)
+                left -= len(said)
+    print(json.dumps(order))
+
+
+if __name__ == "__main__":
+    kind, *arguments = sys.argv[1:]
+    began_s = time.process_time()
+    kinds: dict[str, Any] = {
+        "windows": show_windows,
+        "random": show_random,
+        "steps": show_steps,
+        "direct": show_direct,
+        "longer": make_longer,
+    }
+    kinds[kind](*arguments)
+    used_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    print(f"{kind}: {time.process_time() - began_s:.1f} s of CPU, {used_mib} MiB", file=sys.stderr)

@@ -1,0 +1,29 @@
+"""Puts what was said in the windows of a recording into one transcript."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from cog import BasePredictor, Input
+from transcript import Transcript
+
+
+class Predictor(BasePredictor):
+    """Joins the answers of examples/transcribe for the windows of examples/windows."""
+
+    def predict(
+        self,
+        windows: dict[str, Any] = Input(
+            description="Of each window in order its `segments`, and its places: `parts`."
+        ),
+        duration: float = Input(description="Of the recording, in seconds.", ge=0),
+    ) -> Iterator[dict[str, Any]]:
+        """Yields the segments as examples/transcribe does for the whole recording.
+
+        A recording has the language of its first segment.
+        """
+        transcript = Transcript(duration)
+        for said, places in zip(windows["segments"], windows["parts"], strict=True):
+            yield from transcript.add(said, places)
+        yield from transcript.finish()

@@ -1,0 +1,55 @@
+"""Cuts a recording at silences into the windows that examples/transcribe writes down one by one.
+
+So the windows of hours of sound can be items of their own: on any worker, in any order, and equal
+ones once.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from pathlib import Path as LocalPath
+from typing import Any
+
+import soundfile
+from cog import BaseModel, BasePredictor, Input, Path
+from windows import FULL_SCALE, RATE_HZ, faster_whisper, seconds_of, windows_of
+
+
+class Output(BaseModel):
+    """The windows of a recording, in order.
+
+    `windows`: flac, 16 kHz, 16 bits, one channel, at most 30 s. `parts`: for each of them the
+    places of what is in it, in samples of the recording at 16 kHz. `duration`: of the recording,
+    in seconds.
+    """
+
+    windows: list[Path]
+    parts: list[Any]
+    duration: float
+
+
+class Predictor(BasePredictor):
+    """Finds silences."""
+
+    def setup(self) -> None:
+        """Reads the detector of speech, which comes with faster-whisper."""
+        faster_whisper().vad.get_vad_model()
+
+    def work(self, input: Any) -> int:
+        """Seconds of sound, begun ones too."""
+        duration_s: float = seconds_of(input.file)
+        return max(1, math.ceil(duration_s))
+
+    def predict(
+        self, file: Path = Input(description="The recording: wav, flac, mp3 or ogg.")
+    ) -> Output:
+        """Returns its windows, as files without loss. None: nobody speaks in it."""
+        folder, files, parts = LocalPath(tempfile.mkdtemp()), list[Path](), list[Any]()
+        for number, window in enumerate(windows_of(file)):
+            target = folder / f"window-{number}.flac"
+            samples = (window.samples * FULL_SCALE).astype("int16")
+            soundfile.write(str(target), samples, RATE_HZ, "PCM_16", format="FLAC")
+            files.append(Path(target))
+            parts.append(window.places)
+        return Output(windows=files, parts=parts, duration=seconds_of(file))
