@@ -22,6 +22,7 @@ from api.bodies import Body, check_amount
 from api.errors import error_response, to_bad_input
 from api.inputs.source_images import ImageCaller
 from api.inputs.storage import StorageQuota
+from api.mistral.ocr import OcrEndpoint
 from api.openai.embeddings import EmbeddingsEndpoint
 from api.openai.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
 from api.openai.generation import ChatEndpoint, CompletionEndpoint
@@ -160,6 +161,7 @@ ENDPOINTS: dict[str, Endpoint] = {
         ChatEndpoint(),
         CompletionEndpoint(),
         PredictionsEndpoint(),
+        OcrEndpoint(),
     )
 }
 """By path: those that lines of a batch may name."""

@@ -1,5 +1,7 @@
 """The files of batches: uploads with requests, and the outputs and errors of batches.
 
+Documents that Mistral's clients upload to be read (`ocr`) are kept like them.
+
 The object store has the bytes and one document for each. A file is there once its document is, so
 an upload that breaks off leaves no file.
 """
@@ -32,7 +34,7 @@ _DOCUMENT_MAX_BYTES = 16 * 1024
 _HEAD_BYTES = 1024
 _BOM = b"\xef\xbb\xbf"
 
-FilePurpose = Literal["batch", "batch_output"]
+FilePurpose = Literal["batch", "batch_output", "ocr"]
 
 
 class BatchFile(msgspec.Struct, kw_only=True):
@@ -201,6 +203,21 @@ class BatchFiles:
             yield await self._objects.get_range(file.data_key, start, length)
             start += length
 
+    async def read_whole(self, tenant: str, file_id: str, max_bytes: int) -> tuple[bytes, str]:
+        """Returns the bytes of a document of this tenant, and its name.
+
+        Raises:
+            NotFound: the tenant has no such file.
+            BadInput: it is too large, or was not uploaded as a document.
+            Unavailable: the object store is out of reach.
+        """
+        file = await self.find(tenant, file_id)
+        if file.purpose != "ocr":
+            raise BadInput(f"the file has purpose {file.purpose}, not ocr")
+        if file.size_bytes > max_bytes:
+            raise BadInput(f"the file has {file.size_bytes} bytes; at most {max_bytes} are read")
+        return b"".join([piece async for piece in self.read(file)]), file.filename
+
     async def _stored(self, tenant: str) -> list[StoredObject]:
         # Two objects for each file, and room for outputs, which are never refused.
         return await self._objects.listing(f"{FILES}/{owner_of(tenant)}", 4 * MAX_FILES)
@@ -227,6 +244,8 @@ class Upload:
         self.created_at_s = created_at_s
         self.filename = "file"
         """As the caller named it."""
+        self.purpose: FilePurpose = "batch"
+        """Set before the first piece: a document is not JSONL."""
         self.keep_s = KEEP_S
         """Seconds after which it is gone."""
         self._writer = writer
@@ -261,7 +280,7 @@ class Upload:
             id=self.id,
             tenant=tenant,
             filename=self.filename[:255],
-            purpose="batch",
+            purpose=self.purpose,
             size_bytes=self.size_bytes,
             created_at_s=self.created_at_s,
             expires_at_s=self.created_at_s + self.keep_s,
@@ -279,7 +298,7 @@ class Upload:
 
     def _check_head(self) -> None:
         text = self._head.removeprefix(_BOM).lstrip()
-        if text and not text.startswith(b"{"):
+        if self.purpose == "batch" and text and not text.startswith(b"{"):
             raise BadInput(
                 "file: the first line is not a JSON object; a file with purpose batch is JSONL",
                 field="file",

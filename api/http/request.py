@@ -54,6 +54,7 @@ from api.predictions.service import Predictions
 from api.tasks.base import Inputs
 from api.usage.service import ReportService, UsageService
 from shared.catalog import Catalog, Model, unknown_model
+from shared.catalog_entry import ServedApi
 from shared.errors import BadInput, PenstockError
 from shared.predictions import Prediction
 from shared.settings import ApiSettings
@@ -383,6 +384,20 @@ class ApiRequest:
         """
         self.context.model = model.name
         check_model(self.caller, model.name)
+
+    def serving(self, api: ServedApi, name: str | None) -> Model:
+        """Returns the model that serves an endpoint, and uses it.
+
+        Raises:
+            UnknownModel: there is none, or it does not serve this endpoint.
+            ModelForbidden: the key may not use it, whatever it serves.
+        """
+        catalog = self.dependencies.catalog
+        if name is not None:
+            self.use(catalog.find(name))
+        model = catalog.serving(api, name)
+        self.use(model)
+        return model
 
     async def prediction(self, prediction_id: str) -> PredictionSnapshot:
         """Returns the current state of a prediction of the tenant, created by any endpoint.

@@ -29,6 +29,8 @@ OFF = (
     "only data: URIs and files of this API (POST /v1/files) are accepted; "
     "other URLs are not fetched here"
 )
+DOCUMENT_PREFIX = "file-"
+"""Of the ids of files as OpenAI's and Mistral's clients upload them (api/batches/names.py)."""
 IMAGE_TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
 """Buckets give the last two to files of unknown kind."""
 
@@ -63,6 +65,13 @@ class SupportsFetch(Protocol):
         """Returns the bytes behind a link whose signature was verified."""
 
 
+class SupportsDocuments(Protocol):
+    """Reads what was uploaded to be read."""
+
+    async def read_whole(self, tenant: str, file_id: str, max_bytes: int) -> tuple[bytes, str]:
+        """Returns the bytes of a document of a tenant, and its name."""
+
+
 class SourceImages:
     """Fetches and stores source images. Has no state between calls."""
 
@@ -74,6 +83,7 @@ class SourceImages:
         url_signer: UrlSigner,
         image_codec: ImageCodec,
         url_fetcher: UrlFetcher,
+        documents: SupportsDocuments,
     ) -> None:
         self._objects = objects
         self._files = files
@@ -81,6 +91,7 @@ class SourceImages:
         self._url_signer = url_signer
         self._image_codec = image_codec
         self._url_fetcher = url_fetcher
+        self._documents = documents
 
     async def fetch_image(self, url: str, caller: ImageCaller, field: str = "image") -> FetchedFile:
         """Fetches the file of an image from wherever it is.
@@ -174,6 +185,9 @@ class SourceImages:
         path, _, query_text = url.removeprefix(caller.base_url).partition("#")[0].partition("?")
         folder, _, name = unquote(path.removeprefix("/").removeprefix("v1/")).partition("/")
         try:
+            if folder == "files" and name.startswith(DOCUMENT_PREFIX):
+                data, own_name = await self._documents.read_whole(caller.tenant, name, MAX_BYTES)
+                return FetchedFile(data, "", own_name)
             if folder == "files":
                 file = await self._files.find(caller.tenant, name)
                 return FetchedFile(await self._files.read(file), file.content_type, file.name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import PurePath
 from typing import Any, NamedTuple, TypeVar
 
@@ -57,11 +57,10 @@ from api.predictions.creation import digest_of
 from api.predictions.event_stream import HeldResponse
 from api.predictions.generation_stream import seen_from_id
 from api.tasks.base import Inputs
-from api.tasks.custom import checked_input
+from api.tasks.custom import in_fields, input_of_fields
 from shared.blob import Blob
 from shared.catalog import Model
-from shared.catalog_entry import ServedApi
-from shared.errors import BadInput, InputTooLarge, ModelFailed, PenstockError
+from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.messages import ItemOutcome
 from shared.predictions import EVENTS_TYPE
 from shared.tasks.custom import CustomInput, CustomResult, FilePlace, interface_of, read_elements
@@ -182,42 +181,15 @@ def _transcribed(
     return one
 
 
-def _checked(values: Mapping[str, Any], model: Model) -> CustomInput:
-    """Returns the input of a class, without files. None is left out."""
-    filled = {name: value for name, value in values.items() if value is not None}
-    for name in filled.keys() - interface_of(model).properties.keys():
-        named = _NAMES.get(name, name)
-        reason = "does not translate" if name == "task" else f"takes no {named}; leave it out"
-        raise BadInput(f"{named}: {model.name} {reason}", field=named)
-    custom_input, _ = checked_input(filled, model)
-    return custom_input
-
-
 _NAMES = {"task": "model", "word_timestamps": "timestamp_granularities"}
 """The fields of a form by the inputs of a class that have other names."""
 
 
-@contextmanager
-def _in_words_of_the_form(model: Model, field: str, unit: str) -> Iterator[None]:
-    """Has errors name the fields of a request instead of the inputs of a class.
-
-    Args:
-        model: whose class it is.
-        field: what is weighed.
-        unit: what is counted.
-    """
-    try:
-        yield
-    except InputTooLarge as error:
-        if error.field != "input":
-            raise
-        reason = f"more than {model.work.max} {unit}, the most that {model.name} takes"
-        raise InputTooLarge(f"{field}: {reason}", field=field) from error
-    except BadInput as error:
-        if (named := _NAMES.get(error.field or "")) is None:
-            raise
-        reason = error.message.removeprefix(f"{error.field}: ")
-        raise BadInput(f"{named}: {reason}", field=named) from error
+def _checked(values: Mapping[str, Any], model: Model) -> CustomInput:
+    """Returns the input of a class, without files. None is left out."""
+    if values.get("task") is not None and "task" not in interface_of(model).properties:
+        raise BadInput(f"model: {model.name} does not translate", field="model")
+    return input_of_fields(values, model, _NAMES)[0]
 
 
 def _elements(output: Any) -> list[TranscribedElement]:
@@ -426,26 +398,11 @@ async def create_translation(request: Request) -> Response:
     return await _transcribe(call, form, recording, "translate")
 
 
-def _model_of(call: ApiRequest, api: ServedApi, name: str | None) -> Model:
-    """Returns the model that serves an endpoint.
-
-    Raises:
-        UnknownModel: there is none, or it does not serve this endpoint.
-        ModelForbidden: the key may not use it, whatever it serves.
-    """
-    catalog = call.dependencies.catalog
-    if name is not None:
-        call.use(catalog.find(name))
-    model = catalog.serving(api, name)
-    call.use(model)
-    return model
-
-
 async def _transcribe(
     call: ApiRequest, form: TranslationForm, recording: _Recording, mode: Task
 ) -> Response:
-    model = _model_of(call, "transcription", form.model)
-    with _in_words_of_the_form(model, FILE, "seconds"):
+    model = call.serving("transcription", form.model)
+    with in_fields(model, FILE, "seconds", _NAMES):
         one = _transcribed(form, model, recording, mode)
         call.check_room(model, 1)
         one = one.with_sources([await call.dependencies.source_images.stored(one.files[0])])
@@ -497,9 +454,9 @@ async def create_speech(request: Request) -> Response:
     """Answers with the whole sound, in the format that was asked for."""
     call = open_request(request)
     body = await call.read_json(SpeechBody)
-    model = _model_of(call, "speech", body.model)
+    model = call.serving("speech", body.model)
     one = _checked(body.model_dump(exclude={"model", "stream_format"}), model)
-    with _in_words_of_the_form(model, "input", "characters"):
+    with in_fields(model, "input", "characters", _NAMES):
         async with call.inferred(model, [one], is_repeatable=model.deterministic) as response:
             (outcome,) = response.outcomes
             if outcome.result is None or len(outcome.result.blobs) != 1:

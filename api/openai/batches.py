@@ -51,6 +51,7 @@ class BatchBody(Body):
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/predictions",
+        "/v1/ocr",
     ] = Field(description="The `url` of all lines.")
     completion_window: Literal["24h"]
     metadata: Metadata | None = None

@@ -19,7 +19,15 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from api.batches.files import FILE_MAX_BYTES, KEEP_S, MIN_KEEP_S, PAGE, BatchFile
+from api.batches.files import (
+    FILE_MAX_BYTES,
+    JSONL,
+    KEEP_S,
+    MIN_KEEP_S,
+    PAGE,
+    BatchFile,
+    FilePurpose,
+)
 from api.bodies import Body
 from api.errors import EXPECTED_ERRORS
 from api.http.auth import check_model
@@ -50,7 +58,7 @@ class FileForm(Body):
 
     model_config = ConfigDict(populate_by_name=False)
 
-    purpose: Literal["batch"]
+    purpose: Literal["batch", "ocr"]
     anchor: Literal["created_at"] | None = Field(None, alias="expires_after[anchor]")
     seconds: int | None = Field(None, ge=3600, le=30 * 24 * 3600, alias="expires_after[seconds]")
 
@@ -63,10 +71,13 @@ class FileObject(msgspec.Struct):
     created_at: int
     expires_at: int
     filename: str
-    purpose: Literal["batch", "batch_output"]
+    purpose: FilePurpose
     object: Literal["file"] = "file"
     status: Literal["uploaded", "processed", "error"] = "processed"
     status_details: str | None = None
+    sample_type: Literal["batch_request", "batch_result", "ocr_input"] = "batch_request"
+    """As Mistral's clients need it, with `source`."""
+    source: Literal["upload", "repository"] = "upload"
 
 
 class FilesPage(msgspec.Struct):
@@ -103,7 +114,11 @@ _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})?")
 _FILE = {"type": "string", "format": "binary"}
 _FIELDS: Described = {
     "file": _FILE | {"description": "For a batch: JSONL, a request in each line."},
-    "purpose": {"type": "string", "enum": ["batch"], "description": "Goes with `file`."},
+    "purpose": {
+        "type": "string",
+        "enum": ["batch", "ocr"],
+        "description": "Goes with `file`. `ocr`: a document for /v1/ocr. It is before the file.",
+    },
     "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
     "expires_after[seconds]": {"type": "integer", "minimum": MIN_KEEP_S, "maximum": KEEP_S},
     "content": _FILE | {"description": "For a prediction, as Replicate's clients send it."},
@@ -136,7 +151,7 @@ _EITHER: Described = {
     },
 )
 async def create_file(request: Request) -> Response:
-    """Takes a form with the file of a batch as `file`, and its `purpose`.
+    """Takes a form with the file of a batch, or a document, as `file`, and its `purpose`.
 
     A form with the field `content` is an upload of Replicate's clients.
     """
@@ -155,12 +170,16 @@ async def _receive(call: ApiRequest, request: Request) -> FileObject:
     form = UploadForm(request.headers.get("content-type", ""), "file")
     async with files.upload(call.storage_quota("file"), call.body_bytes) as upload:
         async for data in request.stream():
-            for piece in form.feed(data):
+            pieces = form.feed(data)
+            if form.fields.get("purpose") == "ocr":
+                upload.purpose = "ocr"
+            for piece in pieces:
                 await upload.write(piece)
         form.finish()
         # A form has no null; clients and pages write an empty field for it.
         values = {name: value for name, value in form.fields.items() if value}
         fields = FileForm.model_validate(values)
+        upload.purpose = fields.purpose
         if (fields.anchor is None) != (fields.seconds is None):
             raise BadInput("expires_after: anchor and seconds go together", field="expires_after")
         upload.filename, upload.keep_s = form.filename or "file", fields.seconds or KEEP_S
@@ -244,10 +263,11 @@ async def delete_file(request: Request, file_id: str) -> Response:
     openapi_extra=AUTHENTICATED,
     response_class=Response,
     responses={
-        200: binary("The bytes of the file.", "application/jsonl", headers=("Accept-Ranges",)),
+        200: binary("The bytes of the file.", JSONL, ANY_BYTES, headers=("Accept-Ranges",)),
         206: binary(
             "The bytes that `Range` asks for.",
-            "application/jsonl",
+            JSONL,
+            ANY_BYTES,
             headers=("Accept-Ranges", "Content-Range"),
         ),
         **errors(400, 401, 404, 503),
@@ -264,7 +284,8 @@ async def get_content(request: Request, file_id: str) -> Response:
     if is_part:
         headers["content-range"] = f"bytes {start}-{end - 1}/{file.size_bytes}"
     chunks = _nothing() if request.scope.get(IS_HEAD) else files.read(file, start, end)
-    return StreamingResponse(chunks, 206 if is_part else 200, headers, "application/jsonl")
+    media_type = ANY_BYTES if file.purpose == "ocr" else JSONL
+    return StreamingResponse(chunks, 206 if is_part else 200, headers, media_type)
 
 
 async def _found(call: ApiRequest, file_id: str) -> BatchFile:
@@ -300,6 +321,13 @@ async def _as_replicate(request: Request, answering: Awaitable[Response]) -> Res
         return problem_response(request, error)
 
 
+_SAMPLE_TYPES: dict[FilePurpose, Literal["batch_request", "batch_result", "ocr_input"]] = {
+    "batch": "batch_request",
+    "batch_output": "batch_result",
+    "ocr": "ocr_input",
+}
+
+
 def _shown(file: BatchFile) -> FileObject:
     return FileObject(
         id=file.id,
@@ -308,6 +336,8 @@ def _shown(file: BatchFile) -> FileObject:
         expires_at=int(file.expires_at_s),
         filename=file.filename,
         purpose=file.purpose,
+        sample_type=_SAMPLE_TYPES[file.purpose],
+        source="repository" if file.purpose == "batch_output" else "upload",
     )
 
 

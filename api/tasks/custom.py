@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import mimetypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -98,6 +99,54 @@ def checked_input(raw_input: dict[str, Any], model: Model) -> tuple[CustomInput,
             f"{field}: at most {MAX_FILES} files are allowed in a prediction", field=field
         )
     return CustomInput(values, is_streamed=bool(interface.streams)), files
+
+
+def input_of_fields(
+    values: Mapping[str, Any], model: Model, names: Mapping[str, str]
+) -> tuple[CustomInput, list[FileInput]]:
+    """Checks the fields of an endpoint that a class serves. None is left out.
+
+    Args:
+        values: by the names of the class's inputs.
+        model: whose class it is.
+        names: of the endpoint's fields, if they are others, by those of inputs.
+
+    Returns:
+        The input without its files, and these.
+
+    Raises:
+        pydantic.ValidationError: the class does not take a value.
+        BadInput: the class does not take a field.
+    """
+    filled = {name: value for name, value in values.items() if value is not None}
+    for name in filled.keys() - interface_of(model).properties.keys():
+        named = names.get(name, name)
+        raise BadInput(f"{named}: {model.name} takes no {named}; leave it out", field=named)
+    return checked_input(filled, model)
+
+
+@contextmanager
+def in_fields(model: Model, field: str, unit: str, names: Mapping[str, str]) -> Iterator[None]:
+    """Has errors name the fields of an endpoint instead of the inputs of a class.
+
+    Args:
+        model: whose class it is.
+        field: what is weighed.
+        unit: what is counted.
+        names: of the endpoint's fields, if they are others, by those of inputs.
+    """
+    try:
+        yield
+    except InputTooLarge as error:
+        if error.field != "input":
+            raise
+        reason = f"more than {model.work.max} {unit}, the most that {model.name} takes"
+        raise InputTooLarge(f"{field}: {reason}", field=field) from error
+    except BadInput as error:
+        if (named := names.get(error.field or "")) is None:
+            raise
+        reason = error.message.removeprefix(f"{error.field}: ")
+        raise BadInput(f"{named}: {reason}", field=named) from error
 
 
 async def add_files(

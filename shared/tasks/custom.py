@@ -352,11 +352,25 @@ API_INPUTS: Mapping[ServedApi, Mapping[str, str]] = {
         "response_format": "string",
         "speed": "number",
     },
+    "ocr": {
+        "document": "file",
+        "pages": "string",
+        "table_format": "string",
+        "include_image_base64": "boolean",
+        "image_limit": "integer",
+        "image_min_size": "integer",
+        "include_blocks": "boolean",
+        "confidence_scores_granularity": "string",
+        "extract_header": "boolean",
+        "extract_footer": "boolean",
+    },
 }
 """The inputs that an endpoint fills, with their types. A class has the first one at least.
 
-api/openai/audio.py fills them.
+api/openai/audio.py and api/mistral/ocr.py fill them.
 """
+_ELEMENTS: Mapping[ServedApi, str] = {"transcription": "segments", "ocr": "pages"}
+"""What a class yields."""
 
 
 def _check_api(api: ServedApi, interface: ModelInterface) -> None:
@@ -378,8 +392,10 @@ def _check_api(api: ServedApi, interface: ModelInterface) -> None:
         if shape is not None and (is_kind := _kind(shape)) != kind:
             raise ValueError(f"api: {api}: the input {name!r} must be a {kind}, not a {is_kind}")
     element = interface.output.get("items", {})
-    if api == "transcription" and (interface.streams, _kind(element)) != ("items", "object"):
-        raise ValueError(f"api: {api}: the class must give Iterator[dict[str, Any]], its segments")
+    if api in _ELEMENTS and (interface.streams, _kind(element)) != ("items", "object"):
+        raise ValueError(
+            f"api: {api}: the class must give Iterator[dict[str, Any]], its {_ELEMENTS[api]}"
+        )
     if api == "speech" and (interface.streams or _kind(interface.output) != "file"):
         raise ValueError(f"api: {api}: the class must give a Path, the file with what is said")
 

@@ -213,7 +213,9 @@ class FakeWorker:
             return
         assert self.records is not None
         if isinstance(item.input, CustomInput):
-            lines = [StreamedElement(one).line for one in segments_of(item.input)]
+            is_document = _is_document(item.input)
+            elements = _pages_of(item.input).output if is_document else segments_of(item.input)
+            lines = [StreamedElement(one).line for one in elements]
             pieces = [(line, list[TokenLogprob]()) for line in lines]
         else:
             assert isinstance(item.input, GenerationInput)
@@ -312,6 +314,39 @@ def _words_in(recording: CustomInput, number: int, line: str) -> list[dict[str, 
     ]
 
 
+def _is_document(given: CustomInput) -> bool:
+    return [place.at for place in given.places] == [["document"]]
+
+
+def _pages_of(document: CustomInput) -> CustomResult:
+    """What is read in a "document": a text with a page in each line. "image" is one."""
+    (file,) = document.files
+    assert file.data is not None, "a small one"
+    lines, values = file.data.decode().splitlines(), document.values
+    asked = values.get("pages") or f"0-{len(lines) - 1}"
+    spans = [part.partition("-") for part in asked.split(",")]
+    chosen = [n for first, _, last in spans for n in range(int(first), int(last or first) + 1)]
+    if lines == ["no pages"]:
+        return CustomResult([{"text": "?"}], streams="items")
+    pages: list[dict[str, Any]] = []
+    files, places = [], []
+    for index in chosen:
+        page: dict[str, Any] = {"index": index, "markdown": lines[index], "images": []}
+        page["dimensions"] = {"dpi": 150, "height": 1650, "width": 1275}
+        if lines[index] == "image":
+            corners = {"top_left_x": 1, "top_left_y": 2, "bottom_right_x": 3, "bottom_right_y": 4}
+            page["images"].append({"id": "img-0.jpeg", **corners})
+            if values.get("include_image_base64"):
+                page["images"][0]["image_base64"] = None
+                places.append(FilePlace([len(pages), "images", 0, "image_base64"]))
+                files.append(Blob("image/jpeg", data=b"jpeg"))
+        pages.append(page)
+    metrics = {"doc_size_bytes": len(file.data)}
+    return CustomResult(
+        pages, files, places, streams="items", metrics=metrics, work=max(1, len(pages))
+    )
+
+
 def _custom_result(given: CustomInput) -> CustomResult:
     """A transcript, what is said, or what was given."""
     values = given.values
@@ -321,6 +356,8 @@ def _custom_result(given: CustomInput) -> CustomResult:
             segments = [one | {"text": one["text"].upper()} for one in segments]
         work = max(1, math.ceil(segments[0]["duration"]))
         return CustomResult(segments, streams="items", work=work)
+    if _is_document(given):
+        return _pages_of(given)
     if "input" in values:
         sound = Blob("audio/x-wav", data=json.dumps(values, sort_keys=True).encode())
         return CustomResult(None, [sound], [FilePlace([])], work=len(values["input"]))
