@@ -42,22 +42,29 @@ def stream(entries: bytes, data: bytes, *, is_packed: bool = True) -> bytes:
     return b"<<%s/Length %d>>stream\n%s\nendstream" % (entries, len(data), data)
 
 
-def pages_pdf(contents: Sequence[bytes], things: Mapping[bytes, bytes] | None = None) -> bytes:
+def pages_pdf(
+    contents: Sequence[bytes],
+    things: Mapping[bytes, bytes] | None = None,
+    *,
+    is_shared: bool = True,
+) -> bytes:
     """A PDF with a page for each content stream.
 
     Args:
         contents: of the pages, as objects.
-        things: objects that all pages may draw, by name.
+        things: objects that pages may draw, by name.
+        is_shared: whether every page may draw all of them. False: each has one, in order.
     """
     named = list((things or {}).items())
     font = b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica/Encoding/WinAnsiEncoding>>"
     fixed = [b"", b"", font, *(thing for _, thing in named)]
-    drawn = b"".join(b"/%s %d 0 R" % (name, at) for at, (name, _) in enumerate(named, 4))
+    drawn = [b"/%s %d 0 R" % (name, at) for at, (name, _) in enumerate(named, 4)]
     kids = []
-    for content in contents:
+    for number, content in enumerate(contents):
         at = len(fixed) + 1
         kids.append(b"%d 0 R" % at)
-        resources = b"<</Font<</F1 3 0 R>>/XObject<<%s>>>>" % drawn
+        resources = b"<</Font<</F1 3 0 R>>/XObject<<%s>>>>"
+        resources %= b"".join(drawn if is_shared else drawn[number : number + 1])
         box = b"[0 0 %d %d]" % (WIDTH_PT, HEIGHT_PT)
         fixed.append(
             b"<</Type/Page/Parent 2 0 R/MediaBox%s/Resources%s/Contents %d 0 R>>"
@@ -154,7 +161,7 @@ def scan_of(pdf: bytes, *, dpi: int = 150, degrees: float = 0.6, seed: int = 0) 
         images[name] = stream(entries, file.getvalue(), is_packed=False)
         drawn = b"q %d 0 0 %d 0 0 cm /%s Do Q" % (WIDTH_PT, HEIGHT_PT, name)
         contents.append(stream(b"", drawn))
-    return pages_pdf(contents, images)
+    return pages_pdf(contents, images, is_shared=False)
 
 
 def images_of(pdf: bytes, *, dpi: int = 150) -> list[Image.Image]:

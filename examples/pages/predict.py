@@ -82,6 +82,7 @@ def opened(path: LocalPath) -> Any:
 
 def image_pages(path: LocalPath, folder: LocalPath) -> Iterator[LocalPath]:
     """Yields the image, or one for each page of a TIFF."""
+    Image.MAX_IMAGE_PIXELS = None  # MAX_IMAGE_PX says how large it may be
     try:
         file = Image.open(path, formats=FORMATS)
         if file.format != "TIFF":
