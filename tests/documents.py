@@ -85,7 +85,7 @@ def shown(text: str, x: float, y: float, size: float) -> bytes:
 def own_lines() -> list[str]:
     """Lines of prose of this repository's documentation, without its marks."""
     lines = []
-    for file in sorted((ROOT / "docs/decisions").glob("0*.md")):
+    for file in sorted((ROOT / "docs").rglob("*.md")):
         text = file.read_text(encoding="utf-8").encode("ascii", "ignore").decode()
         plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
         for paragraph in plain.split("\n\n"):
@@ -99,6 +99,7 @@ def report_pages(count: int, *, first: int = 0) -> list[list[str]]:
     """The lines of pages of a report: a title, and prose."""
     lines = own_lines()
     size = LINES - 4
+    assert len(lines) >= (first + count) * size, "there is no more prose in docs/"
     return [
         [f"Chapter {number + 1}", *lines[number * size : (number + 1) * size]]
         for number in range(first, first + count)
