@@ -8,7 +8,9 @@ work is a page. https://docs.mistral.ai/api/endpoint/ocr
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import PurePath
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -57,6 +59,8 @@ MAX_IMAGES_BYTES = 48 * 1024 * 1024
 """Of all images of an answer. In base64 they are a third more."""
 _RANGES = re.compile(r"\d{1,5}(?:-\d{1,5})?(?:,\d{1,5}(?:-\d{1,5})?)*")
 _REPLY_BYTES, _REPLY_WITH_IMAGES_BYTES = 256 * 1024, 4 * 1024 * 1024
+_ID_REFERENCE = re.compile(r"(!?)\[([^\]\s]{1,100})\]\(\2\)")
+"""A reference in markdown to an image or a table, by its id."""
 _LINE_URLS = ("data:", "https://", "http://", "/v1/files/")
 _encode = msgspec.json.Encoder().encode
 
@@ -459,9 +463,44 @@ async def _reply(outcomes: Sequence[ItemOutcome], model: Model, objects: ObjectS
         pages = msgspec.convert(output, list[OcrPage])
     except msgspec.ValidationError as error:
         raise ModelFailed(f"the model gave no pages: {error}") from error
+    _number(pages)
     doc_size_bytes = result.metrics.get(SIZE_METRIC)
     usage = OcrUsage(result.work, doc_size_bytes if isinstance(doc_size_bytes, int) else None)
     return OcrReply(pages, model.name, usage)
+
+
+def _number(pages: Sequence[OcrPage]) -> None:
+    """Numbers images and tables from page to page. A class numbers those of each page from 0."""
+    images, tables = count(), count()
+    for page in pages:
+        names = {one.id: f"img-{next(images)}{PurePath(one.id).suffix}" for one in page.images}
+        for table in page.tables or ():
+            names[table.id] = f"tbl-{next(tables)}{PurePath(table.id).suffix}"
+        if any(name != new for name, new in names.items()):
+            _rename(page, names)
+
+
+def _rename(page: OcrPage, names: Mapping[str, str]) -> None:
+    """Gives images and tables other ids, also where the page refers to them."""
+    shifts: list[tuple[int, int]] = []
+
+    def renamed(match: re.Match[str]) -> str:
+        name = names.get(match[2], match[2])
+        shifts.append((match.start(), 2 * (len(name) - len(match[2]))))
+        return f"{match[1]}[{name}]({name})"
+
+    page.markdown = _ID_REFERENCE.sub(renamed, page.markdown)
+    scores = page.confidence_scores and page.confidence_scores.word_confidence_scores
+    for word in scores or ():
+        word.start_index += sum(shift for at, shift in shifts if at < word.start_index)
+    for image in page.images:
+        image.id = names[image.id]
+    for table in page.tables or ():
+        table.id = names[table.id]
+    for block in page.blocks or ():
+        block.content = _ID_REFERENCE.sub(renamed, block.content)
+        block.image_id = names.get(block.image_id or "", block.image_id)
+        block.table_id = names.get(block.table_id or "", block.table_id)
 
 
 class OcrEndpoint(Endpoint):

@@ -28,7 +28,7 @@ from api.batches.files import (
     BatchFile,
     FilePurpose,
 )
-from api.bodies import Body
+from api.bodies import Body, Option
 from api.errors import EXPECTED_ERRORS
 from api.http.auth import check_model
 from api.http.fast_route import IS_HEAD
@@ -61,6 +61,9 @@ class FileForm(Body):
     purpose: Literal["batch", "ocr"]
     anchor: Literal["created_at"] | None = Field(None, alias="expires_after[anchor]")
     seconds: int | None = Field(None, ge=3600, le=30 * 24 * 3600, alias="expires_after[seconds]")
+    expiry: int | None = Field(None, ge=1, le=KEEP_S // 3600)
+    """Hours, as Mistral's clients say it."""
+    visibility: Option | None = None
 
 
 class FileObject(msgspec.Struct):
@@ -121,6 +124,13 @@ _FIELDS: Described = {
     },
     "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
     "expires_after[seconds]": {"type": "integer", "minimum": MIN_KEEP_S, "maximum": KEEP_S},
+    "expiry": {
+        "type": "integer",
+        "minimum": 1,
+        "maximum": KEEP_S // 3600,
+        "description": "Hours until the file is gone, as Mistral's clients say it.",
+    },
+    "visibility": {"type": "string", "description": "Accepted, without effect."},
     "content": _FILE | {"description": "For a prediction, as Replicate's clients send it."},
     "metadata": {"type": "object", "description": "Goes with `content`. Kept with the file."},
 }
@@ -182,7 +192,8 @@ async def _receive(call: ApiRequest, request: Request) -> FileObject:
         upload.purpose = fields.purpose
         if (fields.anchor is None) != (fields.seconds is None):
             raise BadInput("expires_after: anchor and seconds go together", field="expires_after")
-        upload.filename, upload.keep_s = form.filename or "file", fields.seconds or KEEP_S
+        keep_s = fields.seconds or (fields.expiry or 0) * 3600 or KEEP_S
+        upload.filename, upload.keep_s = form.filename or "file", keep_s
     return _shown(upload.to_file(call.tenant))
 
 

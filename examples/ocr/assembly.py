@@ -42,17 +42,16 @@ class Word:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of words. `size`: the height of its letters. `is_open`: its last word goes on."""
+    """A line of text, and its words. `size`: the height of its letters.
+
+    `is_open`: it ends within a word, and a hyphen stood there.
+    """
 
     words: tuple[Word, ...]
     box: Box
     size: float
+    text: str
     is_open: bool = False
-
-    @property
-    def text(self) -> str:
-        """Its words."""
-        return " ".join(word.text for word in self.words)
 
 
 @dataclass(frozen=True)
@@ -90,10 +89,13 @@ def boxed(boxes: Sequence[Box]) -> Box:
     )
 
 
-def line_of(words: Sequence[Word], size: float | None = None, *, is_open: bool = False) -> Line:
-    """A line of words, from left to right."""
+def line_of(
+    words: Sequence[Word], size: float | None = None, text: str = "", *, is_open: bool = False
+) -> Line:
+    """A line of words, from left to right. `text`: with the spaces between them."""
     box = boxed([word.box for word in words])
-    return Line(tuple(words), box, size or float(box[3] - box[1]), is_open)
+    shown = text or " ".join(word.text for word in words)
+    return Line(tuple(words), box, size or float(box[3] - box[1]), shown, is_open)
 
 
 def is_inside(box: Box, region: Box) -> bool:
@@ -176,7 +178,8 @@ def _rows(lines: list[tuple[Box, Line]]) -> Iterator[Line]:
     for row in rows:
         row.sort(key=lambda one: one[0][0])
         words = [word for _, line in row for word in line.words]
-        yield line_of(words, max(box[3] - box[1] for box, _ in row))
+        text = " ".join(line.text for _, line in row)
+        yield line_of(words, max(box[3] - box[1] for box, _ in row), text)
 
 
 def blocks_of(lines: Sequence[Line], regions: Sequence[Region], height: int) -> list[Block]:
@@ -266,14 +269,14 @@ def _points(group: Sequence[Line]) -> Iterator[str]:
 
 
 def _joined(lines: Sequence[Line]) -> str:
-    """Lines as they stand, but for words that are divided between two."""
+    """Lines as they stand, but for words that are divided between two.
+
+    Their hyphens stay: nothing says whether a word has one also within a line.
+    """
     text = ""
     for line in lines:
-        text += line.text
-        if line.is_open:
-            continue
-        divided = HYPHEN.sub("", text)
-        text = divided if divided != text and line is not lines[-1] else f"{text}\n"
+        text += f"{line.text}-" if line.is_open else line.text
+        text += "" if HYPHEN.search(text) else "\n"
     return text.removesuffix("\n")
 
 
@@ -327,22 +330,16 @@ class Wishes:
     extract_footer: bool = False
 
 
-class Counters:
-    """The numbers of images and tables, which go on from page to page."""
-
-    def __init__(self) -> None:
-        self.images = self.tables = 0
-
-
 def page_of(
     index: int,
     size: dict[str, int],
     blocks: Sequence[Block],
     links: Sequence[str],
     wishes: Wishes,
-    counters: Counters,
 ) -> dict[str, Any]:
     """A page in Mistral's shape, ready for JSON. Its images have no bytes yet.
+
+    Images and tables are numbered from 0 on each page: equal pages are equal wherever they are.
 
     Args:
         index: of the page in its document, from 0.
@@ -350,14 +347,13 @@ def page_of(
         blocks: in order.
         links: addresses that are written on it.
         wishes: what is asked for.
-        counters: of the document.
     """
     page: dict[str, Any] = {"index": index, "markdown": "", "images": [], "dimensions": size}
     tables: list[dict[str, Any]] = []
     aside: dict[str, list[str]] = {"header": [], "footer": []}
     pieces = []
     for block in blocks:
-        shown = _shown(block, wishes, counters, page["images"], tables)
+        shown = _shown(block, wishes, page["images"], tables)
         if block.kind in aside and getattr(wishes, f"extract_{block.kind}"):
             aside[block.kind].append(shown)
         else:
@@ -378,22 +374,19 @@ def page_of(
 def _shown(
     block: Block,
     wishes: Wishes,
-    counters: Counters,
     images: list[dict[str, Any]],
     tables: list[dict[str, Any]],
 ) -> str:
     """A block in the markdown of its page. Images and tables get their ids."""
     if block.kind == "image":
-        block.id = f"img-{counters.images}.jpeg"
-        counters.images += 1
+        block.id = f"img-{len(images)}.jpeg"
         images.append({"id": block.id, **_corners(block.box)})
         block.content = f"![{block.id}]({block.id})"
     elif block.region is not None:
         as_html = wishes.table_format == "html"
         block.content = block.region.html if as_html else markdown_table(block.region.html)
         if wishes.table_format:
-            block.id = f"tbl-{counters.tables}.{'html' if as_html else 'md'}"
-            counters.tables += 1
+            block.id = f"tbl-{len(tables)}.{'html' if as_html else 'md'}"
             tables.append({"id": block.id, "content": block.content, "format": wishes.table_format})
             return f"[{block.id}]({block.id})"
         return block.content

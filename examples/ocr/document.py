@@ -308,6 +308,9 @@ class PdfPages:
                 line = _Line()
             elif code in HYPHENS:
                 line.is_open = True
+                if line.words:
+                    yield line.shown(place)
+                line = _Line()
             elif code <= 32 or code == 0xA0:
                 line.end_word()
             else:

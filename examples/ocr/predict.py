@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from assembly import (
     Box,
-    Counters,
     Line,
     Region,
     Wishes,
@@ -107,9 +106,9 @@ class Reader:
             return []
         level = straightened(read.boxes.tolist())
         return [
-            (box, line_of(_words(words), float(box[3] - box[1])))
-            for box, words in zip(level, read.word_results, strict=True)
-            if any(text.strip() for text, *_ in words)
+            (box, line_of(_words(words), float(box[3] - box[1]), text.strip()))
+            for box, text, words in zip(level, read.txts, read.word_results, strict=True)
+            if text.strip() and any(word.strip() for word, *_ in words)
         ]
 
     def regions(self, pixels: Any, lines: Sequence[Line], kinds: Sequence[str]) -> list[Region]:
@@ -253,14 +252,15 @@ class Predictor(BasePredictor):
             extract_header,
             extract_footer,
         )
-        counters = Counters()
+        shown = 0
         self.record_metric("doc_size_bytes", LocalPath(document).stat().st_size)
         with Document(LocalPath(document)) as opened:
             for index in chosen(pages, opened.pages):
-                one = PageReader(opened, index, self.reader, (image_limit, image_min_size))
-                page = one.page(wishes, counters)
+                one = PageReader(opened, index, self.reader, image_limit - shown, image_min_size)
+                page = one.page(wishes)
+                shown += len(page["images"])
                 if include_image_base64:
-                    _check_images(counters.images)
+                    _check_images(shown)
                     one.add_files(page["images"])
                 yield page
 
@@ -278,19 +278,20 @@ class PageReader:
         document: that it is of.
         index: its number.
         reader: of images.
-        images: how many images all pages may have, and their least width and height.
+        max_images: how many images it may have.
+        min_px: their least width and height.
     """
 
     def __init__(
-        self, document: Document, index: int, reader: Reader, images: tuple[int, int]
+        self, document: Document, index: int, reader: Reader, max_images: int, min_px: int
     ) -> None:
         self._document = document
         self._index = index
         self._reader = reader
-        self._limit, self._min_px = images
+        self._max_images, self._min_px = max_images, min_px
         self._raster: Raster | None = None
 
-    def page(self, wishes: Wishes, counters: Counters) -> dict[str, Any]:
+    def page(self, wishes: Wishes) -> dict[str, Any]:
         """The page in Mistral's shape, without the bytes of its images."""
         facts = self._document.text(self._index)
         lines = layer_lines(facts)
@@ -300,10 +301,10 @@ class PageReader:
                 regions += self._reader.regions(self._pixels, lines, ["table"])
         else:
             lines, regions = self._seen(facts)
-        kept = self._kept(regions, counters.images)
+        kept = self._kept(regions)
         size = {name: facts[name] for name in ("dpi", "height", "width")}
         blocks = blocks_of(lines, kept, size["height"])
-        page: dict[str, Any] = page_of(self._index, size, blocks, facts["links"], wishes, counters)
+        page: dict[str, Any] = page_of(self._index, size, blocks, facts["links"], wishes)
         return page
 
     def _seen(self, facts: dict[str, Any]) -> tuple[list[Line], list[Region]]:
@@ -331,16 +332,14 @@ class PageReader:
         boxes = dict.fromkeys(tuple(box) for box in facts["images"] if not _covers(box, facts))
         return [Region("image", box) for box in boxes]
 
-    def _kept(self, regions: Sequence[Region], so_far: int) -> list[Region]:
-        kept = []
-        for one in regions:
-            left, top, right, bottom = one.box
-            if one.kind == "image":
-                if min(right - left, bottom - top) < self._min_px or so_far >= self._limit:
-                    continue
-                so_far += 1
-            kept.append(one)
-        return kept
+    def _kept(self, regions: Sequence[Region]) -> list[Region]:
+        images = [
+            one
+            for one in regions
+            if one.kind == "image"
+            and min(one.box[2] - one.box[0], one.box[3] - one.box[1]) >= self._min_px
+        ]
+        return [one for one in regions if one.kind != "image"] + images[: self._max_images]
 
     def add_files(self, images: Sequence[dict[str, Any]]) -> None:
         """Puts the files of images into their entries."""

@@ -10,7 +10,6 @@ import pytest
 
 from examples.ocr.assembly import (
     Box,
-    Counters,
     Line,
     Region,
     Wishes,
@@ -132,7 +131,7 @@ def test_lines_of_a_skewed_page_become_level() -> None:
 def page(lines: Sequence[Line], regions: Sequence[Region] = (), **wishes: Any) -> dict[str, Any]:
     size = {"dpi": 150, "height": HEIGHT, "width": 1275}
     blocks = blocks_of(lines, regions, HEIGHT)
-    return page_of(0, size, blocks, (), Wishes(**wishes), Counters())
+    return page_of(0, size, blocks, (), Wishes(**wishes))
 
 
 def plain(*placed: tuple[Box, Line]) -> list[Line]:
@@ -152,9 +151,18 @@ def test_titles_paragraphs_and_lists() -> None:
 
 
 def test_a_divided_word_is_one() -> None:
-    assert page(plain(*lines_at(("the reser-", 100, 300), ("voir", 100, 330))))["markdown"] == (
-        "the reservoir"
-    )
+    lines = plain(*lines_at(("at-", 100, 300), ("least -", 100, 330), ("two", 100, 360)))
+    assert page(lines)["markdown"] == "at-least -\ntwo"
+
+
+def test_a_word_that_a_text_layer_divides_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.pdf"
+    path.write_bytes(report([["Title", "the reser-", "voir of it"]]))
+    with Document(path) as document:
+        facts = document.text(0)
+    lines = [[word[0] for word in line["words"]] for line in facts["lines"]]
+    assert lines == [["Title"], ["the", "reser"], ["voir", "of", "it"]]
+    assert [line["is_open"] for line in facts["lines"]] == [False, True, False]
 
 
 def test_headers_and_footers_are_beside_the_markdown_if_asked() -> None:

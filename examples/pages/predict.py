@@ -84,25 +84,27 @@ def image_pages(path: LocalPath, folder: LocalPath) -> Iterator[LocalPath]:
     """Yields the image, or one for each page of a TIFF."""
     Image.MAX_IMAGE_PIXELS = None  # MAX_IMAGE_PX says how large it may be
     try:
-        file = Image.open(path, formats=FORMATS)
-        if file.format != "TIFF":
-            yield path
-            return
-        for number in range(MAX_PAGES + 1):
-            try:
-                file.seek(number)
-            except EOFError:
-                return
-            if file.width * file.height > MAX_IMAGE_PX:
-                raise WrongInput("document", f"page {number}: more than {MAX_IMAGE_PX} pixels")
-            page = folder / f"{number}.png"
-            file.save(page, "PNG", dpi=file.info.get("dpi"))
-            yield page
+        with Image.open(path, formats=FORMATS) as file:
+            yield from tiff_pages(file, folder) if file.format == "TIFF" else [path]
     except WrongInput:
         raise
     except Exception as error:  # decoders report what is broken in many ways
         raise WrongInput("document", "no PDF, PNG, JPEG, TIFF or WebP that can be read") from error
-    raise WrongInput("document", f"it has more than {MAX_PAGES} pages")
+
+
+def tiff_pages(file: Image.Image, folder: LocalPath) -> Iterator[LocalPath]:
+    """Yields an image for each page of a TIFF."""
+    for number in range(MAX_PAGES):
+        try:
+            file.seek(number)
+        except EOFError:
+            return
+        if file.width * file.height > MAX_IMAGE_PX:
+            raise WrongInput("document", f"page {number}: more than {MAX_IMAGE_PX} pixels")
+        page = folder / f"{number}.png"
+        file.save(page, "PNG", dpi=file.info.get("dpi"))
+        yield page
+    raise WrongInput("document", f"more than {MAX_PAGES} pages")
 
 
 class Predictor(BasePredictor):

@@ -334,6 +334,10 @@ def _pages_of(document: CustomInput) -> CustomResult:
         page: dict[str, Any] = {"index": index, "markdown": lines[index], "images": []}
         page["dimensions"] = {"dpi": 150, "height": 1650, "width": 1275}
         if lines[index] == "image":
+            page["markdown"] = "![img-0.jpeg](img-0.jpeg) below"
+            words = [{"text": "below", "confidence": 0.5, "start_index": 26}]
+            scores = {"average_page_confidence_score": 0.5, "minimum_page_confidence_score": 0.5}
+            page["confidence_scores"] = scores | {"word_confidence_scores": words}
             corners = {"top_left_x": 1, "top_left_y": 2, "bottom_right_x": 3, "bottom_right_y": 4}
             page["images"].append({"id": "img-0.jpeg", **corners})
             if values.get("include_image_base64"):

@@ -65,7 +65,9 @@ async def asked(api: ApiUnderTest, key: str = "one", **fields: Any) -> httpx.Res
 async def test_all_pages_with_their_price(api: ApiUnderTest) -> None:
     answer = await asked(api)
     reply = answer.json()
-    assert [page["markdown"] for page in reply["pages"]] == TEXT.decode().splitlines()
+    first, second, third, fourth = (page["markdown"] for page in reply["pages"])
+    assert (first, second, fourth) == ("first", "second", "fourth")
+    assert third == "![img-0.jpeg](img-0.jpeg) below"
     assert reply["pages"][0]["dimensions"] == {"dpi": 150, "height": 1650, "width": 1275}
     assert (reply["model"], reply["document_annotation"]) == ("eyes", None)
     assert reply["usage_info"] == {"pages_processed": 4, "doc_size_bytes": len(TEXT)}
@@ -96,7 +98,8 @@ async def test_the_same_document_is_a_hit_whatever_it_is_called_and_for_its_tena
 
 
 async def uploaded_as(api: ApiUnderTest, purpose: str, data: bytes) -> httpx.Response:
-    files, fields = {"file": ("a.pdf", data)}, {"purpose": purpose}
+    files = {"file": ("a.pdf", data)}
+    fields = {"purpose": purpose, "expiry": "2", "visibility": "workspace"}
     return await api.http.post("/v1/files", files=files, data=fields, headers=bearer("one"))
 
 
@@ -104,6 +107,7 @@ async def test_a_document_is_uploaded_as_mistrals_client_does(api: ApiUnderTest)
     made = (await uploaded_as(api, "ocr", TEXT)).json()
     facts = (made["purpose"], made["sample_type"], made["source"], made["bytes"])
     assert facts == ("ocr", "ocr_input", "upload", len(TEXT))
+    assert made["expires_at"] - made["created_at"] == 2 * 3600
     document = {"type": "file", "file_id": made["id"]}
     assert (await asked(api, document=document)).json()["usage_info"]["pages_processed"] == 4
     content = await api.http.get(f"/v1/files/{made['id']}/content", headers=bearer("one"))
@@ -131,6 +135,18 @@ async def test_images_are_in_the_answer_only_if_they_are_asked_for(api: ApiUnder
     assert (image["id"], image["bottom_right_y"], image["image_base64"]) == ("img-0.jpeg", 4, None)
     (image,) = (await asked(api, include_image_base64=True)).json()["pages"][2]["images"]
     assert image["image_base64"] == f"data:image/jpeg;base64,{base64.b64encode(b'jpeg').decode()}"
+
+
+async def test_images_are_numbered_from_page_to_page(api: ApiUnderTest) -> None:
+    many = base64.b64encode(b"\n".join([b"image"] * 12)).decode()
+    document = {"document_url": f"data:application/pdf;base64,{many}"}
+    pages = (await asked(api, document=document)).json()["pages"]
+    assert [page["images"][0]["id"] for page in pages] == [f"img-{n}.jpeg" for n in range(12)]
+    for page in (pages[1], pages[11]):
+        name = page["images"][0]["id"]
+        assert page["markdown"] == f"![{name}]({name}) below"
+        (word,) = page["confidence_scores"]["word_confidence_scores"]
+        assert page["markdown"][word["start_index"] :] == "below"
 
 
 async def test_as_a_prediction_each_page_is_an_event(api: ApiUnderTest) -> None:
