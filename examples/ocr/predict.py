@@ -22,6 +22,7 @@ from assembly import (
     Wishes,
     Word,
     blocks_of,
+    boxed,
     in_order,
     is_inside,
     line_of,
@@ -106,9 +107,9 @@ class Reader:
             return []
         level = straightened(read.boxes.tolist())
         return [
-            (box, line_of(_words(words), float(box[3] - box[1]), text.strip()))
-            for box, text, words in zip(level, read.txts, read.word_results, strict=True)
-            if text.strip() and any(word.strip() for word, *_ in words)
+            (box, line_of(_words(text, pieces), float(box[3] - box[1]), " ".join(text.split())))
+            for box, text, pieces in zip(level, read.txts, read.word_results, strict=True)
+            if text.strip() and pieces
         ]
 
     def regions(self, pixels: Any, lines: Sequence[Line], kinds: Sequence[str]) -> list[Region]:
@@ -158,13 +159,29 @@ def _cells_in(line: Line) -> Iterator[Line]:
         yield line_of(part)
 
 
-def _words(read: Sequence[Any]) -> list[Word]:
-    words = []
-    for text, score, quad in read:
-        xs, ys = [int(x) for x, _ in quad], [int(y) for _, y in quad]
-        if text.strip():
-            words.append(Word(text.strip(), (min(xs), min(ys), max(xs), max(ys)), float(score)))
+def _words(text: str, read: Sequence[Any]) -> list[Word]:
+    """The words of a line. The network gives pieces, of which a word may have several.
+
+    Args:
+        text: of the line.
+        read: text, confidence and corners of each piece, in order.
+    """
+    pieces = [(piece.strip(), float(score), _around(quad)) for piece, score, quad in read]
+    words, at = [], 0
+    for word in text.split():
+        begin, size = at, 0
+        while at < len(pieces) and size < len(word):
+            size += len(pieces[at][0])
+            at += 1
+        own = pieces[begin:at] or pieces[-1:]  # one piece may have two words
+        box = boxed([place for *_, place in own])
+        words.append(Word(word, box, min(score for _, score, _ in own)))
     return words
+
+
+def _around(quad: Sequence[Sequence[float]]) -> Box:
+    xs, ys = [int(x) for x, _ in quad], [int(y) for _, y in quad]
+    return min(xs), min(ys), max(xs), max(ys)
 
 
 def layer_lines(facts: dict[str, Any]) -> list[Line]:
