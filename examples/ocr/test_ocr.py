@@ -40,7 +40,7 @@ from workers.models.custom.environments import python_for
 pytestmark = pytest.mark.slow(about_s=240)
 
 REPORT_PAGES, SCAN_PAGES = 38, int(os.environ.get("OCR_SCAN_PAGES", "3"))
-"""A scan takes seconds a page. OCR_SCAN_PAGES=40 is what docs/how-to/documents.md has measured."""
+"""A scan takes seconds a page. OCR_SCAN_PAGES=40 tries a long one."""
 PAGE_USD, CACHED_SHARE = 0.001, 0.1
 QUICK = ("encrypted", "cut", "many-pages", "gigapixel", "tiff-bomb", "object-stream")
 """Those of the hostile files whose end the client waits for."""
