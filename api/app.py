@@ -48,6 +48,8 @@ from api.inputs.source_images import SourceImages
 from api.inputs.storage import Storage
 from api.inputs.url_fetcher import UrlFetcher
 from api.limits.limiter import Limiter, open_limiter
+from api.mistral import ocr
+from api.mistral.ocr import OcrBody, OcrErrorReply, OcrReply
 from api.openai import (
     audio,
     batches,
@@ -152,7 +154,7 @@ from shared.webhook_publisher import WebhookPublisher
 
 _BODIES: tuple[type[BaseModel], ...] = (
     *(EmbeddingsBody, GenerationBody, EditForm, EditBody),
-    *(TranscriptionForm, TranslationForm, SpeechBody),
+    *(TranscriptionForm, TranslationForm, SpeechBody, OcrBody),
     *(ChatBody, CompletionBody, ResponseBody),
     *(ConversationBody, ConversationChange, NewItems),
     *(ChatChange, MessagesBody, CountBody, InputTokensBody, TokenizeBody),
@@ -162,7 +164,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
 
 _REPLIES: tuple[type[msgspec.Struct], ...] = (
     *(EmbeddingsReply, ImagesReply, ModelsReply, ModelItem, ErrorReply),
-    *(TranscriptionReply, VerboseTranscriptionReply),
+    *(TranscriptionReply, VerboseTranscriptionReply, OcrReply, OcrErrorReply),
     *(ChatReply, CompletionReply),
     *(ResponseReply, ResponseDeleted, ItemsPage),
     *(ConversationReply, ConversationDeleted, ChatDeleted),
@@ -320,6 +322,7 @@ def _add_routes(app: FastRouteApp) -> None:
         images,
         audio,
         speech,
+        ocr,
         generation_routes,
         responses,
         files,
@@ -510,8 +513,8 @@ def _report_dataset(settings: ApiSettings) -> ReportDataset:
 
 
 _ABOUT = (
-    "Embeddings, images, audio and text in the shapes of OpenAI's API, "
-    "and predictions in those of Replicate's.\n\n"
+    "Embeddings, images, audio and text in the shapes of OpenAI's API, documents in that of "
+    "Mistral's, and predictions in those of Replicate's.\n\n"
     "Every answer has `x-request-id`. Answers with results also say where these came from "
     "(`x-penstock-cache`: hit, miss,\npartial or joined) and how long each step took "
     "(`x-penstock-queue-ms`, `-batch-ms`, `-inference-ms`, `-total-ms`) and what they cost\n"

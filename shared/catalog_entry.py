@@ -69,10 +69,11 @@ class ItemWork(_Entry):
     max: int | None = Field(None, ge=1, le=MAX_WORK)
 
 
-ServedApi = Literal["transcription", "speech"]
-"""An endpoint of OpenAI's API that a model of one's own serves, beside predictions.
+ServedApi = Literal["transcription", "speech", "ocr"]
+"""An endpoint of another API that a model of one's own serves, beside predictions.
 
-`transcription`: /v1/audio/transcriptions and /v1/audio/translations. `speech`: /v1/audio/speech.
+`transcription`: OpenAI's /v1/audio/transcriptions and /v1/audio/translations. `speech`: its
+/v1/audio/speech. `ocr`: Mistral's /v1/ocr.
 shared/tasks/custom.py says which inputs it has then.
 """
 MAX_DEADLINE_S = 86_400

@@ -22,6 +22,7 @@ from api.bodies import Body, check_amount
 from api.errors import error_response, to_bad_input
 from api.inputs.source_images import ImageCaller
 from api.inputs.storage import StorageQuota
+from api.mistral.ocr import OcrEndpoint
 from api.openai.audio import TranscriptionsEndpoint, TranslationsEndpoint
 from api.openai.embeddings import EmbeddingsEndpoint
 from api.openai.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
@@ -169,6 +170,7 @@ ENDPOINTS: dict[str, Endpoint] = {
         TranscriptionsEndpoint(),
         TranslationsEndpoint(),
         PredictionsEndpoint(),
+        OcrEndpoint(),
     )
 }
 """By path: those that lines of a batch may name."""

@@ -1,6 +1,7 @@
 """The files of OpenAI's clients: uploads, and the outputs and errors of batches.
 
-An upload has requests of a batch, or is an input of any kind (`user_data`) that others name.
+An upload has requests of a batch, or is an input of any kind (`user_data`, or `ocr` of Mistral's
+clients) that others name.
 
 The object store has the bytes and one document for each. A file is there once its document is, so
 an upload that breaks off leaves no file.
@@ -34,8 +35,8 @@ _DOCUMENT_MAX_BYTES = 16 * 1024
 _HEAD_BYTES = 1024
 _BOM = b"\xef\xbb\xbf"
 
-UploadPurpose = Literal["batch", "user_data"]
-FilePurpose = Literal["batch", "batch_output", "user_data"]
+UploadPurpose = Literal["batch", "user_data", "ocr"]
+FilePurpose = Literal["batch", "batch_output", "user_data", "ocr"]
 
 
 class BatchFile(msgspec.Struct, kw_only=True):
@@ -247,9 +248,9 @@ class Upload:
     ) -> None:
         self.id = file_id
         self.created_at_s = created_at_s
-        self.purpose: UploadPurpose = "batch"
         self.filename = "file"
         """As the caller named it."""
+        self.purpose: UploadPurpose = "batch"
         self.keep_s = KEEP_S
         """Seconds after which it is gone."""
         self._writer = writer

@@ -51,6 +51,7 @@ _RULES_OF_PATHS: dict[str, tuple[str, Rule]] = {
     "/audio/transcriptions": ("POST", Rule("audio", "named")),
     "/audio/translations": ("POST", Rule("audio", "named")),
     "/audio/speech": ("POST", Rule("audio", "named")),
+    "/ocr": ("POST", Rule("ocr", "named")),
     "/chat/completions": ("POST", Rule("text", "named")),
     "/chat/completions/{completion_id}": ("GET POST DELETE", Rule("text", "stored")),
     "/chat/completions/{completion_id}/messages": ("GET", Rule("text", "stored")),

@@ -189,7 +189,8 @@ class FastRouteApp(FastAPI):
             if is_keyed and isinstance(route, StreamedRoute):
                 is_keyed = not await route.asks_for_stream(request)
             endpoint = route.endpoint
-            response = await (run_idempotent(request, endpoint) if is_keyed else endpoint(request))
+            keyed = run_idempotent(request, endpoint, route.answer_error) if is_keyed else None
+            response = await (keyed or endpoint(request))
         except EXPECTED_ERRORS as error:
             response = await route.answer_error(request, error)
         if scope["penstock.context"].is_compressible:

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from api.dispatch.request import COST_HEADER, DEVICE_HEADER
-from api.errors import EXPECTED_ERRORS, ErrorReply, NotNow, handle_error
+from api.errors import EXPECTED_ERRORS, NotNow
 from api.http.auth import check_model
 from api.http.middleware import RequestContext, context_of
 from api.http.request import open_request, while_connected
@@ -33,10 +33,28 @@ LARGE_BYTES = 256 * 1024
 """Larger bodies are hashed on a thread, which releases the interpreter: 30 MB take 40 ms."""
 _BOUNDARY = re.compile(r'boundary="?([^";,]+)"?', re.IGNORECASE)
 Endpoint = Callable[[Request], Awaitable[Response]]
+AnswerError = Callable[[Request, Exception], Awaitable[Response]]
 
 
-async def run_idempotent(request: Request, endpoint: Endpoint) -> Response:
+class _Code(msgspec.Struct):
+    code: str = ""
+
+
+class _StoredError(_Code):
+    """The code in the body of an error, in OpenAI's shape or in Mistral's."""
+
+    error: _Code = msgspec.field(default_factory=_Code)
+
+
+async def run_idempotent(
+    request: Request, endpoint: Endpoint, answer_error: AnswerError
+) -> Response:
     """Answers a request with the header: runs `endpoint`, or returns its stored answer.
+
+    Args:
+        request: with the header.
+        endpoint: computes the answer.
+        answer_error: answers one of EXPECTED_ERRORS that it raised.
 
     Raises:
         Unauthorized: the API key is missing or wrong.
@@ -54,7 +72,7 @@ async def run_idempotent(request: Request, endpoint: Endpoint) -> Response:
     call.context.key_seed = int.from_bytes(digest.digest()[:4], "big")
 
     async def compute() -> StoredResponse:
-        return await _computed(Request(request.scope, _receive(body)), endpoint)
+        return await _computed(Request(request.scope, _receive(body)), endpoint, answer_error)
 
     large = len(body) > LARGE_BYTES
     fingerprint = (
@@ -102,12 +120,14 @@ def _receive(body: bytes) -> Callable[[], Coroutine[Any, Any, Message]]:
     return receive
 
 
-async def _computed(request: Request, endpoint: Endpoint) -> StoredResponse:
+async def _computed(
+    request: Request, endpoint: Endpoint, answer_error: AnswerError
+) -> StoredResponse:
     is_of_the_moment = False
     try:
         response = await endpoint(request)
     except EXPECTED_ERRORS as error:
-        response = await handle_error(request, error)
+        response = await answer_error(request, error)
         is_of_the_moment = isinstance(error, NotNow)
     context, body = context_of(request), bytes(response.body)
     headers = context.headers | {
@@ -128,7 +148,8 @@ async def _computed(request: Request, endpoint: Endpoint) -> StoredResponse:
 def _response(stored: StoredResponse, context: RequestContext, *, is_replayed: bool) -> Response:
     context.model = stored.model
     if stored.status >= 400 and not context.error_code:
-        context.error_code = msgspec.json.decode(stored.body, type=ErrorReply).error.code
+        known = msgspec.json.decode(stored.body, type=_StoredError)
+        context.error_code = known.code or known.error.code
     headers = _of_replay(stored) if is_replayed else stored.headers
     return Response(stored.body, stored.status, headers)
 

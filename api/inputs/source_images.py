@@ -32,6 +32,7 @@ OFF = (
     "only data: URIs and files of this API (POST /v1/files) are accepted; "
     "other URLs are not fetched here"
 )
+"""Of the ids of files as OpenAI's and Mistral's clients upload them (api/batches/names.py)."""
 IMAGE_TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
 """Buckets give the last two to files of unknown kind."""
 
@@ -198,9 +199,9 @@ class SourceImages:
         # The rest is a path and a query. It is split manually, because urlsplit raises on `//[`.
         path, _, query_text = url.removeprefix(caller.base_url).partition("#")[0].partition("?")
         folder, _, name = unquote(path.removeprefix("/").removeprefix("v1/")).partition("/")
+        if folder == "files" and self._uploads.has_id(name):
+            return await self._uploaded(name, caller, field)
         try:
-            if folder == "files" and self._uploads.has_id(name):
-                return await self._uploaded(name, caller, field)
             if folder == "files":
                 file = await self._files.find(caller.tenant, name)
                 return FetchedFile(await self._files.read(file), file.content_type, file.name)

@@ -53,6 +53,7 @@ class BatchBody(Body):
         "/v1/audio/transcriptions",
         "/v1/audio/translations",
         "/v1/predictions",
+        "/v1/ocr",
     ] = Field(description="The `url` of all lines.")
     completion_window: Literal["24h"]
     metadata: Metadata | None = None

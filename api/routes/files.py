@@ -29,7 +29,7 @@ from api.batches.files import (
     FilePurpose,
     UploadPurpose,
 )
-from api.bodies import Body
+from api.bodies import Body, Option
 from api.errors import EXPECTED_ERRORS
 from api.http.auth import check_model
 from api.http.fast_route import IS_HEAD
@@ -62,6 +62,9 @@ class FileForm(Body):
     purpose: UploadPurpose
     anchor: Literal["created_at"] | None = Field(None, alias="expires_after[anchor]")
     seconds: int | None = Field(None, ge=3600, le=30 * 24 * 3600, alias="expires_after[seconds]")
+    expiry: int | None = Field(None, ge=1, le=KEEP_S // 3600)
+    """Hours, as Mistral's clients say it."""
+    visibility: Option | None = None
 
 
 class FileObject(msgspec.Struct):
@@ -76,6 +79,9 @@ class FileObject(msgspec.Struct):
     object: Literal["file"] = "file"
     status: Literal["uploaded", "processed", "error"] = "processed"
     status_details: str | None = None
+    sample_type: Literal["batch_request", "batch_result", "ocr_input"] = "batch_request"
+    """As Mistral's clients need it, with `source`."""
+    source: Literal["upload", "repository"] = "upload"
 
 
 class FilesPage(msgspec.Struct):
@@ -114,11 +120,20 @@ _FIELDS: Described = {
     "file": _FILE | {"description": "For a batch: JSONL, a request in each line."},
     "purpose": {
         "type": "string",
-        "enum": ["batch", "user_data"],
-        "description": "Goes with `file`. `user_data`: an input of any kind, named by its id.",
+        "enum": ["batch", "user_data", "ocr"],
+        "description": (
+            "Goes with `file`. `user_data` and `ocr`: an input of any kind, named by its id."
+        ),
     },
     "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
     "expires_after[seconds]": {"type": "integer", "minimum": MIN_KEEP_S, "maximum": KEEP_S},
+    "expiry": {
+        "type": "integer",
+        "minimum": 1,
+        "maximum": KEEP_S // 3600,
+        "description": "Hours until the file is gone, as Mistral's clients say it.",
+    },
+    "visibility": {"type": "string", "description": "Accepted, without effect."},
     "content": _FILE | {"description": "For a prediction, as Replicate's clients send it."},
     "metadata": {"type": "object", "description": "Goes with `content`. Kept with the file."},
 }
@@ -174,10 +189,11 @@ async def _receive(call: ApiRequest, request: Request) -> FileObject:
         # A form has no null; clients and pages write an empty field for it.
         values = {name: value for name, value in form.fields.items() if value}
         fields = FileForm.model_validate(values)
+        upload.purpose = fields.purpose
         if (fields.anchor is None) != (fields.seconds is None):
             raise BadInput("expires_after: anchor and seconds go together", field="expires_after")
-        upload.purpose = fields.purpose
-        upload.filename, upload.keep_s = form.filename or "file", fields.seconds or KEEP_S
+        keep_s = fields.seconds or (fields.expiry or 0) * 3600 or KEEP_S
+        upload.filename, upload.keep_s = form.filename or "file", keep_s
     return _shown(upload.to_file(call.tenant))
 
 
@@ -279,7 +295,7 @@ async def get_content(request: Request, file_id: str) -> Response:
     if is_part:
         headers["content-range"] = f"bytes {start}-{end - 1}/{file.size_bytes}"
     chunks = _nothing() if request.scope.get(IS_HEAD) else files.read(file, start, end)
-    media_type = ANY_BYTES if file.purpose == "user_data" else JSONL
+    media_type = JSONL if file.purpose in ("batch", "batch_output") else ANY_BYTES
     return StreamingResponse(chunks, 206 if is_part else 200, headers, media_type)
 
 
@@ -316,6 +332,13 @@ async def _as_replicate(request: Request, answering: Awaitable[Response]) -> Res
         return problem_response(request, error)
 
 
+_SAMPLE_TYPES: dict[FilePurpose, Literal["batch_request", "batch_result", "ocr_input"]] = {
+    "batch": "batch_request",
+    "batch_output": "batch_result",
+    "ocr": "ocr_input",
+}
+
+
 def _shown(file: BatchFile) -> FileObject:
     return FileObject(
         id=file.id,
@@ -324,6 +347,8 @@ def _shown(file: BatchFile) -> FileObject:
         expires_at=int(file.expires_at_s),
         filename=file.filename,
         purpose=file.purpose,
+        sample_type=_SAMPLE_TYPES[file.purpose],
+        source="repository" if file.purpose == "batch_output" else "upload",
     )
 
 

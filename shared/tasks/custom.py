@@ -433,11 +433,25 @@ API_INPUTS: Mapping[ServedApi, Mapping[str, str]] = {
         "speed": "number",
         "stream": "boolean",
     },
+    "ocr": {
+        "document": "file",
+        "pages": "string",
+        "table_format": "string",
+        "include_image_base64": "boolean",
+        "image_limit": "integer",
+        "image_min_size": "integer",
+        "include_blocks": "boolean",
+        "confidence_scores_granularity": "string",
+        "extract_header": "boolean",
+        "extract_footer": "boolean",
+    },
 }
 """The inputs that an endpoint fills, with their types. A class has the first one at least.
 
-api/openai/audio.py and speech.py fill them.
+api/openai/audio.py, api/openai/speech.py and api/mistral/ocr.py fill them.
 """
+_ELEMENTS: Mapping[ServedApi, str] = {"transcription": "segments", "ocr": "pages"}
+"""What a class yields."""
 
 
 def _check_api(api: ServedApi, interface: ModelInterface, *, is_flow: bool) -> None:
@@ -460,8 +474,10 @@ def _check_api(api: ServedApi, interface: ModelInterface, *, is_flow: bool) -> N
             raise ValueError(f"api: {api}: the input {name!r} must be a {kind}, not a {is_kind}")
     element = interface.output.get("items", {})
     streams = "items" if is_flow and _kind(interface.output) == "array" else interface.streams
-    if api == "transcription" and (streams, _kind(element)) != ("items", "object"):
-        raise ValueError(f"api: {api}: the class must give Iterator[dict[str, Any]], its segments")
+    if api in _ELEMENTS and (streams, _kind(element)) != ("items", "object"):
+        raise ValueError(
+            f"api: {api}: the class must give Iterator[dict[str, Any]], its {_ELEMENTS[api]}"
+        )
     said = element if interface.streams else interface.output
     if api == "speech" and (interface.streams == "text" or _kind(said) != "file"):
         raise ValueError(

@@ -39,6 +39,7 @@ Scope: TypeAlias = Literal[
     "embeddings",
     "images",
     "audio",
+    "ocr",
     "text",
     "predictions",
     "files",

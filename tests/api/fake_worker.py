@@ -222,7 +222,9 @@ class FakeWorker:
             return
         assert self.records is not None
         if isinstance(item.input, CustomInput):
-            if "input" in item.input.values:
+            if _is_document(item.input):
+                elements = [StreamedElement(one) for one in _pages_of(item.input).output]
+            elif "input" in item.input.values:
                 elements = [StreamedElement(None, [one]) for one in _parts_of(item.input)]
             else:
                 elements = [StreamedElement(one) for one in segments_of(item.input)]
@@ -338,6 +340,43 @@ def _parts_of(text: CustomInput) -> list[StreamedFile]:
     ]
 
 
+def _is_document(given: CustomInput) -> bool:
+    return [place.at for place in given.places] == [["document"]]
+
+
+def _pages_of(document: CustomInput) -> CustomResult:
+    """What is read in a "document": a text with a page in each line. "image" is one."""
+    (file,) = document.files
+    assert file.data is not None, "a small one"
+    lines, values = file.data.decode().splitlines(), document.values
+    asked = values.get("pages") or f"0-{len(lines) - 1}"
+    spans = [part.partition("-") for part in asked.split(",")]
+    chosen = [n for first, _, last in spans for n in range(int(first), int(last or first) + 1)]
+    if lines == ["no pages"]:
+        return CustomResult([{"text": "?"}], streams="items")
+    pages: list[dict[str, Any]] = []
+    files, places = [], []
+    for index in chosen:
+        page: dict[str, Any] = {"index": index, "markdown": lines[index], "images": []}
+        page["dimensions"] = {"dpi": 150, "height": 1650, "width": 1275}
+        if lines[index] == "image":
+            page["markdown"] = "![img-0.jpeg](img-0.jpeg) below"
+            words = [{"text": "below", "confidence": 0.5, "start_index": 26}]
+            scores = {"average_page_confidence_score": 0.5, "minimum_page_confidence_score": 0.5}
+            page["confidence_scores"] = scores | {"word_confidence_scores": words}
+            corners = {"top_left_x": 1, "top_left_y": 2, "bottom_right_x": 3, "bottom_right_y": 4}
+            page["images"].append({"id": "img-0.jpeg", **corners})
+            if values.get("include_image_base64"):
+                page["images"][0]["image_base64"] = None
+                places.append(FilePlace([len(pages), "images", 0, "image_base64"]))
+                files.append(Blob("image/jpeg", data=b"jpeg"))
+        pages.append(page)
+    metrics = {"doc_size_bytes": len(file.data)}
+    return CustomResult(
+        pages, files, places, streams="items", metrics=metrics, work=max(1, len(pages))
+    )
+
+
 def _custom_result(given: CustomInput) -> CustomResult:
     """A transcript, what is said, or what was given."""
     values = given.values
@@ -352,6 +391,8 @@ def _custom_result(given: CustomInput) -> CustomResult:
         places = [FilePlace([one.number], digest=one.digest) for one, _ in parts]
         files = [blob for _, blob in parts]
         return CustomResult([None] * len(files), files, places, "items", work=len(values["input"]))
+    if _is_document(given):
+        return _pages_of(given)
     if "input" in values:
         sound = Blob("audio/x-wav", data=json.dumps(values, sort_keys=True).encode())
         return CustomResult(None, [sound], [FilePlace([])], work=len(values["input"]))

@@ -24,6 +24,7 @@ OUR_SHAPES = (
     ("application/json", "ErrorReply"),
     ("application/problem+json", "Problem"),
     ("application/json", "AnthropicErrorReply"),
+    ("application/json", "OcrErrorReply"),
 )
 OF_BOTH_APIS = {"/v1/files", "/v1/files/{file_id}", "/v1/models"}
 """Paths of OpenAI's API that Replicate's has too."""

@@ -290,6 +290,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "/audio/transcriptions": {"model": "writer"},
     "/audio/translations": {"model": "writer"},
     "/audio/speech": {"model": "writer", "input": "a"},
+    "/ocr": {"model": "writer", "document": {"type": "file", "file_id": "file-a"}},
     "/chat/completions": {"model": "writer", "messages": [{"role": "user", "content": "a"}]},
     "/completions": {"model": "writer", "prompt": "a"},
     "/responses": {"model": "writer", "input": "a"},

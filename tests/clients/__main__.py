@@ -121,6 +121,9 @@ def _run(client: Client, service: Service) -> Row:
         install(client)
     except CannotInstall as error:
         return client, [Outcome("all", "skipped", str(error))], 0.0
+    if client.needs_documents:
+        reason = "run by examples/ocr/test_ocr.py, with the documents that it reads"
+        return client, [Outcome("all", "skipped", reason)], 0.0
     found, took_s = run_checks(command_of(client), service)
     if client.class_script and service.expected:
         more, more_s = run_checks(command_of(client.with_classes), service)

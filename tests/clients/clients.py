@@ -26,6 +26,8 @@ class Client:
         script: the module or file with the checks, without its suffix.
         language: what runs the script.
         class_script: the one with checks of classes of one's own. Empty: it has none.
+        needs_documents: whether its checks read documents: examples/ocr/test_ocr.py runs these,
+            against the model that is shipped for that.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Client:
     script: str
     language: Literal["python", "node"] = "python"
     class_script: str = ""
+    needs_documents: bool = False
 
     @property
     def title(self) -> str:
@@ -73,6 +76,7 @@ CLIENTS = (
     Client("litellm", "litellm", "litellm_checks"),
     Client("litellm-proxy", "litellm", "litellm_proxy_checks"),
     Client("anthropic", "anthropic", "anthropic_checks"),
+    Client("mistral", "mistralai", "mistral_checks", needs_documents=True),
     Client("openai-agents", "openai-agents", "openai_agents_checks"),
     Client("instructor", "instructor", "instructor_checks"),
     Client("pydantic-ai", "pydantic-ai-slim", "pydantic_ai_checks"),

@@ -95,6 +95,6 @@ def run_checks(command: Sequence[str], service: Service) -> tuple[list[Outcome],
 
 def _is_ours(name: str) -> bool:
     return (
-        name.startswith(("PENSTOCK_", "OPENAI_", "REPLICATE_", "ANTHROPIC_"))
+        name.startswith(("PENSTOCK_", "OPENAI_", "REPLICATE_", "ANTHROPIC_", "MISTRAL_"))
         or name == "PYTHONPATH"
     )

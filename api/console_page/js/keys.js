@@ -11,6 +11,7 @@ const SCOPES = [
   "embeddings",
   "images",
   "audio",
+  "ocr",
   "text",
   "predictions",
   "files",

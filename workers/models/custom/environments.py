@@ -75,6 +75,7 @@ def python_for(folder: Path, base_dir: Path | None = None) -> str:
     Raises:
         ConfigurationError: its requirements can't be installed. The message ends with what uv said.
     """
+    folder = folder.resolve()  # uv runs elsewhere
     asked = asked_packages(folder)
     if not asked:
         return sys.executable

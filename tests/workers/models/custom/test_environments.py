@@ -82,6 +82,16 @@ def test_two_classes_have_two_versions_and_nothing_of_ours(
     assert len(whole(environments_dir)) == 2
 
 
+def test_a_folder_is_named_from_where_one_is(
+    tmp_path: Path, environments_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_wheel(tmp_path / "wheels", "told", "1.0")
+    class_with(tmp_path / "one", f"--find-links {tmp_path}/wheels\ntold==1.0\n")
+    monkeypatch.chdir(tmp_path)
+    assert Path(python_for(Path("one"))).exists()
+    assert len(whole(environments_dir)) == 1
+
+
 def test_overrides_leave_out_what_a_package_asks_for(
     tmp_path: Path, environments_dir: Path
 ) -> None:

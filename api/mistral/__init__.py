@@ -1,0 +1,1 @@
+"""Endpoints in the shape of Mistral's API."""

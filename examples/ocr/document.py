@@ -1,0 +1,468 @@
+"""Opens documents in a process of its own, which may die of what is in them.
+
+PDFium (https://pdfium.googlesource.com/pdfium) reads PDF, and Pillow reads images. Both are
+written in C and C++, and documents come from strangers. So another process opens each document. It
+has bounds on memory and time, holds no model, and ends with its document. What kills it is an
+error of that page.
+
+Coordinates are pixels of the page as it is rendered, from its upper left corner.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+POINTS_PER_INCH = 72
+DPI = 150
+"""PP-OCR reads usual print at it. More takes longer and reads no better."""
+MAX_SIDE_PX = 3000
+"""Of a rendered page. A larger one is rendered at fewer dots per inch."""
+MAX_IMAGE_PX = 100_000_000
+"""Of an image, or of one in a page: A3 at 600 dots per inch has 70 million."""
+MAX_PAGES = 10_000
+MAX_OBJECTS = 200_000
+"""Texts, lines and images of one page."""
+MEMORY_BYTES = 2 * 1024**3
+OPENING_LIMIT_S, PAGE_CPU_S, PAGE_LIMIT_S = 4.0, 20, 120.0
+"""Until the number of pages is known; of a page: CPU time, and in all."""
+MAX_HEAD_BYTES = 64 * 1024 * 1024
+PDF_MARK = b"%PDF-"
+FORMATS = ("PNG", "JPEG", "TIFF", "WEBP")
+HYPHENS = (2, 0xFFFE)
+"""PDFium's signs for a hyphen at the end of a line: the word goes on in the next one."""
+IMAGE_OBJECT, PATH_OBJECT = 3, 2
+"""FPDF_PAGEOBJ_IMAGE and FPDF_PAGEOBJ_PATH."""
+PASSWORD_ERROR = 4
+"""FPDF_ERR_PASSWORD."""
+
+
+class WrongInput(ValueError):
+    """An input that this model does not take."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(reason)
+        self.field = field
+
+
+class Unreadable(Exception):
+    """What the process of a document says of it, or of one of its pages."""
+
+
+class Raster(NamedTuple):
+    """A rendered page: rows of red, green and blue."""
+
+    width: int
+    height: int
+    pixels: bytes
+
+
+class Document:
+    """A document whose pages are read one at a time.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        WrongInput: it can't be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        try:
+            self.pages = int(self._ask({"ask": "pages"}, "", OPENING_LIMIT_S)[0]["pages"])
+        except BaseException:
+            self.close()
+            raise
+
+    def text(self, page: int) -> dict[str, Any]:
+        """The size of a page, its text layer, and where it has images.
+
+        Raises:
+            WrongInput: it can't be read.
+        """
+        asked = {"ask": "text", "page": page}
+        facts: dict[str, Any] = self._ask(asked, f"page {page}: ", PAGE_LIMIT_S)[0]
+        return facts
+
+    def raster(self, page: int) -> Raster:
+        """A page as it looks.
+
+        Raises:
+            WrongInput: it can't be rendered.
+        """
+        asked = {"ask": "raster", "page": page}
+        head, pixels = self._ask(asked, f"page {page}: ", PAGE_LIMIT_S)
+        return Raster(head["width"], head["height"], pixels)
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.communicate()
+
+    def __enter__(self) -> Document:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, asked: dict[str, Any], where: str, limit_s: float) -> tuple[Any, bytes]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        until_s = time.monotonic() + limit_s
+        try:
+            self._process.stdin.write(json.dumps(asked).encode() + b"\n")
+            self._process.stdin.flush()
+            read = _reader_until(self._process.stdout, until_s)
+            head_bytes, body_bytes = (int.from_bytes(read(8), "little") for _ in range(2))
+            head = json.loads(read(head_bytes))
+            body = read(body_bytes)
+        except TimeoutError:
+            reason = f"not read in {limit_s:g} s"
+            raise WrongInput("document", where + reason) from None
+        except (EOFError, BrokenPipeError):
+            reason = f"reading it takes more than {MEMORY_BYTES // 1024**2} MiB or {PAGE_CPU_S} s"
+            status = self._process.wait()
+            if status not in (-9, -24, -6, 1):  # killed, too much CPU time, no memory
+                reason = "it is broken"
+            raise WrongInput("document", where + reason) from None
+        if "wrong" in head:
+            raise WrongInput("document", where + head["wrong"])
+        return head, body
+
+
+def _reader_until(stream: IO[bytes], until_s: float) -> Callable[[int], bytes]:
+    def read(size: int) -> bytes:
+        parts = []
+        while size:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0 or not select.select([stream], [], [], left_s)[0]:
+                raise TimeoutError
+            part = os.read(stream.fileno(), size)
+            if not part:
+                raise EOFError
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    return read
+
+
+def main(path: Path) -> None:
+    """Answers questions about the document until nobody asks any more."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    opened: PdfPages | ImagePages | None = None
+    for line in sys.stdin.buffer:
+        asked, body = json.loads(line), b""
+        _bound_cpu_time()
+        try:
+            if opened is None:
+                opened = _opened(path)
+            head: dict[str, Any] = {"pages": len(opened)}
+            if asked["ask"] == "text":
+                head = opened.text(asked["page"])
+            elif asked["ask"] == "raster":
+                raster = opened.raster(asked["page"])
+                head, body = {"width": raster.width, "height": raster.height}, raster.pixels
+        except Unreadable as error:
+            head = {"wrong": str(error)}
+        except MemoryError:
+            head = {"wrong": f"reading it takes more than {MEMORY_BYTES // 1024**2} MiB"}
+        encoded = json.dumps(head).encode()
+        if len(encoded) > MAX_HEAD_BYTES:
+            encoded = json.dumps({"wrong": "it has too much text"}).encode()
+        sizes = len(encoded).to_bytes(8, "little") + len(body).to_bytes(8, "little")
+        sys.stdout.buffer.write(sizes + encoded + body)
+        sys.stdout.buffer.flush()
+
+
+def _bound_cpu_time() -> None:
+    used_s = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+    limit_s = int(used_s) + PAGE_CPU_S
+    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, resource.RLIM_INFINITY))
+
+
+def _opened(path: Path) -> PdfPages | ImagePages:
+    with path.open("rb") as file:
+        is_pdf = PDF_MARK in file.read(1024)
+    return PdfPages(path) if is_pdf else ImagePages(path)
+
+
+class PdfPages:
+    """The pages of a PDF.
+
+    Raises:
+        Unreadable: it is encrypted, broken, or has too many.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import pypdfium2
+
+        self._pdfium: Any = pypdfium2
+        self._raw: Any = pypdfium2.raw
+        with self._readable("it is broken: no PDF that can be read"):
+            self._file = pypdfium2.PdfDocument(path)
+            self._count = len(self._file)
+        if not self._count:
+            raise Unreadable("it has no pages")
+        if self._count > MAX_PAGES:
+            raise Unreadable(f"it has {self._count} pages, and at most {MAX_PAGES} are read")
+
+    def __len__(self) -> int:
+        return self._count
+
+    @contextmanager
+    def _readable(self, otherwise: str) -> Iterator[None]:
+        try:
+            yield
+        except self._pdfium.PdfiumError as error:
+            if getattr(error, "err_code", 0) == PASSWORD_ERROR:
+                raise Unreadable("it is encrypted; send it without a password") from error
+            raise Unreadable(otherwise) from error
+
+    def text(self, number: int) -> dict[str, Any]:
+        """Lines of words with boxes, boxes of images, links, and how much is drawn."""
+        with self._readable("it is broken"):
+            page = self._file[number]
+            width, height, dpi = _rendered_size(*page.get_size())
+            place = self._placer(page, width, height)
+            images, drawn = self._objects(page, place)
+            text = page.get_textpage()
+            return {
+                "width": width,
+                "height": height,
+                "dpi": dpi,
+                "lines": list(self._lines(text.raw, place)),
+                "images": images,
+                "drawn": drawn,
+                "links": self._links(text.raw),
+            }
+
+    def raster(self, number: int) -> Raster:
+        """The page as PDFium renders it."""
+        with self._readable("it is broken"):
+            page = self._file[number]
+            width, height, _ = _rendered_size(*page.get_size())
+            self._check_images(page)
+            bitmap = self._pdfium.PdfBitmap.new_native(width, height, self._raw.FPDFBitmap_BGRx)
+            bitmap.fill_rect((255, 255, 255, 255), 0, 0, width, height)
+            self._raw.FPDF_RenderPageBitmap(
+                bitmap, page, 0, 0, width, height, 0, self._raw.FPDF_ANNOT
+            )
+            return Raster(width, height, bitmap.to_pil().convert("RGB").tobytes())
+
+    def _placer(self, page: Any, width: int, height: int) -> Callable[..., list[int]]:
+        """Returns what turns a box of the page, which may be rotated, into one of pixels."""
+        x, y = ctypes.c_int(), ctypes.c_int()
+
+        def corner(at_x: float, at_y: float) -> tuple[int, int]:
+            self._raw.FPDF_PageToDevice(
+                page, 0, 0, width, height, 0, at_x, at_y, ctypes.byref(x), ctypes.byref(y)
+            )
+            return min(max(x.value, 0), width), min(max(y.value, 0), height)
+
+        def place(left: float, bottom: float, right: float, top: float) -> list[int]:
+            (x0, y0), (x1, y1) = corner(left, top), corner(right, bottom)
+            return [min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)]
+
+        return place
+
+    def _objects(self, page: Any, place: Callable[..., list[int]]) -> tuple[list[list[int]], int]:
+        """The boxes of images, and the number of lines and areas."""
+        images, drawn = [], 0
+        for count, one in enumerate(page.get_objects(max_depth=1)):
+            if count >= MAX_OBJECTS:
+                raise Unreadable(f"it has more than {MAX_OBJECTS} objects")
+            if one.type == IMAGE_OBJECT:
+                images.append(place(*one.get_bounds()))
+            drawn += one.type == PATH_OBJECT
+        return images, drawn
+
+    def _check_images(self, page: Any) -> None:
+        for count, one in enumerate(page.get_objects(filter=[IMAGE_OBJECT])):
+            if count >= MAX_OBJECTS:
+                raise Unreadable(f"it has more than {MAX_OBJECTS} images")
+            _check_size(*one.get_px_size())
+
+    def _lines(self, text: Any, place: Callable[..., list[int]]) -> Iterator[dict[str, Any]]:
+        """Yields the lines in PDFium's order, which is that of the file: the usual one to read."""
+        line = _Line()
+        for number in range(self._raw.FPDFText_CountChars(text)):
+            code = self._raw.FPDFText_GetUnicode(text, number)
+            if code in (10, 13):
+                if line.words:
+                    yield line.shown(place)
+                line = _Line()
+            elif code in HYPHENS:
+                line.is_open = True
+                if line.words:
+                    yield line.shown(place)
+                line = _Line()
+            elif code <= 32 or code == 0xA0:
+                line.end_word()
+            else:
+                line.add(chr(code), *self._box(text, number))
+        if line.words:
+            yield line.shown(place)
+
+    def _box(self, text: Any, number: int) -> tuple[tuple[float, float, float, float], float]:
+        rect = self._raw.FS_RECTF()
+        self._raw.FPDFText_GetLooseCharBox(text, number, rect)
+        size = self._raw.FPDFText_GetFontSize(text, number)
+        return (rect.left, rect.bottom, rect.right, rect.top), size
+
+    def _links(self, text: Any) -> list[str]:
+        """The addresses that are written on the page."""
+        links = self._raw.FPDFLink_LoadWebLinks(text)
+        try:
+            shown = []
+            for number in range(min(self._raw.FPDFLink_CountWebLinks(links), 1000)):
+                size = min(self._raw.FPDFLink_GetURL(links, number, None, 0), 2048)
+                buffer = (ctypes.c_ushort * size)()
+                self._raw.FPDFLink_GetURL(links, number, buffer, size)
+                shown.append(bytes(buffer).decode("utf-16-le", "replace").rstrip("\0"))
+            return list(dict.fromkeys(shown))
+        finally:
+            self._raw.FPDFLink_CloseWebLinks(links)
+
+
+class _Line:
+    """A line of text while it is read."""
+
+    GAP = 1.0
+    """Times the size of its letters: a wider gap is one between two cells of a table."""
+
+    def __init__(self) -> None:
+        self.words: list[tuple[str, list[float]]] = []
+        self.is_open = False
+        self._begins = True
+        self._sizes: list[float] = []
+
+    def add(self, char: str, box: tuple[float, float, float, float], size: float) -> None:
+        self._sizes.append(box[3] - box[1])
+        if not self._begins:
+            text, (left, bottom, right, top) = self.words[-1]
+            if abs(box[0] - right) <= self.GAP * max(size, box[3] - box[1]):
+                both = [min(left, box[0]), min(bottom, box[1]), max(right, box[2])]
+                self.words[-1] = (text + char, [*both, max(top, box[3])])
+                return
+        self.words.append((char, list(box)))
+        self._begins = False
+
+    def end_word(self) -> None:
+        self._begins = True
+
+    def shown(self, place: Callable[..., list[int]]) -> dict[str, Any]:
+        words = [[_plain(text), *place(*box)] for text, box in self.words]
+        size = sorted(self._sizes)[len(self._sizes) // 2]
+        return {"words": words, "size": size * DPI / POINTS_PER_INCH, "is_open": self.is_open}
+
+
+def _plain(text: str) -> str:
+    """The same without halves of surrogate pairs, which are no text."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _rendered_size(width: float, height: float) -> tuple[int, int, int]:
+    """Width and height in pixels, and dots per inch, of a page in points."""
+    if not (width > 0 and height > 0):
+        raise Unreadable("it has no size")
+    scale = min(DPI / POINTS_PER_INCH, MAX_SIDE_PX / max(width, height))
+    dpi = max(1, round(scale * POINTS_PER_INCH))
+    return max(1, round(width * scale)), max(1, round(height * scale)), dpi
+
+
+def _check_size(width: int, height: int) -> None:
+    if width * height > MAX_IMAGE_PX:
+        raise Unreadable(
+            f"an image of {width}x{height} pixels; at most {MAX_IMAGE_PX} pixels are read"
+        )
+
+
+class ImagePages:
+    """The pages of a file with images: one, or several of a TIFF.
+
+    Raises:
+        Unreadable: it is none, or has too many.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from PIL import Image, ImageOps
+
+        Image.MAX_IMAGE_PIXELS = None  # `_check_size` says how large it may be
+        self._upright: Any = ImageOps.exif_transpose
+        try:
+            self._file = Image.open(path, formats=FORMATS)
+            self._count = self._counted()
+        except Unreadable:
+            raise
+        except Exception as error:  # decoders report what is broken in many ways
+            raise Unreadable("it is no PDF, PNG, JPEG, TIFF or WebP that can be read") from error
+
+    def _counted(self) -> int:
+        if self._file.format != "TIFF":
+            return 1  # not the frames of an animation
+        count = 0
+        try:
+            while True:
+                self._file.seek(count)
+                count += 1
+                if count > MAX_PAGES:
+                    raise Unreadable(f"it has more than {MAX_PAGES} pages")
+        except EOFError:
+            return count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def text(self, number: int) -> dict[str, Any]:
+        """The size of the image. There is no text layer."""
+        image, dpi = self._upright_image(number)
+        width, height, scale = self._size(image)
+        sizes = {"width": width, "height": height, "dpi": max(1, round(dpi * scale))}
+        return sizes | {"lines": [], "images": [], "drawn": 0, "links": []}
+
+    def raster(self, number: int) -> Raster:
+        """The image, at most MAX_SIDE_PX wide and high."""
+        from PIL import Image
+
+        image, _ = self._upright_image(number)
+        width, height, _ = self._size(image)
+        on_white = Image.new("RGB", (width, height), "white")
+        resized = image.convert("RGBA").resize((width, height), Image.Resampling.LANCZOS)
+        on_white.paste(resized, mask=resized.getchannel("A"))
+        return Raster(width, height, on_white.tobytes())
+
+    def _upright_image(self, number: int) -> tuple[Any, float]:
+        try:
+            self._file.seek(number)
+            _check_size(*self._file.size)
+            dpi = float(self._file.info.get("dpi", (DPI, DPI))[0])
+            return self._upright(self._file), dpi if 1 <= dpi <= 10_000 else DPI
+        except (Unreadable, MemoryError):
+            raise
+        except Exception as error:
+            raise Unreadable("it is broken") from error
+
+    @staticmethod
+    def _size(image: Any) -> tuple[int, int, float]:
+        scale = min(1.0, MAX_SIDE_PX / max(image.size))
+        width, height = (max(1, round(side * scale)) for side in image.size)
+        return width, height, scale
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

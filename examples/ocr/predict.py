@@ -1,0 +1,372 @@
+"""Reads documents: PDF, PNG, JPEG, TIFF and WebP, in the shape of Mistral's OCR API.
+
+A page with a text layer is read from it, and others by PP-OCR
+(https://github.com/PaddlePaddle/PaddleOCR) on ONNX Runtime: RapidOCR for text, RapidLayout for
+tables and images, RapidTable for cells. A page is the unit of work. No page needs another, so a
+document of one page is read as that page is in a longer one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path as LocalPath
+from typing import Any
+
+import numpy as np
+from assembly import (
+    Box,
+    Line,
+    Region,
+    Wishes,
+    Word,
+    blocks_of,
+    boxed,
+    in_order,
+    is_inside,
+    line_of,
+    page_of,
+    straightened,
+)
+from cog import BasePredictor, Input, Path
+from document import Document, Raster, WrongInput
+from PIL import Image
+
+MIN_TEXT_CHARS = 32
+"""A text layer with fewer letters, below an image that covers the page, is a stamp on a scan."""
+SCAN_SHARE = 0.5
+"""An image that covers so much of a page with hardly any text is the page."""
+MAX_UNKNOWN_SHARE = 0.3
+"""A text layer with more letters that are none is of no use."""
+MIN_DRAWN = 6
+"""Lines and areas of a page with a text layer that may have a table."""
+MIN_IMAGE_PX = 16
+MAX_IMAGES = 64
+"""Files of one prediction."""
+MIN_REGION_SCORE = 0.5
+TABLE_FORMATS = ["", "markdown", "html"]
+GRANULARITIES = ["", "page", "block", "word"]
+PAGES = re.compile(r"\s*\d{1,5}\s*(-\s*\d{1,5}\s*)?(,\s*\d{1,5}\s*(-\s*\d{1,5}\s*)?)*")
+
+
+def chosen(pages: str, count: int) -> list[int]:
+    """The pages of a document that are asked for, in order and each once.
+
+    Args:
+        pages: as "0,2-4", from 0. Empty: all.
+        count: how many there are.
+
+    Raises:
+        WrongInput: there is no such page, or it is written in another way.
+    """
+    if not pages:
+        return list(range(count))
+    if not PAGES.fullmatch(pages):
+        raise WrongInput("pages", "numbers from 0 on and ranges are needed, as 0,2-4")
+    numbers: set[int] = set()
+    for part in pages.split(","):
+        first, _, last = part.partition("-")
+        if int(last or first) < int(first):
+            raise WrongInput("pages", f"{part.strip()} ends before it begins")
+        numbers |= set(range(int(first), int(last or first) + 1))
+    if max(numbers) >= count:
+        raise WrongInput(
+            "pages", f"there is no page {max(numbers)}: {count} are there, counted from 0"
+        )
+    return sorted(numbers)
+
+
+class Reader:
+    """Reads images of pages.
+
+    Args:
+        threads: for each network. 0: as many as there are cores.
+    """
+
+    def __init__(self, threads: int) -> None:
+        from rapid_layout import RapidLayout
+        from rapid_table import RapidTable
+        from rapidocr import RapidOCR
+
+        options = {"intra_op_num_threads": threads or -1}
+        self._ocr: Any = RapidOCR(
+            params={
+                "Global.log_level": "error",
+                "Global.max_side_len": 3000,
+                "EngineConfig.onnxruntime.intra_op_num_threads": threads or -1,
+            }
+        )
+        self._layout: Any = RapidLayout(engine_cfg=options, conf_thresh=MIN_REGION_SCORE)
+        self._table: Any = RapidTable()
+
+    def lines(self, pixels: Any) -> list[tuple[Box, Line]]:
+        """The lines of an image (height, width, 3: blue, green, red), with straightened boxes."""
+        read = self._ocr(pixels, return_word_box=True)
+        if not read.txts:
+            return []
+        level = straightened(read.boxes.tolist())
+        return [
+            (box, line_of(_words(text, pieces), float(box[3] - box[1]), " ".join(text.split())))
+            for box, text, pieces in zip(level, read.txts, read.word_results, strict=True)
+            if text.strip() and pieces
+        ]
+
+    def regions(self, pixels: Any, lines: Sequence[Line], kinds: Sequence[str]) -> list[Region]:
+        """The tables and images of a page, with the cells of tables."""
+        seen = self._layout(pixels)
+        names = {"table": "table", "figure": "image"}
+        regions = []
+        for box, name, score in zip(seen.boxes, seen.class_names, seen.scores, strict=True):
+            kind = names.get(name, "")
+            if kind in kinds and score >= MIN_REGION_SCORE:
+                left, top = (max(0, int(at)) for at in box[:2])
+                place = (left, top, int(box[2]), int(box[3]))
+                inside = [line for line in lines if is_inside(line.box, place)]
+                if kind == "image":
+                    regions.append(Region(kind, place))
+                elif inside:
+                    words = tuple(word for line in inside for word in line.words)
+                    regions.append(Region(kind, place, self._cells(pixels, place, inside), words))
+        return regions
+
+    def _cells(self, pixels: Any, box: Box, lines: Sequence[Line]) -> str:
+        """The HTML of a table with these lines."""
+        left, top, right, bottom = box
+        texts = [
+            [[[x - left, y - top] for x, y in _corners(part.box)], part.text, 1.0]
+            for line in lines
+            for part in _cells_in(line)
+        ]
+        html, *_ = self._table(pixels[top:bottom, left:right], texts)
+        return re.sub(r"^.*?(<table>.*</table>).*$", r"\1", html, flags=re.DOTALL)
+
+
+def _corners(box: Box) -> list[tuple[int, int]]:
+    left, top, right, bottom = box
+    return [(left, top), (right, top), (right, bottom), (left, bottom)]
+
+
+def _cells_in(line: Line) -> Iterator[Line]:
+    """The parts of a line with wide gaps between them."""
+    part: list[Word] = []
+    for word in line.words:
+        if part and word.box[0] - part[-1].box[2] > line.size:
+            yield line_of(part)
+            part = []
+        part.append(word)
+    if part:
+        yield line_of(part)
+
+
+def _words(text: str, read: Sequence[Any]) -> list[Word]:
+    """The words of a line. The network gives pieces, of which a word may have several.
+
+    Args:
+        text: of the line.
+        read: text, confidence and corners of each piece, in order.
+    """
+    pieces = [(piece.strip(), float(score), _around(quad)) for piece, score, quad in read]
+    words, at = [], 0
+    for word in text.split():
+        begin, size = at, 0
+        while at < len(pieces) and size < len(word):
+            size += len(pieces[at][0])
+            at += 1
+        own = pieces[begin:at] or pieces[-1:]  # one piece may have two words
+        box = boxed([place for *_, place in own])
+        words.append(Word(word, box, min(score for _, score, _ in own)))
+    return words
+
+
+def _around(quad: Sequence[Sequence[float]]) -> Box:
+    xs, ys = [int(x) for x, _ in quad], [int(y) for _, y in quad]
+    return min(xs), min(ys), max(xs), max(ys)
+
+
+def layer_lines(facts: dict[str, Any]) -> list[Line]:
+    """The lines of a text layer. None: it has none that is of use."""
+    lines = [
+        line_of(
+            [Word(text, (left, top, right, bottom)) for text, left, top, right, bottom in words],
+            one["size"],
+            is_open=one["is_open"],
+        )
+        for one in facts["lines"]
+        if (words := one["words"])
+    ]
+    letters = "".join(line.text for line in lines).replace(" ", "")
+    unknown = sum(char == "\ufffd" or "\ue000" <= char <= "\uf8ff" for char in letters)
+    if unknown > MAX_UNKNOWN_SHARE * len(letters):
+        return []
+    is_scan = any(_covers(box, facts) for box in facts["images"])
+    return [] if is_scan and len(letters) < MIN_TEXT_CHARS else lines
+
+
+def _covers(box: Sequence[int], facts: dict[str, Any]) -> bool:
+    area = (box[2] - box[0]) * (box[3] - box[1])
+    return bool(area >= SCAN_SHARE * facts["width"] * facts["height"])
+
+
+class Predictor(BasePredictor):
+    """Reads documents."""
+
+    def setup(self) -> None:
+        """Reads the weights."""
+        self.reader = Reader(int(os.environ.get("OMP_NUM_THREADS", "0")))
+
+    def work(self, input: Any) -> int:
+        """The number of pages that are read."""
+        with Document(input.document) as document:
+            return len(chosen(input.pages, document.pages))
+
+    def predict(
+        self,
+        document: Path = Input(description="PDF, PNG, JPEG, TIFF or WebP."),
+        pages: str = Input(
+            description="Which pages, counted from 0: `0,2-4`. Empty: all.", default=""
+        ),
+        table_format: str = Input(
+            description="Of tables beside the markdown. Empty: they are in it.",
+            default="",
+            choices=TABLE_FORMATS,
+        ),
+        include_image_base64: bool = Input(
+            description="Whether images are there as JPEG files.", default=False
+        ),
+        image_limit: int = Input(
+            description="The most images of all pages together.", default=10_000, ge=0
+        ),
+        image_min_size: int = Input(
+            description="The least width and height of an image, in pixels.",
+            default=MIN_IMAGE_PX,
+            ge=1,
+        ),
+        include_blocks: bool = Input(
+            description="Whether each page has its parts with their places.", default=False
+        ),
+        confidence_scores_granularity: str = Input(
+            description="Of what it is said how sure it is. A text layer is sure.",
+            default="",
+            choices=GRANULARITIES,
+        ),
+        extract_header: bool = Input(
+            description="Whether headers are beside the markdown.", default=False
+        ),
+        extract_footer: bool = Input(
+            description="Whether footers are beside the markdown.", default=False
+        ),
+    ) -> Iterator[dict[str, Any]]:
+        """Yields each page as soon as it is read, in Mistral's shape.
+
+        Coordinates are pixels at the `dimensions` of the page. In place of `image_base64` there is
+        a file.
+        """
+        wishes = Wishes(
+            table_format,
+            include_blocks,
+            confidence_scores_granularity,
+            extract_header,
+            extract_footer,
+        )
+        shown = 0
+        self.record_metric("doc_size_bytes", LocalPath(document).stat().st_size)
+        with Document(LocalPath(document)) as opened:
+            for index in chosen(pages, opened.pages):
+                one = PageReader(opened, index, self.reader, image_limit - shown, image_min_size)
+                page = one.page(wishes)
+                shown += len(page["images"])
+                if include_image_base64:
+                    _check_images(shown)
+                    one.add_files(page["images"])
+                yield page
+
+
+def _check_images(count: int) -> None:
+    if count > MAX_IMAGES:
+        reason = f"more than {MAX_IMAGES} images in one answer; ask for fewer, or for fewer pages"
+        raise WrongInput("image_limit", reason)
+
+
+class PageReader:
+    """Reads one page.
+
+    Args:
+        document: that it is of.
+        index: its number.
+        reader: of images.
+        max_images: how many images it may have.
+        min_px: their least width and height.
+    """
+
+    def __init__(
+        self, document: Document, index: int, reader: Reader, max_images: int, min_px: int
+    ) -> None:
+        self._document = document
+        self._index = index
+        self._reader = reader
+        self._max_images, self._min_px = max_images, min_px
+        self._raster: Raster | None = None
+
+    def page(self, wishes: Wishes) -> dict[str, Any]:
+        """The page in Mistral's shape, without the bytes of its images."""
+        facts = self._document.text(self._index)
+        lines = layer_lines(facts)
+        if lines:
+            regions = self._images(facts)
+            if facts["drawn"] >= MIN_DRAWN:
+                regions += self._reader.regions(self._pixels, lines, ["table"])
+        else:
+            lines, regions = self._seen(facts)
+        kept = self._kept(regions)
+        size = {name: facts[name] for name in ("dpi", "height", "width")}
+        blocks = blocks_of(lines, kept, size["height"])
+        page: dict[str, Any] = page_of(self._index, size, blocks, facts["links"], wishes)
+        return page
+
+    def _seen(self, facts: dict[str, Any]) -> tuple[list[Line], list[Region]]:
+        """The lines in order, and the tables and images, of a page as it looks."""
+        seen = self._reader.lines(self._pixels)
+        lines = [line for _, line in seen]
+        regions = self._reader.regions(self._pixels, lines, ["table", "image"])
+        tables = [one.box for one in regions if one.kind == "table"]
+        outside = [one for one in seen if not any(is_inside(one[1].box, box) for box in tables)]
+        regions = [one for one in regions if one.kind == "table" or not _covers(one.box, facts)]
+        return in_order(outside) if outside else [], regions
+
+    @property
+    def _pixels(self) -> Any:
+        """The page as (height, width, 3): blue, green, red."""
+        return np.ascontiguousarray(self._rendered()[:, :, ::-1])
+
+    def _rendered(self) -> Any:
+        if self._raster is None:
+            self._raster = self._document.raster(self._index)
+        shape = (self._raster.height, self._raster.width, 3)
+        return np.frombuffer(self._raster.pixels, np.uint8).reshape(shape)
+
+    def _images(self, facts: dict[str, Any]) -> list[Region]:
+        boxes = dict.fromkeys(tuple(box) for box in facts["images"] if not _covers(box, facts))
+        return [Region("image", box) for box in boxes]
+
+    def _kept(self, regions: Sequence[Region]) -> list[Region]:
+        images = [
+            one
+            for one in regions
+            if one.kind == "image"
+            and min(one.box[2] - one.box[0], one.box[3] - one.box[1]) >= self._min_px
+        ]
+        return [one for one in regions if one.kind != "image"] + images[: self._max_images]
+
+    def add_files(self, images: Sequence[dict[str, Any]]) -> None:
+        """Puts the files of images into their entries."""
+        for image in images:
+            left, top, right, bottom = (image[name] for name in CORNERS)
+            path = LocalPath.cwd() / image["id"]
+            Image.fromarray(self._rendered()).crop((left, top, right, bottom)).save(
+                path, "JPEG", quality=90
+            )
+            image["image_base64"] = Path(path)
+
+
+CORNERS = ("top_left_x", "top_left_y", "bottom_right_x", "bottom_right_y")
