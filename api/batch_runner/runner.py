@@ -379,7 +379,6 @@ def _source_images(
         UrlSigner(settings.secret),
         codec,
         UrlFetcher(settings, objects, records.fetched_urls),
-        BatchFiles(objects, storage),
     )
 
 

@@ -142,7 +142,7 @@ def test_letters_are_listed_and_stay(site: Site) -> None:
 
 
 def test_letter_of_a_step_names_its_flow_and_waits_for_its_run(site: Site) -> None:
-    step = {"flow": "spell", "step": "check", "prediction": "", "part": 1001}
+    step: dict[str, Any] = {"flow": "spell", "step": "check", "prediction": "", "part": 1001}
     site.die("waits", **step)
     site.die("answered", is_over=True, **step)
     letters = listed()
