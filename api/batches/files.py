@@ -214,10 +214,14 @@ class BatchFiles:
 
         Raises:
             NotFound: the tenant has no such file, or it has expired.
-            BadInput: it has more than `max_bytes`, or they are gone.
+            BadInput: it is of a batch, has more than `max_bytes`, or they are gone.
             Unavailable: the object store is out of reach.
         """
         file = await self.find(tenant, file_id)
+        if file.purpose in ("batch", "batch_output"):
+            raise BadInput(
+                f"{file_id} has purpose {file.purpose}; upload inputs as user_data or ocr"
+            )
         if file.size_bytes > max_bytes:
             raise BadInput(
                 f"{file_id} has {file.size_bytes} bytes; at most {max_bytes} are allowed"

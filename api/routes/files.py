@@ -336,6 +336,7 @@ _SAMPLE_TYPES: dict[FilePurpose, Literal["batch_request", "batch_result", "ocr_i
     "batch": "batch_request",
     "batch_output": "batch_result",
     "ocr": "ocr_input",
+    "user_data": "ocr_input",
 }
 
 
