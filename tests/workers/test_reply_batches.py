@@ -32,9 +32,12 @@ async def compute_together(harness: WorkerHarness, **of_each: dict[str, str]) ->
     queue = harness.consumer.queue
     await harness.until(lambda: queue.waiting == len(NAMES))
     harness.process.gate.set()
-    came = [(await harness.reply()).request_id for _ in ("first", *NAMES)]
+    harness.process.gate.clear()  # for the first alone, so that its reply shares no message
+    assert (await harness.reply()).request_id == "first"
+    harness.process.gate.set()
+    came = [(await harness.reply()).request_id for _ in NAMES]
     assert harness.process.batches == [["first"], list(NAMES)]
-    return came[1:]
+    return came
 
 
 def handed_back() -> float:
