@@ -129,3 +129,23 @@ def test_the_makefile_names_the_tiers() -> None:
     made = (ROOT / "Makefile").read_text()
     assert f'-m "{QUICK}"' in made
     assert f'-m "{SLOW}"' in made
+
+
+@pytest.mark.slow(about_s=10)
+def test_collecting_quick_tests_imports_no_model_library() -> None:
+    """Each process of a quick run would: torch and transformers take 3.8 s of CPU time."""
+    program = f"""
+import sys, pytest
+status = pytest.main(["--collect-only", "-qq", "-n", "0", "-m", {QUICK!r}])
+heavy = {{"torch", "transformers", "diffusers", "onnx", "onnxruntime", "scipy.stats"}}
+print(f"{{status:d}} {{sorted(heavy & sys.modules.keys())}}")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=START_LIMIT_S,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "0 []"

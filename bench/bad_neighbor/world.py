@@ -23,7 +23,6 @@ from infra.local.stack import Stack
 from infra.local.up import served_stack
 from shared.tenants.plan import Limits, Plan
 from tests.keys import keys_url, stored
-from tests.workers.models.generation import tiny
 
 CONTEXT_TOKENS = 256
 FILES_MAX_BYTES = 256 * 1024 * 1024
@@ -70,6 +69,9 @@ def _catalog(folder: Path) -> Path:
     """The shipped models, and one that writes."""
     weights = folder / WRITER
     weights.mkdir()
+    # Transformers, which only whoever starts a stack needs.
+    from tests.workers.models.generation import tiny
+
     tiny.write_folder(weights)
     writer: dict[str, Any] = {
         "name": WRITER,

@@ -29,7 +29,6 @@ from shared.usage.charge import price_of
 from tests.api.harness import IMAGE_MODEL, PAIRS_MODEL, TEXT_MODEL, WRITER
 from tests.canary.test_routing import FakeCanaryStore
 from tests.limits import WAIT_LIMIT_S
-from workers.optimize.quality import psnr_db
 
 pytestmark = pytest.mark.anyio
 RULES = Canary(revision="next", compare_share=1.0)
@@ -179,6 +178,8 @@ async def test_item_that_the_other_revision_failed_says_nothing() -> None:
 
 
 async def test_distance_of_images_is_that_of_the_optimizer() -> None:
+    from workers.optimize.quality import psnr_db  # SciPy, 0.7 s in each process of a run
+
     async with CodecPool(1, 1 << 28) as pool:
         codec, until_s = ImageCodec(pool), time.time() + WAIT_LIMIT_S
         found = await codec.psnr_db(png(0), png(20), until_s)

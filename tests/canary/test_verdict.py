@@ -5,7 +5,6 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binom
 
 from shared.canary.verdict import (
     STEP,
@@ -37,6 +36,8 @@ def is_good(counts: CanaryCounts, rules: Canary = RULES) -> bool:
 def test_tail_is_that_of_the_binomial_distribution(
     of: int, ratio: float, data: st.DataObject
 ) -> None:
+    from scipy.stats import binom  # 0.7 s of CPU time, in each process of a run
+
     seen = data.draw(st.integers(1, of))
     assert tail(seen, of, ratio) == pytest.approx(
         binom.sf(seen - 1, of, ratio), rel=1e-6, abs=1e-12

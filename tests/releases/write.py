@@ -45,7 +45,6 @@ from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from tests.releases.history import FILES, ROOT, environment_of, tree_at
 from tests.releases.stored import dump, plain
 from tests.workers.models.custom.classes import write_class
-from tests.workers.models.generation import tiny
 
 PROJECT = "release"
 INBOXES = 2
@@ -75,6 +74,8 @@ def catalog(folder: Path, tree: Path) -> dict[str, Any]:
     """A model of every task that a tree has."""
     texts = folder / WRITER
     texts.mkdir()
+    from tests.workers.models.generation import tiny  # transformers, for whoever writes only
+
     tiny.write_folder(texts)
     encoder = _ENCODER | {"batch": {"max_tokens": 2048}, "deadline": _DEADLINE}
     price = {"per_million_tokens_usd": 1.0}

@@ -30,18 +30,27 @@ async def compute_together(harness: WorkerHarness, **of_each: dict[str, str]) ->
     await harness.process.started.wait()
     for name in NAMES:
         await harness.send(name, request_id=name, **of_each.get(name, {}))  # type: ignore[arg-type]
-    await go_on(harness)
-    came = [(await harness.reply()).request_id for _ in ("first", *NAMES)]
+    await until_all_wait(harness)
+    harness.process.gate.set()
+    harness.process.gate.clear()  # for the first alone, so that its reply shares no message
+    assert (await harness.reply()).request_id == "first"
+    harness.process.gate.set()
+    came = [(await harness.reply()).request_id for _ in NAMES]
     assert harness.process.batches == [["first"], list(NAMES)]
-    return came[1:]
+    return came
+
+
+async def until_all_wait(harness: WorkerHarness) -> None:
+    assert harness.consumer is not None
+    queue = harness.consumer.queue
+    await harness.until(lambda: queue.waiting == len(NAMES))
 
 
 async def go_on(harness: WorkerHarness, canceled: str = "") -> None:
     """Lets the model go on once all jobs wait. The worker does not hear of one that is canceled."""
-    assert harness.consumer is not None
-    queue = harness.consumer.queue
-    await harness.until(lambda: queue.waiting == len(NAMES))
+    await until_all_wait(harness)
     if canceled:
+        assert harness.consumer is not None
         harness.consumer.cancellation.cancel = lambda record: None  # type: ignore[method-assign]
         await harness.records.cancel(canceled)
     harness.process.gate.set()

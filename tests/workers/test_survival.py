@@ -58,9 +58,16 @@ async def claimed(harness: WorkerHarness, record: str) -> None:
             pass
 
 
-async def queued(harness: WorkerHarness) -> None:
-    """Returns when everything that was published is in the worker's hands, and admitted."""
+async def queued(harness: WorkerHarness, items: int = 0) -> None:
+    """Returns when everything that was published is in the worker's hands, and admitted.
+
+    On a busy machine that is sure if `items` says how many then wait for the model.
+    """
     await harness.until(lambda: harness.broker.backlog(workers_subscription_id(MODEL.name)) == 0)
+    if items:
+        assert harness.consumer is not None
+        queue = harness.consumer.queue
+        await harness.until(lambda: queue.waiting == items)
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -453,7 +460,7 @@ async def test_batch_priority_waits_for_interactive_jobs(redis_url: str, tmp_pat
         for number in range(6):  # of such lengths that none shares a batch
             await harness.send("b" * (60 + number), request_id=f"b{number}", priority="batch")
             await harness.send("a" * (60 + number), request_id=f"i{number}")
-        await queued(harness)
+        await queued(harness, items=12)
         harness.process.gate.set()
         for _ in range(13):
             await harness.reply()
@@ -467,7 +474,7 @@ async def test_tenant_with_many_jobs_does_not_delay_another(redis_url: str, tmp_
         for number in range(6):
             await harness.send("a" * (60 + number), request_id=f"a{number}", tenant="busy")
         await harness.send("b" * 60, request_id="b", tenant="quiet")
-        await queued(harness)
+        await queued(harness, items=7)
         harness.process.gate.set()
         for _ in range(8):
             await harness.reply()

@@ -2,8 +2,12 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from models.shapes.score import BEGIN, CARD, COLUMNS, END, SCORES, captioned_sheet, write_scores
+
+# Each process of a quick run would import torch for this file.
+pytestmark = pytest.mark.slow
 
 
 def test_scores_are_kept_with_the_weights_they_are_of(tmp_path: Path) -> None:
