@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, cast
 
 import msgspec
 from prometheus_client import Counter, Gauge
+from redis.exceptions import ResponseError
 
 from shared.catalog import Model
 from shared.errors import BadInput
@@ -70,14 +71,19 @@ class RedisLevel:
                 await self._writes.call(writes[start : start + WRITE_ENTRIES])
 
     async def _send_reads(self, keys: list[str]) -> list[bytes | None]:
-        return cast("list[bytes | None]", await self._link.client.mget(keys))
+        (values,) = await self._link.exchange([("MGET", *keys)])
+        return cast("list[bytes | None]", _checked(values))
 
     async def _send_writes(self, writes: list[_Write]) -> list[bool]:
-        pipeline = self._link.client.pipeline(transaction=False)
-        for write in writes:
-            # What `pipeline.set` does besides takes a fifth of its time.
-            pipeline.execute_command("SET", write.key, write.value, "EX", write.ttl_s)
-        return list(await pipeline.execute())
+        commands = [("SET", one.key, one.value, "EX", one.ttl_s) for one in writes]
+        return [bool(_checked(answer)) for answer in await self._link.exchange(commands)]
+
+
+def _checked(answer: object) -> object:
+    """Returns an answer of Redis. Raises it if it is a refusal."""
+    if isinstance(answer, ResponseError):
+        raise answer
+    return answer
 
 
 KEY_SCHEME = 2

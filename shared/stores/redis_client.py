@@ -24,6 +24,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 import hiredis
 import redis.asyncio
 from prometheus_client import Counter, Gauge
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError, ResponseError
@@ -102,7 +103,8 @@ class Batcher(Generic[Sent, Got]):
         self._errors = errors
         self._waiting: deque[tuple[Sequence[Sent], asyncio.Future[list[Got] | None]]] = deque()
         self._waiting_entries = 0
-        self._arrived = asyncio.Event()
+        self._trips: asyncio.Task[None] | None = None
+        """Makes round trips while calls wait."""
 
     async def call(self, entries: Sequence[Sent]) -> list[Got] | None:
         """Returns one answer per entry, or None after a failure or with a full queue."""
@@ -113,7 +115,9 @@ class Batcher(Generic[Sent, Got]):
         answers: asyncio.Future[list[Got] | None] = loop.create_future()
         self._waiting.append((entries, answers))
         self._waiting_entries += len(entries)
-        self._arrived.set()
+        if self._trips is None:
+            # It begins in the next turn of the loop, with all calls of this one.
+            self._trips = loop.create_task(self._make_trips())
         # The current round trip, the one of this call, and two for calls ahead of it. A timer costs
         # half of what asyncio.wait does, and each job of a worker waits here.
         timer = loop.call_later(4 * self._timeout_s, _stop_waiting, answers)
@@ -122,13 +126,19 @@ class Batcher(Generic[Sent, Got]):
         finally:
             timer.cancel()
 
-    async def run(self) -> None:
-        """Does the round trips until canceled. The link runs this."""
-        while True:
-            await self._arrived.wait()
-            self._arrived.clear()
+    async def close(self) -> None:
+        """Ends the round trip under way. Its calls, and those that wait, get no answer."""
+        if self._trips is not None:
+            self._trips.cancel()
+            await asyncio.gather(self._trips, return_exceptions=True)
+        self._give_up()
+
+    async def _make_trips(self) -> None:
+        try:
             while self._waiting:
                 await self._round_trip()
+        finally:
+            self._trips = None
 
     async def _round_trip(self) -> None:
         calls, entries = [], list[Sent]()
@@ -156,7 +166,7 @@ class Batcher(Generic[Sent, Got]):
         return answers
 
     def _give_up(self) -> None:
-        """Answers all waiting calls with None, because the breaker opened."""
+        """Answers all waiting calls with None."""
         while self._waiting:
             _, future = self._waiting.popleft()
             if not future.done():
@@ -249,12 +259,13 @@ class RedisLink:
         self._up = asyncio.Event()
         self._tripped = asyncio.Event()
         self._batchers: list[Batcher[Any, Any]] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._idle: list[AbstractConnection] = []
+        """Connections for round trips. There are as many as ran at the same time, at most."""
 
     def batcher(
         self, operation: str, send: Callable[[list[Sent]], Coroutine[Any, Any, list[Got]]]
     ) -> Batcher[Sent, Got]:
-        """Adds a batcher, before the link is opened. `send` does one round trip with `client`."""
+        """Adds a batcher, before the link is opened. `send` does one round trip by `exchange`."""
         batcher = Batcher(operation, send, self._timeout_s, self._judge, self._errors)
         self._batchers.append(batcher)
         return batcher
@@ -264,14 +275,11 @@ class RedisLink:
         return Commands(self, store)
 
     async def __aenter__(self) -> Self:
-        # One for each batcher, one that listens, and one that retries.
-        self.client = self._connect(len(self._batchers) + 2)
+        # One that listens and one that retries. Round trips have their own.
+        self.client = self._connect(2)
         self._up.set()
         self._gauge.set(1)
-        self._tasks = [
-            asyncio.create_task(run)
-            for run in (*(batcher.run() for batcher in self._batchers), self._recover())
-        ]
+        self._recovering = asyncio.create_task(self._recover())
         return self
 
     async def __aexit__(
@@ -280,11 +288,48 @@ class RedisLink:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._recovering.cancel()
+        closing = (self._recovering, *(batcher.close() for batcher in self._batchers))
+        await asyncio.gather(*closing, return_exceptions=True)
         self._up.clear()
+        for connection in self._idle:
+            await connection.disconnect(nowait=True)
+        self._idle.clear()
         await self.client.aclose()
+
+    async def exchange(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
+        """Sends commands together and returns their answers, for the `send` of a batcher.
+
+        A refusal of one is a ResponseError among the answers. This does without the pool, retries
+        and records of redis-py, which take three times as long as all the rest.
+
+        Raises:
+            RedisError, OSError: there is no connection, or it ended.
+        """
+        pool = self.client.connection_pool
+        connection = self._idle.pop() if self._idle else pool.make_connection()
+        try:
+            if connection.is_connected and await connection.can_read():  # Redis has closed it
+                await connection.disconnect(nowait=True)
+            if not connection.is_connected:
+                await connection.connect()
+            packed = connection.pack_commands(commands)
+            await connection.send_packed_command(packed, check_health=False)
+            answers = [await self._answer(connection, words[0]) for words in commands]
+        except BaseException:
+            await connection.disconnect(nowait=True)
+            raise
+        finally:
+            self._idle.append(connection)
+        return answers
+
+    async def _answer(self, connection: AbstractConnection, command: Argument) -> Any:
+        try:
+            answer = await connection.read_response()
+        except ResponseError as refusal:
+            return refusal
+        shape = self.client.response_callbacks.get(command)
+        return answer if shape is None else shape(answer)
 
     async def run_script(
         self, script: Script, keys: Sequence[str], args: Sequence[Argument]
@@ -294,10 +339,12 @@ class RedisLink:
         Raises:
             RedisError: Redis did not answer, or refused.
         """
-        try:
-            return await self.client.evalsha(script.digest, len(keys), *keys, *args)
-        except NoScriptError:  # Redis restarted, and learns the script from EVAL
-            return await self.client.eval(script.text, len(keys), *keys, *args)
+        (answer,) = await self.exchange([("EVALSHA", script.digest, len(keys), *keys, *args)])
+        if isinstance(answer, NoScriptError):  # Redis restarted, and learns the script from EVAL
+            (answer,) = await self.exchange([("EVAL", script.text, len(keys), *keys, *args)])
+        if isinstance(answer, ResponseError):
+            raise answer
+        return answer
 
     def _connect(self, connections: int) -> redis.asyncio.Redis:
         try:
@@ -444,30 +491,17 @@ class Commands:
         return answers[0]
 
     async def _send(self, calls: list[_Call]) -> list[Any]:
-        answers = await self._pipelined([_words(call, by_digest=True) for call in calls])
+        answers = await self._link.exchange([_words(call, by_digest=True) for call in calls])
         unknown = [
             index for index, answer in enumerate(answers) if isinstance(answer, NoScriptError)
         ]
         if unknown:  # Redis restarted, and learns the scripts from EVAL
-            again = await self._pipelined(
+            again = await self._link.exchange(
                 [_words(calls[index], by_digest=False) for index in unknown]
             )
             for index, answer in zip(unknown, again, strict=True):
                 answers[index] = answer
         return answers
-
-    async def _pipelined(self, commands: list[tuple[Argument, ...]]) -> list[Any]:
-        if len(commands) == 1:  # a pipeline of one takes more CPU than the command
-            try:
-                awaitable = self._link.client.execute_command(*commands[0])  # type: ignore[no-untyped-call]
-                return [await awaitable]
-            except ResponseError as refusal:
-                return [refusal]
-        pipeline = self._link.client.pipeline(transaction=False)
-        for words in commands:
-            pipeline.execute_command(*words)
-        # A refusal (out of memory) is the answer to its own call only.
-        return list(await pipeline.execute(raise_on_error=False))
 
 
 def _words(call: _Call, *, by_digest: bool) -> tuple[Argument, ...]:
