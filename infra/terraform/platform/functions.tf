@@ -59,7 +59,7 @@ module "function" {
 
   environment = merge(local.trace_settings.api, each.key == "reports" ? local.report_settings : { PENSTOCK_ROWS_URL = local.rows_url }, {
     PENSTOCK_DATASET     = google_bigquery_dataset.default.dataset_id
-    PENSTOCK_OBJECTS_URL = "gs://${each.key == "reports" ? one(values(google_storage_bucket.reports)[*].name) : google_storage_bucket.objects.name}"
+    PENSTOCK_OBJECTS_URL = "gs://${each.key == "reports" ? one(values(module.reports)[*].name) : module.objects.name}"
     PENSTOCK_PROJECT     = var.project_id
     PENSTOCK_RECORDS_URL = local.records_url
     PENSTOCK_REDIS_URL   = module.redis[local.home].url

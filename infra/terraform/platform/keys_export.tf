@@ -6,29 +6,25 @@ locals {
   _keys_exports = module.options.api.keys_in_redis && module.options.api.image != null ? { export = module.options.api.image } : {}
 }
 
-resource "google_storage_bucket" "keys" {
+# One account adds; each export has a name of its own, and nobody may write over one.
+module "keys" {
+  source   = "../modules/bucket"
   for_each = module.options.api.keys_in_redis ? { export = true } : {}
 
-  project                     = var.project_id
-  name                        = "${var.project_id}-${var.prefix}-keys"
-  location                    = var.storage_location
-  labels                      = var.labels
-  force_destroy               = !var.deletion_protection
-  public_access_prevention    = "enforced"
-  uniform_bucket_level_access = true
+  project_id          = var.project_id
+  name                = "${var.project_id}-${var.prefix}-keys"
+  location            = var.storage_location
+  labels              = var.labels
+  deletion_protection = var.deletion_protection
+  deleted             = [{ days = 90 }]
 
-  lifecycle_rule {
-    action {
-      type = "Delete"
-    }
-
-    condition {
-      age = 90
+  members = {
+    for name in keys(local._keys_exports) : name => {
+      member = google_service_account.keys_export["runs"].member
+      role   = "roles/storage.objectCreator"
     }
   }
 
-  # checkov:skip=CKV_GCP_62: one account adds; Cloud Audit Logs say who read
-  # checkov:skip=CKV_GCP_78: each export has a name of its own, and nobody may write over one
   depends_on = [google_project_service.default]
 }
 
@@ -40,14 +36,6 @@ resource "google_service_account" "keys_export" {
   display_name = each.key == "runs" ? "Exports API keys" : "Starts the export of API keys"
 
   depends_on = [google_project_service.default]
-}
-
-resource "google_storage_bucket_iam_member" "keys" {
-  for_each = local._keys_exports
-
-  bucket = google_storage_bucket.keys[each.key].name
-  role   = "roles/storage.objectCreator"
-  member = google_service_account.keys_export["runs"].member
 }
 
 resource "google_cloud_run_v2_job" "keys" {
@@ -68,7 +56,7 @@ resource "google_cloud_run_v2_job" "keys" {
       containers {
         image   = each.value
         command = ["penstock"]
-        args    = ["keys", "export", "--to", "gs://${google_storage_bucket.keys[each.key].name}"]
+        args    = ["keys", "export", "--to", "gs://${module.keys[each.key].name}"]
 
         env {
           name  = "PENSTOCK_KEYS_URL"
@@ -95,7 +83,7 @@ resource "google_cloud_run_v2_job" "keys" {
     ignore_changes = [client, client_version]
   }
 
-  depends_on = [google_storage_bucket_iam_member.keys]
+  depends_on = [module.keys]
 }
 
 resource "google_cloud_run_v2_job_iam_member" "keys" {

@@ -39,7 +39,7 @@ output "deployments" {
       dataset         = google_bigquery_dataset.default.dataset_id
       hub_token       = one([for secret in google_secret_manager_secret.hub_token : secret.secret_id])
       namespace       = var.namespace
-      objects_url     = "gs://${google_storage_bucket.objects.name}"
+      objects_url     = "gs://${module.objects.name}"
       overflow        = local.overflow[name]
       project         = var.project_id
       records_url     = local.records_url
@@ -50,7 +50,7 @@ output "deployments" {
       rows_url        = local.rows_url
       spot            = module.options.nodes.spot
       traces          = local.trace_settings.workers
-      weights_bucket  = module.options.weights.prefetched ? google_storage_bucket.weights.name : null
+      weights_bucket  = module.options.weights.prefetched ? module.weights.name : null
       zones           = region.zones
     }
   }
@@ -65,7 +65,7 @@ output "outside" {
       dataset         = google_bigquery_dataset.default.dataset_id
       models          = cluster.models
       namespace       = cluster.namespace
-      objects_url     = "gs://${google_storage_bucket.objects.name}"
+      objects_url     = "gs://${module.objects.name}"
       overflow        = null
       project         = var.project_id
       records_url     = local.records_url
@@ -98,7 +98,7 @@ output "topics" {
 
 output "weights_bucket" {
   description = "Bucket for weights; a source in models.yaml names it as gs://BUCKET/PREFIX."
-  value       = google_storage_bucket.weights.name
+  value       = module.weights.name
 }
 
 output "worker_accounts" {

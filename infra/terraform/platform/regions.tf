@@ -26,7 +26,7 @@ module "region" {
   cidr                = cidrsubnet(var.network_cidr, 4, each.value.index)
   dataset             = google_bigquery_dataset.default.dataset_id
   deletion_protection = var.deletion_protection
-  objects_url         = "gs://${google_storage_bucket.objects.name}"
+  objects_url         = "gs://${module.objects.name}"
   records_max_bytes   = local.records_max_bytes
   records_url         = local.records_url
   redis_url           = module.redis[each.key].url

@@ -47,33 +47,21 @@ resource "google_cloud_scheduler_job" "reports" {
 }
 
 # Not the bucket of objects: workers may write over all of that.
-resource "google_storage_bucket" "reports" {
+module "reports" {
+  source   = "../modules/bucket"
   for_each = local._reports
 
-  project                     = var.project_id
-  name                        = "${var.project_id}-${var.prefix}-reports"
-  location                    = var.storage_location
-  labels                      = var.labels
-  force_destroy               = !var.deletion_protection
-  public_access_prevention    = "enforced"
-  uniform_bucket_level_access = true
+  project_id          = var.project_id
+  name                = "${var.project_id}-${var.prefix}-reports"
+  location            = var.storage_location
+  labels              = var.labels
+  deletion_protection = var.deletion_protection
+  versioning          = true # an invoice that is made again does not remove what was sent
 
-  # An invoice that is made again does not remove what was sent.
-  versioning {
-    enabled = true
-  }
+  # A put of the same name writes over it, which takes the right to delete.
+  members = { for name, member in local.report_account : name => { member = member, role = "roles/storage.objectUser" } }
 
-  # checkov:skip=CKV_GCP_62: one account writes; Cloud Audit Logs say who read
   depends_on = [google_project_service.default]
-}
-
-# A put of the same name writes over it, which takes the right to delete.
-resource "google_storage_bucket_iam_member" "reports" {
-  for_each = local.report_account
-
-  bucket = google_storage_bucket.reports[each.key].name
-  role   = "roles/storage.objectUser"
-  member = each.value
 }
 
 resource "google_bigquery_table_iam_member" "reports_read" {

@@ -4,7 +4,7 @@
 # (docs/decisions/0096-rows-on-google.md).
 
 locals {
-  rows_url = module.options.rows.archive ? "gs://${google_storage_bucket.rows.name}" : ""
+  rows_url = module.options.rows.archive ? "gs://${module.rows.name}" : ""
   # The archive is the API's image with another command.
   _row_archives = module.options.rows.archive && module.options.api.image != null ? { archive = module.options.api.image } : {}
   _archived     = ["rows", "webhook_deliveries", "worker_hours"]
@@ -32,60 +32,35 @@ locals {
   }
 }
 
-resource "google_storage_bucket" "rows" {
-  project                     = var.project_id
-  name                        = "${var.project_id}-${var.prefix}-rows"
-  location                    = var.storage_location
-  labels                      = var.labels
-  force_destroy               = !var.deletion_protection
-  public_access_prevention    = "enforced"
-  uniform_bucket_level_access = true
+module "rows" {
+  source = "../modules/bucket"
+
+  project_id          = var.project_id
+  name                = "${var.project_id}-${var.prefix}-rows"
+  location            = var.storage_location
+  labels              = var.labels
+  deletion_protection = var.deletion_protection
+  aborts_uploads      = true
+  soft_delete_days    = 7 # what was deleted by mistake can be brought back
 
   # As long as BigQuery keeps them. A day's files are written anew when it is merged.
-  lifecycle_rule {
-    action {
-      type = "Delete"
-    }
+  deleted = [{
+    days    = tonumber(local.table_options.timePartitioning.expirationMs) / 86400000 + 3
+    folders = ["archive", "rejected"]
+  }]
 
-    condition {
-      age            = tonumber(local.table_options.timePartitioning.expirationMs) / 86400000 + 3
-      matches_prefix = ["archive/", "rejected/"]
-    }
-  }
-
-  lifecycle_rule {
-    action {
-      type = "AbortIncompleteMultipartUpload"
-    }
-
-    condition {
-      age = 1
+  # Who writes rows may add some, and read, change or delete none: neither its own
+  # nor those of others.
+  members = {
+    for name, member in local._row_putters : name => {
+      folder = "incoming"
+      member = member
+      role   = "roles/storage.objectCreator"
+      title  = "incoming rows"
     }
   }
 
-  # What was deleted by mistake can be brought back for a week.
-  soft_delete_policy {
-    retention_duration_seconds = 604800
-  }
-
-  # checkov:skip=CKV_GCP_62: written and read all the time; Cloud Audit Logs say who changed what
-  # checkov:skip=CKV_GCP_78: names are never used again; soft delete keeps what was deleted
   depends_on = [google_project_service.default]
-}
-
-# Who writes rows may add some, and read, change or delete none: neither its own
-# nor those of others.
-resource "google_storage_bucket_iam_member" "rows_put" {
-  for_each = local._row_putters
-
-  bucket = google_storage_bucket.rows.name
-  role   = "roles/storage.objectCreator"
-  member = each.value
-
-  condition {
-    title      = "incoming rows"
-    expression = "resource.name.startsWith(\"projects/_/buckets/${google_storage_bucket.rows.name}/objects/incoming/\")"
-  }
 }
 
 resource "google_service_account" "row_archive" {
@@ -96,8 +71,9 @@ resource "google_service_account" "row_archive" {
   depends_on = [google_project_service.default]
 }
 
+# By itself, so that the archive waits for its own right and for nobody else's.
 resource "google_storage_bucket_iam_member" "row_archive" {
-  bucket = google_storage_bucket.rows.name
+  bucket = module.rows.name
   role   = "roles/storage.objectUser"
   member = google_service_account.row_archive.member
 }

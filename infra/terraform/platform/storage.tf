@@ -1,107 +1,45 @@
 # Large inputs and results, and weights. No bucket can be made public.
 
-resource "google_storage_bucket" "objects" {
-  project                     = var.project_id
-  name                        = "${var.project_id}-${var.prefix}-objects"
-  location                    = var.storage_location
-  labels                      = var.labels
-  force_destroy               = !var.deletion_protection
-  public_access_prevention    = "enforced"
-  uniform_bucket_level_access = true
+module "objects" {
+  source = "../modules/bucket"
+
+  project_id          = var.project_id
+  name                = "${var.project_id}-${var.prefix}-objects"
+  location            = var.storage_location
+  labels              = var.labels
+  deletion_protection = var.deletion_protection
+  aborts_uploads      = true # batches/ is written in parts
+  soft_delete_days    = 0
 
   # Each folder outlives what points into it: see objects_days.
-  dynamic "lifecycle_rule" {
-    for_each = { for folder, days in module.options.objects_days : folder => days }
+  deleted = [for folder, days in module.options.objects_days : { days = days, folders = [folder] }]
 
-    content {
-      action {
-        type = "Delete"
-      }
+  # A put of the same content writes over it, which takes the right to delete.
+  members = { for name, member in local.repliers : name => { member = member, role = "roles/storage.objectUser" } }
 
-      condition {
-        age            = lifecycle_rule.value
-        matches_prefix = ["${lifecycle_rule.key}/"]
-      }
-    }
-  }
-
-  # What an upload left that broke off: batches/ is written in parts.
-  lifecycle_rule {
-    action {
-      type = "AbortIncompleteMultipartUpload"
-    }
-
-    condition {
-      age = 1
-    }
-  }
-
-  soft_delete_policy {
-    retention_duration_seconds = 0
-  }
-
-  # checkov:skip=CKV_GCP_62: results are written and read a hundred times a second; access logs would cost more than they
-  # checkov:skip=CKV_GCP_78: an object's name is its content: it never changes, so there is no earlier version
   depends_on = [google_project_service.default]
 }
 
-resource "google_storage_bucket" "weights" {
-  project                     = var.project_id
-  name                        = "${var.project_id}-${var.prefix}-weights"
-  location                    = var.storage_location
-  labels                      = var.labels
-  force_destroy               = !var.deletion_protection
-  public_access_prevention    = "enforced"
-  uniform_bucket_level_access = true
+module "weights" {
+  source = "../modules/bucket"
 
-  versioning {
-    enabled = true
-  }
+  project_id          = var.project_id
+  name                = "${var.project_id}-${var.prefix}-weights"
+  location            = var.storage_location
+  labels              = var.labels
+  deletion_protection = var.deletion_protection
+  versioning          = true
 
   # Kernels of a GPU, a driver or a torch that nobody has any more. Those that
   # are in use are compiled again, once.
-  lifecycle_rule {
-    action {
-      type = "Delete"
-    }
+  deleted = [{ days = 90, folders = ["kernels"] }, { folders = ["kernels"], noncurrent_days = 1 }]
 
-    condition {
-      age            = 90
-      matches_prefix = ["kernels/"]
-    }
+  members = {
+    for name, member in merge({ gke = local.workers_member }, local.outside_members) :
+    name => { member = member, role = "roles/storage.objectViewer" }
   }
 
-  lifecycle_rule {
-    action {
-      type = "Delete"
-    }
-
-    condition {
-      days_since_noncurrent_time = 1
-      matches_prefix             = ["kernels/"]
-      with_state                 = "ARCHIVED"
-    }
-  }
-
-  # checkov:skip=CKV_GCP_62: read by workers at their start only; Cloud Audit Logs say who wrote
   depends_on = [google_project_service.default]
-}
-
-# A put of the same content writes over it, which takes the right to delete.
-resource "google_storage_bucket_iam_member" "objects" {
-  for_each = local.repliers
-
-  bucket = google_storage_bucket.objects.name
-  role   = "roles/storage.objectUser"
-  member = each.value
-}
-
-resource "google_storage_bucket_iam_member" "weights" {
-  for_each = merge({ gke = local.workers_member }, local.outside_members)
-
-  bucket = google_storage_bucket.weights.name
-  role   = "roles/storage.objectViewer"
-  member = each.value
 }
 
 # What a model's workers compile, for those of them that start later. It is code
@@ -112,12 +50,12 @@ resource "google_storage_bucket_iam_member" "kernels" {
     if module.options.weights.prefetched && model.compiles && startswith(model.source, "hf:")
   }
 
-  bucket = google_storage_bucket.weights.name
+  bucket = module.weights.name
   role   = "roles/storage.objectUser"
   member = local._worker_members[each.key].gke
 
   condition {
     title      = "kernels of ${each.value}"
-    expression = "resource.name.startsWith(\"projects/_/buckets/${google_storage_bucket.weights.name}/objects/kernels/${each.value}/\")"
+    expression = "resource.name.startsWith(\"projects/_/buckets/${module.weights.name}/objects/kernels/${each.value}/\")"
   }
 }

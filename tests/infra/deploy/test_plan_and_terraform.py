@@ -132,10 +132,7 @@ def test_days_of_the_row_archive_are_those_of_terraform() -> None:
     assert re.findall(r"expirationMs\) / 86400000 \+ (\d+)", stage) == [
         str(costs.ARCHIVE_DAYS_MORE)
     ]
-    deleted_s = costs.ARCHIVE_DELETED_DAYS * 86400
-    assert re.findall(r"soft_delete\w* += (\d+)|retention_duration_seconds = (\d+)", stage) == [
-        ("", str(deleted_s))
-    ]
+    assert re.findall(r"soft_delete_days += (\d+)", stage) == [str(costs.ARCHIVE_DELETED_DAYS)]
     assert re.findall(r'limits   = \{ cpu = "(\d+)"', stage) == [str(costs.ARCHIVE_CPU)]
 
 

@@ -332,6 +332,35 @@ def any_begins(kinds: set[str], prefix: str) -> bool:
     return any(kind.startswith(prefix) for kind in kinds)
 
 
+ACCOUNTS = Path("infra/cloudbuild/accounts.md")
+HEAD = "| account | on | role | used in the replay |\n|---|---|---|---|\n"
+
+
+def table_of_accounts(cloud: Cloud) -> str:
+    """Each role of each account of a release, with the permissions of it that the replay used."""
+    by_terraform = of_resources(cloud)
+    lines = []
+    for account in (BUILD, DEPLOY):
+        for place, roles in sorted(cloud.roles_of(account).items()):
+            for role in sorted(roles):
+                used = sorted(cloud.permissions_of(role) & cloud.used[account])
+                if role in UNUSED[account]:
+                    said = f"not used: {UNUSED[account][role]}"
+                elif not used and role in by_terraform:
+                    said = "not used: Terraform makes with it what is in the state"
+                else:
+                    said = ", ".join(used)
+                name = role.removeprefix("roles/").rpartition("/")[2]
+                cells = (account.partition("@")[0], _place(place), name, said)
+                lines.append(f"| {' | '.join(cells)} |\n")
+    return HEAD + "".join(lines)
+
+
+def _place(place: str) -> str:
+    kind, name = place.split("/")[0], place.rpartition("/")[2].removeprefix(f"{PROJECT}-penstock-")
+    return "project" if kind == "projects" else f"{kind.removesuffix('s')} {name}"
+
+
 def test_accounts_may_what_they_use(replay: Replay) -> None:
     built(replay, without=CHECKS)
     cloud = replay.cloud
@@ -341,6 +370,8 @@ def test_accounts_may_what_they_use(replay: Replay) -> None:
     idle = idle_roles(cloud, DEPLOY)
     assert idle - of_resources(cloud) == UNUSED[DEPLOY].keys()
     assert cloud.used.keys() == {BUILD, DEPLOY, OWNER}
+    table = table_of_accounts(cloud)
+    assert table in ACCOUNTS.read_text(encoding="utf-8"), f"{ACCOUNTS} should have\n{table}"
 
     # Where it may do what, and that nothing of it is data.
     buckets = {

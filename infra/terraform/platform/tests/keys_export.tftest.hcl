@@ -16,7 +16,7 @@ run "keys_in_redis_are_exported_every_hour" {
   }
 
   assert {
-    condition     = [for right in google_storage_bucket_iam_member.keys : right.role] == ["roles/storage.objectCreator"]
+    condition     = [for right in values(module.keys["export"].members) : right.role] == ["roles/storage.objectCreator"]
     error_message = "What exports keys can't change what it exported before."
   }
 
@@ -34,7 +34,7 @@ run "keys_in_a_secret_have_versions_there" {
   }
 
   assert {
-    condition     = length(google_cloud_scheduler_job.keys) == 0 && length(google_storage_bucket.keys) == 0
+    condition     = length(google_cloud_scheduler_job.keys) == 0 && length(module.keys) == 0
     error_message = "Nothing is exported."
   }
 }

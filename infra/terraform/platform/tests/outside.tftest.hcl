@@ -30,7 +30,7 @@ run "a_cluster_outside" {
 
   assert {
     condition = {
-      for name, role in google_storage_bucket_iam_member.objects : name => role.member if startswith(name, "outside-")
+      for name, role in module.objects.members : name => role.member if startswith(name, "outside-")
     } == { outside-elsewhere = "principalSet://iam.googleapis.com/projects/123456789012/locations/global/workloadIdentityPools/penstock-elsewhere/attribute.namespace/penstock" }
     error_message = "They write what workers write."
   }

@@ -55,7 +55,7 @@ run "least_rights" {
   }
 
   assert {
-    condition     = toset(values(google_storage_bucket_iam_member.objects)[*].role) == toset(["roles/storage.objectUser"])
+    condition     = toset(values(module.objects.members)[*].role) == toset(["roles/storage.objectUser"])
     error_message = "Objects are written and read; the bucket is nobody's to change."
   }
 }
@@ -168,7 +168,7 @@ run "functions_with_their_images" {
   }
 
   assert {
-    condition     = toset(keys(google_storage_bucket_iam_member.objects)) == toset(["api", "dead-letters", "workers"])
+    condition     = toset(keys(module.objects.members)) == toset(["api", "dead-letters", "workers"])
     error_message = "The function that answers for dead letters may write what a worker may."
   }
 

@@ -11,7 +11,7 @@ run "none_by_default" {
   command = plan
 
   assert {
-    condition     = length(google_cloud_scheduler_job.reports) == 0 && length(google_storage_bucket.reports) == 0 && length(google_monitoring_alert_policy.reports) == 0
+    condition     = length(google_cloud_scheduler_job.reports) == 0 && length(module.reports) == 0 && length(google_monitoring_alert_policy.reports) == 0
     error_message = "Reports are asked for, by the function's image."
   }
 }
@@ -55,7 +55,7 @@ run "in_the_billing_zone" {
   }
 
   assert {
-    condition     = !contains(keys(google_storage_bucket_iam_member.objects), "reports") && google_storage_bucket.reports["reports"].versioning[0].enabled
+    condition     = !contains(keys(module.objects.members), "reports") && module.reports["reports"].bucket.versioning[0].enabled
     error_message = "Invoices are in a bucket of their own, with earlier versions."
   }
 

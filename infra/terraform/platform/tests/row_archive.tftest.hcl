@@ -22,12 +22,12 @@ run "rows_outlive_who_wrote_them" {
   }
 
   assert {
-    condition     = alltrue([for right in google_storage_bucket_iam_member.rows_put : right.role == "roles/storage.objectCreator" && strcontains(right.condition[0].expression, "/objects/incoming/")])
+    condition     = alltrue([for right in values(module.rows.members) : right.role == "roles/storage.objectCreator" && strcontains(right.condition[0].expression, "/objects/incoming/")])
     error_message = "Who writes rows reads, changes and deletes none, and adds none elsewhere."
   }
 
   assert {
-    condition     = contains(keys(google_storage_bucket_iam_member.rows_put), "webhooks") && contains(keys(google_storage_bucket_iam_member.rows_put), "workers")
+    condition     = contains(keys(module.rows.members), "webhooks") && contains(keys(module.rows.members), "workers")
     error_message = "Deliveries of webhooks and hours of workers are rows too."
   }
 }
@@ -56,7 +56,7 @@ run "one_process_takes_them_from_there" {
   }
 
   assert {
-    condition     = [for rule in google_storage_bucket.rows.lifecycle_rule : one(rule.condition).age if one(rule.action).type == "Delete"] == [403]
+    condition     = [for rule in module.rows.bucket.lifecycle_rule : one(rule.condition).age if one(rule.action).type == "Delete"] == [403]
     error_message = "Files are kept as long as BigQuery keeps rows, and a little longer."
   }
 }

@@ -12,7 +12,7 @@ run "no_public_bucket" {
 
   assert {
     condition = alltrue([
-      for bucket in [google_storage_bucket.objects, google_storage_bucket.weights] :
+      for bucket in [module.objects.bucket, module.weights.bucket, module.rows.bucket] :
       bucket.public_access_prevention == "enforced" && bucket.uniform_bucket_level_access
     ])
     error_message = "No bucket can be made public."
@@ -24,7 +24,7 @@ run "objects_outlive_what_points_to_them" {
 
   assert {
     condition = {
-      for rule in google_storage_bucket.objects.lifecycle_rule :
+      for rule in module.objects.bucket.lifecycle_rule :
       one(one(rule.condition).matches_prefix) => one(rule.condition).age
       if one(rule.action).type == "Delete"
     } == { "answers/" = 2, "batches/" = 31, "files/" = 1, "inputs/" = 8, "results/" = 7 }

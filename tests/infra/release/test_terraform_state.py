@@ -1,0 +1,298 @@
+"""What becomes of the state of a deployment, with the providers that TFOFFLINE names.
+
+A home region that does not come back: the Terraform of docs/how-to/lost-region.md, typed line by
+line. What that page does with keys, budgets and rows runs in tests/infra/test_incident_pages.py.
+A newer release over the state of an older one: what was deployed is moved, and not made anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.infra.deploy.terraform import CHECKER
+from tests.infra.release.programs import write_programs
+from tests.infra.release.providers import providers, put_answers
+from tests.infra.release.replay import PROJECT
+from tests.infra.test_incident_pages import lines_of
+from tests.limits import TEST_LIMIT_S
+
+pytestmark = pytest.mark.slow(about_s=240)
+
+LOST, R, ROOT = "europe-west4", "europe-west1", "infra/terraform/examples/multi-region"
+IMAGE = "europe-docker.pkg.dev/my-project/penstock/api@sha256:0"
+PRELUDE = """
+set -euo pipefail
+gcloud() { echo gcloud "$@" >> "$NOTED"; }
+kubectl() { echo kubectl "$@" >> "$NOTED"; }
+penstock() { echo penstock "$@" >> "$NOTED"; }
+"""
+KEPT = {
+    "google_artifact_registry_repository",
+    "google_bigquery_dataset",
+    "google_bigquery_table",
+    "google_secret_manager_secret",
+    "google_storage_bucket",
+}
+"""What has no region, and holds what nobody can make again."""
+DELETED = {
+    "google_artifact_registry_repository_iam_member",
+    "google_project_iam_member",
+    "google_pubsub_subscription",
+    "google_pubsub_subscription_iam_member",
+    "google_pubsub_topic",
+    "google_pubsub_topic_iam_member",
+    "google_service_account",
+}
+"""What the apply deletes: inboxes of the region's instances, and the account of its nodes."""
+STEPS = ("repositories", "state rm", "-target", "keys init", "apply -var", "budgets restore")
+CALM = {"no-op", "update"}
+
+
+class Operator:
+    """Somebody with a deployment of two regions, and what they type."""
+
+    def __init__(self, folder: Path, attach: Path) -> None:
+        self.tree = folder / "tree"
+        shutil.copytree(
+            "infra",
+            self.tree / "infra",
+            ignore=shutil.ignore_patterns("__pycache__", ".terraform*"),
+        )
+        shutil.copy("models.yaml", self.tree)
+        put_answers(self.tree)
+        root = self.tree / ROOT
+        # With a backend of its own, state.sh leaves the root alone.
+        (root / "backend.tf").write_text('terraform {\n  backend "local" {}\n}\n')
+        # Fewer of what there are many: each plan then takes seconds.
+        main = root / "main.tf"
+        text = main.read_text()
+        for many, few in (
+            ("per_region = 20, slots = 8", "per_region = 2, slots = 2"),
+            ("max_instances = 10", "max_instances = 1"),
+        ):
+            assert many in text
+            text = text.replace(many, few)
+        main.write_text(text)
+        (root / "own.auto.tfvars").write_text('domain = "api.example.com"\n')
+        programs = write_programs(folder / "programs", project=PROJECT, attach=attach)
+        self._noted = folder / "noted"
+        self._noted.touch()
+        self.environment = os.environ | {
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "NOTED": str(self._noted),
+            "P": PROJECT,
+            "R": R,
+            "LOST": LOST,
+            "ROOT": ROOT,
+            "STATE_BUCKET": f"{PROJECT}-penstock-state",
+            "TF_VAR_registry_location": "europe",
+            "TF_VAR_api_image": IMAGE,
+        }
+
+    def types(self, line: str) -> str:
+        """Types a line, and says yes to what it asks. Returns what it printed."""
+        done = subprocess.run(
+            ["bash", "-c", PRELUDE + line],
+            cwd=self.tree,
+            env=self.environment,
+            input="yes\n" * 3,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TEST_LIMIT_S,
+            check=False,
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout[-4000:]}"
+        return done.stdout
+
+    def applies(self) -> None:
+        self.types('terraform -chdir="$ROOT" apply -var "project_id=$P"')
+
+    def changes(self) -> list[dict[str, Any]]:
+        """What a plan would change now."""
+        self.types(
+            'terraform -chdir="$ROOT" plan -refresh=false -var "project_id=$P" -out "$PWD/p"'
+        )
+        shown = self.types('terraform -chdir="$ROOT" show -json "$PWD/p"')
+        found: list[dict[str, Any]] = json.loads(shown[shown.index("{") :])["resource_changes"]
+        return found
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """The resources that Terraform knows, by address."""
+        shown = self.types('terraform -chdir="$ROOT" show -json')
+        module = json.loads(shown[shown.index("{") :])["values"]["root_module"]
+        return {one["address"]: one for one in _resources(module) if one["mode"] == "managed"}
+
+    @property
+    def noted(self) -> list[str]:
+        return self._noted.read_text().splitlines()
+
+
+def _resources(module: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield from module.get("resources", [])
+    for child in module.get("child_modules", []):
+        yield from _resources(child)
+
+
+@pytest.fixture
+def operator(tmp_path: Path) -> Iterator[Operator]:
+    missing = [name for name in ("terraform", "jq") if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    if not CHECKER:
+        pytest.skip("TFOFFLINE names no stand-in for Terraform's providers")
+    with providers(tmp_path) as attach:
+        made = Operator(tmp_path, attach)
+        made.types('sh infra/cloudbuild/state.sh "$ROOT" platform')
+        yield made
+
+
+def leave(root: Path) -> None:
+    """Edits the root, as the page says: without the lost region, and with its records apart."""
+    main = root / "main.tf"
+    text, count = re.subn(rf'^ +"{LOST}" = .*\n', "", main.read_text(), flags=re.MULTILINE)
+    assert count == 1
+    main.write_text(text.replace("  regions = {", "  records = { apart = true }\n  regions = {"))
+
+
+def places(values: dict[str, Any]) -> set[str]:
+    """The regions that a resource names in its place, or in the path of its id."""
+    named = [values.get(name) for name in ("location", "region", "zone", "id")]
+    return {part for name in named if isinstance(name, str) for part in re.split("[/ ]", name)}
+
+
+def test_home_is_moved_in_the_order_of_the_page(operator: Operator) -> None:
+    operator.applies()
+    before = operator.state()
+    assert any(LOST in places(one["values"]) for one in before.values())
+    leave(operator.tree / ROOT)
+    lines = lines_of("lost-region", "The home region does not come back")
+    printed = {}
+    for line in lines:
+        printed[line] = operator.types(line.partition("  # prints ")[0])
+        if " state rm " in line:
+            forgotten = (operator.tree / "var/lost.txt").read_text().splitlines()
+            deleted = {
+                one["address"]: one["change"]["before"]
+                for one in operator.changes()
+                if "delete" in one["change"]["actions"]
+            }
+            # Nothing that is left to delete is where nobody answers, or holds anything.
+            assert [name for name, one in deleted.items() if LOST in places(one)] == []
+            assert {before[name]["type"] for name in deleted} & KEPT == set()
+
+    # What was forgotten was there, all of it, and nothing else.
+    assert {name for name in forgotten if LOST not in places(before[name]["values"])} == set()
+    after = operator.state()
+    assert [name for name, one in after.items() if LOST in places(one["values"])] == []
+    kept = {name: one["values"]["id"] for name, one in before.items() if one["type"] in KEPT}
+    assert kept.items() <= {name: one["values"]["id"] for name, one in after.items()}.items()
+
+    # Every subscription of a model is the same one, with the jobs in it.
+    jobs = {name for name in before if ".module.model[" in name}
+    assert jobs
+    assert {name: before[name]["values"]["id"] for name in jobs} == {
+        name: after[name]["values"]["id"] for name in jobs
+    }
+    gone = before.keys() - after.keys() - set(forgotten)
+    assert {before[name]["type"] for name in gone} == DELETED
+
+    # The API is still there, and with its new records.
+    services = [one for one in after.values() if one["type"] == "google_cloud_run_v2_service"]
+    apis = [one["values"] for one in services if one["values"]["name"] == "penstock-api"]
+    assert [one["location"] for one in apis] == [R]
+    (container,) = [c for c in apis[0]["template"][0]["containers"] if c.get("name") == "api"]
+    assert container["image"] == IMAGE
+    records = after['module.platform.module.records["records"].google_memorystore_instance.default']
+    assert records["values"]["location"] == R
+    # Updates: the stand-in for the providers never gets a backend service to be as it is planned.
+    assert {action for one in operator.changes() for action in one["change"]["actions"]} <= CALM
+
+    # The keys are there before anything that reads them is made anew.
+    order = [next(at for at, line in enumerate(lines) if step in line) for step in STEPS]
+    assert order == sorted(order)
+    noted = operator.noted
+    assert noted.index("penstock keys init --from keys.json") < noted.index(
+        "penstock budgets restore"
+    )
+
+
+def test_an_apply_without_the_image_would_delete_the_api(operator: Operator) -> None:
+    """Why the page asks for it first."""
+    operator.applies()
+    operator.environment["TF_VAR_api_image"] = ""
+    # An empty variable of the environment is an empty image, which is refused and deletes nothing.
+    with pytest.raises(AssertionError, match=r"api\.image"):
+        operator.changes()
+    del operator.environment["TF_VAR_api_image"]
+    deleted = [one for one in operator.changes() if "delete" in one["change"]["actions"]]
+    assert "google_cloud_run_v2_service" in {one["type"] for one in deleted}
+
+
+MOVED = {
+    ("keys", "google_storage_bucket"): "keys",
+    ("keys", "google_storage_bucket_iam_member"): "keys",
+    ("objects", "google_storage_bucket"): "objects",
+    ("objects", "google_storage_bucket_iam_member"): "objects",
+    ("reports", "google_storage_bucket"): "reports",
+    ("reports", "google_storage_bucket_iam_member"): "reports",
+    ("rows", "google_storage_bucket"): "rows",
+    ("rows", "google_storage_bucket_iam_member"): "rows_put",
+    ("weights", "google_storage_bucket"): "weights",
+    ("weights", "google_storage_bucket_iam_member"): "weights",
+}
+"""The names that resources had beside each other, before they were in modules."""
+
+
+def put_back(state: dict[str, Any]) -> int:
+    """Gives resources of a state the addresses that they had before. Returns how many."""
+    count = 0
+    for one in state["resources"]:
+        module = one.get("module", "")
+        name = module.removeprefix("module.platform.module.").partition("[")[0]
+        if (old := MOVED.get((name, one["type"]))) is None:
+            continue
+        one |= {"module": "module.platform", "name": old}
+        _, _, key = module.partition('["')
+        for instance in one["instances"]:
+            if key:
+                instance["index_key"] = key.removesuffix('"]')
+        count += 1
+    return count
+
+
+def test_older_state_is_moved_and_nothing_is_made_anew(operator: Operator) -> None:
+    main = operator.tree / ROOT / "main.tf"
+    text = main.read_text()
+    image = "{ image = var.api_image }"
+    options = f"keys_in_redis = true, max_instances = 1 }}\n  functions = {{ reports = {image} }}"
+    assert "max_instances = 1 }" in text
+    main.write_text(text.replace("max_instances = 1 }", options, 1))
+    operator.applies()
+    before = operator.state()
+    file = operator.tree / ROOT / "terraform.tfstate"
+    state = json.loads(file.read_text())
+    assert put_back(state) == len(MOVED)
+    file.write_text(json.dumps(state | {"serial": state["serial"] + 1}))
+    older = operator.state()
+    gone = before.keys() - older.keys()
+    assert {before[name]["type"] for name in gone} == {kind for _, kind in MOVED}
+    changes = operator.changes()
+    assert {action for one in changes for action in one["change"]["actions"]} <= CALM
+    assert {tuple(one["change"]["actions"]) for one in changes if one["address"] in gone} == {
+        ("no-op",)
+    }
+    moved = {
+        one["previous_address"]: one["address"] for one in changes if "previous_address" in one
+    }
+    assert moved.keys() == older.keys() - before.keys()
+    assert set(moved.values()) == gone
