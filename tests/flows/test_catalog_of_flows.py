@@ -9,10 +9,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.catalog import read_catalog
+from shared.catalog import Catalog, flow_of, read_catalog
+from shared.catalog_entry import FlowEntry
 from shared.errors import BadInput, ConfigurationError
 from shared.flow_plan import MISSING, Condition, Reference, parse_condition
-from tests.flows.models import CHECK, JOIN, SPLIT
+from tests.flows.models import CHECK, JOIN, SPLIT, class_entry
 
 WORDS = {"id": "words", "model": SPLIT.name, "input": {"text": "$input.text"}}
 CHECKED = {"id": "check", "model": CHECK.name, "for_each": "$words", "input": {"word": "$item"}}
@@ -147,3 +148,34 @@ def test_condition_compares_values(left: object, operator: str, right: object) -
 def test_skipped_value_equals_null_and_has_no_order() -> None:
     for operator, holds in (("==", True), ("!=", False), ("<", False), (">=", False)):
         assert parse_condition(f"$a {operator} null").holds({"a": MISSING}) is holds
+
+
+ROOT = Path(__file__).parents[2]
+FILE = {"type": "string", "format": "uri"}
+SHIPPED = (
+    class_entry(
+        "safety",
+        {"image": FILE},
+        {
+            "type": "object",
+            "properties": {"nsfw": {"type": "number"}, "is_safe": {"type": "boolean"}},
+        },
+    ),
+    class_entry(
+        "upscale", {"image": FILE, "scale": {"type": "number", "minimum": 1, "maximum": 4}}, FILE
+    ),
+)
+"""What examples/safety and examples/upscale take and give, as cog writes it."""
+
+
+def test_shipped_flows_fit_their_models() -> None:
+    models = (*read_catalog(ROOT / "models.yaml").models, *SHIPPED)
+    entries = [
+        FlowEntry.model_validate(entry)
+        for path in sorted((ROOT / "examples/flows").glob("*.yaml"))
+        for entry in yaml.safe_load(path.read_text())["flows"]
+    ]
+    flows = [flow_of(entry, Catalog(models)) for entry in entries]
+    assert [flow.name for flow in flows] == ["draw-checked"]
+    assert flows[0].interface is not None
+    assert flows[0].interface.output["properties"]["is_safe"] == {"type": "boolean"}
