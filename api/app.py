@@ -54,6 +54,7 @@ from api.openai import (
     conversations,
     embeddings,
     images,
+    rerank,
     responses,
     stored_chats,
     token_counts,
@@ -79,6 +80,7 @@ from api.openai.conversations import (
 from api.openai.embeddings import EmbeddingsBody, EmbeddingsReply
 from api.openai.images import EditBody, EditForm, GenerationBody, ImagesReply
 from api.openai.item_pages import ItemsPage
+from api.openai.rerank import RerankBody, RerankReply
 from api.openai.responses_schemas import ResponseBody, ResponseDeleted, ResponseReply
 from api.openai.stored_chats import ChatChange, ChatDeleted
 from api.openai.token_counts import (
@@ -150,7 +152,7 @@ from shared.usage.row import RowSink
 from shared.webhook_publisher import WebhookPublisher
 
 _BODIES: tuple[type[BaseModel], ...] = (
-    *(EmbeddingsBody, GenerationBody, EditForm, EditBody),
+    *(EmbeddingsBody, RerankBody, GenerationBody, EditForm, EditBody),
     *(TranscriptionForm, TranslationForm, SpeechBody),
     *(ChatBody, CompletionBody, ResponseBody),
     *(ConversationBody, ConversationChange, NewItems),
@@ -160,7 +162,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
 
 
 _REPLIES: tuple[type[msgspec.Struct], ...] = (
-    *(EmbeddingsReply, ImagesReply, ModelsReply, ModelItem, ErrorReply),
+    *(EmbeddingsReply, RerankReply, ImagesReply, ModelsReply, ModelItem, ErrorReply),
     *(TranscriptionReply, VerboseTranscriptionReply),
     *(ChatReply, CompletionReply),
     *(ResponseReply, ResponseDeleted, ItemsPage),
@@ -316,6 +318,7 @@ def _app(
 def _add_routes(app: FastRouteApp) -> None:
     for routes in (
         embeddings,
+        rerank,
         images,
         audio,
         generation_routes,

@@ -72,6 +72,12 @@ ServedApi = Literal["transcription", "speech"]
 `transcription`: /v1/audio/transcriptions and /v1/audio/translations. `speech`: /v1/audio/speech.
 shared/tasks/custom.py says which inputs it has then.
 """
+Rerank = Literal["cosine", "cross-encoder"]
+"""How a similarity model compares a text with a query.
+
+`cosine`: of the vectors of an encoder, which reads each text alone. `cross-encoder`: a model that
+reads both together (`AutoModelForSequenceClassification` with one label).
+"""
 MAX_DEADLINE_S = 86_400
 """No model, and no caller, asks for more."""
 
@@ -376,6 +382,8 @@ class CatalogEntry(_Entry):
     """
     api: ServedApi | None = None
     """What a model of one's own serves beside predictions. None: nothing."""
+    rerank: Rerank = "cosine"
+    """What a similarity model is. Others leave it out."""
     replies: Replies = "direct"
     """Image models have `slots` by default. These need results that the object store can hold."""
     text: GenerationLimits = GenerationLimits()
