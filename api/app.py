@@ -56,6 +56,7 @@ from api.openai import (
     conversations,
     embeddings,
     images,
+    rerank,
     responses,
     speech,
     stored_chats,
@@ -82,6 +83,7 @@ from api.openai.conversations import (
 from api.openai.embeddings import EmbeddingsBody, EmbeddingsReply
 from api.openai.images import EditBody, EditForm, GenerationBody, ImagesReply
 from api.openai.item_pages import ItemsPage
+from api.openai.rerank import RerankBody, RerankReply
 from api.openai.responses_schemas import ResponseBody, ResponseDeleted, ResponseReply
 from api.openai.stored_chats import ChatChange, ChatDeleted
 from api.openai.token_counts import (
@@ -153,7 +155,7 @@ from shared.usage.row import RowSink
 from shared.webhook_publisher import WebhookPublisher
 
 _BODIES: tuple[type[BaseModel], ...] = (
-    *(EmbeddingsBody, GenerationBody, EditForm, EditBody),
+    *(EmbeddingsBody, RerankBody, GenerationBody, EditForm, EditBody),
     *(TranscriptionForm, TranslationForm, SpeechBody, OcrBody),
     *(ChatBody, CompletionBody, ResponseBody),
     *(ConversationBody, ConversationChange, NewItems),
@@ -163,7 +165,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
 
 
 _REPLIES: tuple[type[msgspec.Struct], ...] = (
-    *(EmbeddingsReply, ImagesReply, ModelsReply, ModelItem, ErrorReply),
+    *(EmbeddingsReply, RerankReply, ImagesReply, ModelsReply, ModelItem, ErrorReply),
     *(TranscriptionReply, VerboseTranscriptionReply, OcrReply, OcrErrorReply),
     *(ChatReply, CompletionReply),
     *(ResponseReply, ResponseDeleted, ItemsPage),
@@ -319,6 +321,7 @@ def _app(
 def _add_routes(app: FastRouteApp) -> None:
     for routes in (
         embeddings,
+        rerank,
         images,
         audio,
         speech,

@@ -81,6 +81,7 @@ class Model(CatalogEntry):
                 f"precision: {self.definition.noun} has no {self.precision}; it has {known}"
             )
         self.definition.check_entry(self)
+        self._check_rerank()
         if not self.definition.has_interface:
             self._has_no_fields_of_ones_own()
         if self.replies == "slots" and not self.definition.stores_blobs:
@@ -109,6 +110,10 @@ class Model(CatalogEntry):
         if self.deadline.default_s > self.deadline.longest_s:
             raise ValueError("deadline.default_s is above deadline.longest_s")
         return self
+
+    def _check_rerank(self) -> None:
+        if self.rerank != "cosine" and not self.definition.compares_texts:
+            raise ValueError(f"rerank: {self.definition.noun} has none; leave it out")
 
     def _has_no_resources(self) -> None:
         usual = ClassResources()

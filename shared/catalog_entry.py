@@ -76,6 +76,12 @@ ServedApi = Literal["transcription", "speech", "ocr"]
 /v1/audio/speech. `ocr`: Mistral's /v1/ocr.
 shared/tasks/custom.py says which inputs it has then.
 """
+Rerank = Literal["cosine", "cross-encoder"]
+"""How a similarity model compares a text with a query.
+
+`cosine`: of the vectors of an encoder, which reads each text alone. `cross-encoder`: a model that
+reads both together (`AutoModelForSequenceClassification` with one label).
+"""
 MAX_DEADLINE_S = 86_400
 """No model, and no caller, asks for more."""
 
@@ -396,6 +402,8 @@ class CatalogEntry(_Entry):
     """
     api: ServedApi | None = None
     """What a model of one's own serves beside predictions. None: nothing."""
+    rerank: Rerank = "cosine"
+    """What a similarity model is. Others leave it out."""
     replies: Replies = "direct"
     """Image models have `slots` by default. These need results that the object store can hold."""
     text: GenerationLimits = GenerationLimits()

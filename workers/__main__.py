@@ -150,7 +150,7 @@ async def _prepare(
         weights_dir=settings.weights_dir,
     )
     await asyncio.to_thread(WORKER_TASKS[model.task].provide, model, folder)
-    if not WORKER_TASKS[model.task].measures_backends:
+    if not WORKER_TASKS[model.task].measures_backends(model):
         machine = this_machine()
         shares = model.definition.shares_weights
         is_wide = shares and is_alone and not machine.computes_on_gpu(settings.device)

@@ -28,6 +28,7 @@ from api.openai.embeddings import EmbeddingsEndpoint
 from api.openai.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
 from api.openai.generation import ChatEndpoint, CompletionEndpoint
 from api.openai.images import GenerationsEndpoint
+from api.openai.rerank import RerankEndpoint
 from api.predictions.creation import OWNER, find_version, version_of
 from api.tasks.custom import add_files, checked_input
 from shared.blob import Blob
@@ -164,6 +165,7 @@ ENDPOINTS: dict[str, Endpoint] = {
     endpoint.path: endpoint
     for endpoint in (
         EmbeddingsEndpoint(),
+        RerankEndpoint(),
         GenerationsEndpoint(),
         ChatEndpoint(),
         CompletionEndpoint(),

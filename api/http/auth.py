@@ -46,6 +46,7 @@ class Rule(NamedTuple):
 
 _RULES_OF_PATHS: dict[str, tuple[str, Rule]] = {
     "/embeddings": ("POST", Rule("embeddings", "named")),
+    "/rerank": ("POST", Rule("embeddings", "named")),
     "/images/generations": ("POST", Rule("images", "named")),
     "/images/edits": ("POST", Rule("images", "named")),
     "/audio/transcriptions": ("POST", Rule("audio", "named")),
@@ -119,8 +120,8 @@ RULES: dict[tuple[str, str], Rule] = {
     ("DELETE", "/predictions/{prediction_id}"): Rule("predictions", "stored"),
     ("PUT", "/predictions/{prediction_id}"): Rule("predictions", "named"),
 }
-"""The requirements of each route, by method and template without /v1. HEAD is GET. A route that is
-not here needs an unrestricted key.
+"""The requirements of each route, by method and template without version. HEAD is GET. A route that
+is not here needs an unrestricted key.
 """
 _UNKNOWN = Rule("all")
 
@@ -181,8 +182,8 @@ def may_see(caller: Caller, path: str, stored: StoredWork) -> bool:
 
 
 def rule_of(method: str, path: str) -> Rule:
-    """Returns the requirements of a route, by its template with or without /v1."""
-    return RULES.get((method, path.removeprefix("/v1")), _UNKNOWN)
+    """Returns the requirements of a route, by its template with /v1, /v2 or neither."""
+    return RULES.get((method, path.removeprefix("/v1").removeprefix("/v2")), _UNKNOWN)
 
 
 def _check_scope(caller: Caller, method: str, needed: Scope | None) -> None:

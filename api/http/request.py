@@ -60,7 +60,7 @@ from shared.predictions import Prediction
 from shared.settings import ApiSettings
 from shared.stores.objects import ObjectStore
 from shared.stores.signed_urls import UrlSigner
-from shared.tasks import Input
+from shared.tasks import Input, Result
 from shared.tenants.plan import Caller
 from shared.usage.charge import price_of, step_prices_of
 
@@ -273,6 +273,29 @@ class ApiRequest:
                 limited.settle(
                     response.price, response.outcomes, is_delivered=response.is_delivered
                 )
+
+    async def asked_before(self, model: Model, inputs: Sequence[Input]) -> list[Result | None]:
+        """Returns what a worker says of `inputs`, of which the items of this request are made.
+
+        It is free, and counts in no limit but those of items in flight. Its rows have an id of
+        their own.
+
+        Raises:
+            PenstockError: an item failed, or there is no room. ClientGone: the caller hung up.
+        """
+        facts = msgspec.structs.replace(
+            self.context.facts,
+            request_id=f"{self.context.facts.request_id}-before",
+            price_share=0.0,
+        )
+        due_s = self.answer_by_s(model)
+        request = InferenceRequest(facts, model, inputs, due_s, self.options)
+        response = await while_connected(
+            self.http.receive, self.dependencies.dispatcher.dispatch(request), self.check_key
+        )
+        with response:
+            response.raise_failed()
+            return [outcome.result for outcome in response.outcomes]
 
     @asynccontextmanager
     async def created(self, request: InferenceRequest, *, waits: bool) -> AsyncGenerator[Creation]:

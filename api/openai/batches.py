@@ -47,6 +47,7 @@ class BatchBody(Body):
     input_file_id: str = Field(description="A file of purpose `batch`.")
     endpoint: Literal[
         "/v1/embeddings",
+        "/v1/rerank",
         "/v1/images/generations",
         "/v1/chat/completions",
         "/v1/completions",

@@ -5,8 +5,12 @@ Vectors stay bytes from the worker's reply to the answer, except for floats.
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Sequence
-from typing import Annotated, Literal, cast
+from dataclasses import replace
+from itertools import islice
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -24,26 +28,54 @@ from starlette.responses import Response
 from api.bodies import Body, EndUser, Text, Tokens, Usage, null_is, shape_of
 from api.http.fast_route import FastRoute
 from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses
-from api.http.request import open_request
+from api.http.request import ApiRequest, open_request
+from api.http.request_options import PRIORITY_HEADER
 from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
-from api.tasks.embedding import text_inputs
+from api.tasks.embedding import (
+    MAX_LONG_TEXT_BYTES,
+    Window,
+    sections_of,
+    text_inputs,
+    windows_of,
+)
 from shared.catalog import Catalog, Model
-from shared.errors import BadInput, PenstockError
+from shared.errors import BadInput, InputTooLarge, PenstockError
 from shared.messages import ItemOutcome
-from shared.tasks.embedding import EmbeddingResult, TextInput, TokensInput
+from shared.tasks.embedding import (
+    EmbeddingResult,
+    TextInput,
+    TextTokens,
+    TextToTokenize,
+    TokensInput,
+)
+
+
+class EmbeddingWindow(msgspec.Struct):
+    """A window of a text: its characters from `start` up to, not including, `end`.
+
+    Characters are Unicode code points. `input`: the text, by its place in the request. `tokens`:
+    those that were computed of it, special tokens included.
+    """
+
+    input: int
+    start: int
+    end: int
+    tokens: int
 
 
 class EmbeddingItem(msgspec.Struct):
     """One vector: a list of floats, or base64 of little-endian float32.
 
     `truncated_tokens` says how many tokens of the text were cut. It is present if the request has
-    `truncate`.
+    `truncate`. With `chunk` a vector has its `window`, or all `windows` that it is the mean of.
     """
 
     index: int
     embedding: list[float] | bytes
     object: Literal["embedding"] = "embedding"
     truncated_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    window: EmbeddingWindow | msgspec.UnsetType = msgspec.UNSET
+    windows: list[EmbeddingWindow] | msgspec.UnsetType = msgspec.UNSET
 
 
 class EmbeddingsReply(msgspec.Struct):
@@ -53,6 +85,38 @@ class EmbeddingsReply(msgspec.Struct):
     model: str
     usage: Usage
     object: Literal["list"] = "list"
+
+
+class Chunk(Body):
+    """How long texts are cut into windows, each with a vector of its own.
+
+    A window ends after a sentence (`by: sentence`) or a word (`by: tokens`), and repeats up to
+    `overlap` tokens of the one before, in whole sentences or words.
+    """
+
+    tokens: int | None = Field(
+        None,
+        ge=8,
+        le=1_000_000,
+        description="The most tokens of a window, without special ones. Default: all that the "
+        "model reads at once.",
+    )
+    overlap: int = Field(0, ge=0, description="At most half of `tokens`.")
+    by: Literal["sentence", "tokens"] = "sentence"
+    pool: Literal["none", "mean"] = Field(
+        "none",
+        description="`mean`: one vector for each text, the mean of its windows' by their tokens.",
+    )
+
+
+def _shape_of(value: Any) -> str:
+    return "file:" if isinstance(value, dict | FileOfText) else shape_of(value)
+
+
+class FileOfText(Body):
+    """A text in UTF-8 that was uploaded to POST /v1/files as `content`."""
+
+    file: str = Field(min_length=1, max_length=256)
 
 
 class EmbeddingsBody(Body):
@@ -69,8 +133,9 @@ class EmbeddingsBody(Body):
         Annotated[Text, Tag("text:")]
         | Annotated[list[Text], Field(min_length=1, fail_fast=True), Tag("texts:")]
         | Annotated[Tokens, Tag("tokens:")]
-        | Annotated[list[Tokens], Field(min_length=1, fail_fast=True), Tag("token_lists:")],
-        Discriminator(shape_of),
+        | Annotated[list[Tokens], Field(min_length=1, fail_fast=True), Tag("token_lists:")]
+        | Annotated[FileOfText, Tag("file:")],
+        Discriminator(_shape_of),
     ]
     encoding_format: Annotated[Literal["float", "base64"], null_is("float")] = "float"
     dimensions: int | None = Field(
@@ -92,6 +157,10 @@ class EmbeddingsBody(Body):
             "without it they are refused."
         ),
     )
+    chunk: Chunk | None = Field(
+        None,
+        description="Extension: cut texts into windows. They have up to 4 MiB together then.",
+    )
     user: EndUser | None = None
 
 
@@ -110,6 +179,12 @@ class EmbeddingsEndpoint(Endpoint):
         """Returns one item for each text."""
         body = EmbeddingsBody.model_validate_json(data, strict=True)
         model = catalog.find(body.model, "embedding")
+        if body.chunk is not None:
+            raise BadInput(
+                "chunk: lines of batches take texts as they are; send long texts to "
+                "POST /v1/embeddings",
+                field="chunk",
+            )
         dimensions = kept_dimensions(body, model)
         inputs = inputs_of(body, model)
         bytes_each = dimensions * FLOAT_BYTES if body.encoding_format == "float" else dimensions * 6
@@ -129,6 +204,8 @@ def inputs_of(body: EmbeddingsBody, model: Model) -> list[TextInput | TokensInpu
     Raises:
         BadInput: the model can't compute them.
     """
+    if isinstance(body.input, FileOfText):
+        raise BadInput("input: a file goes with `chunk`", field="input")
     return text_inputs(
         body.input, model, truncate=body.truncate or "none", tokenizer=body.tokenizer
     )
@@ -216,6 +293,8 @@ async def create_embeddings(request: Request) -> Response:
     model = call.dependencies.catalog.find(body.model, "embedding")
     call.use(model)
     kept_dimensions(body, model)
+    if body.chunk is not None:
+        return await _embed_windows(call, body, body.chunk, model)
     inputs = inputs_of(body, model)
     if len(inputs) >= LARGE_ITEMS:
         call.check_room(model, 1)
@@ -227,3 +306,186 @@ async def create_embeddings(request: Request) -> Response:
         truncated = sum(item.truncated_tokens or 0 for item in reply.data)
         call.context.headers[TRUNCATED_HEADER] = str(truncated)
     return answer
+
+
+LARGE_WINDOWS = 256
+"""From this many windows on, a request has `batch` priority, unless its caller chose one."""
+
+
+class _LongText(NamedTuple):
+    """A text of a request, and the windows that it was cut into."""
+
+    text: str
+    windows: list[Window]
+
+    def inputs(self) -> list[TextInput]:
+        """An item for each window.
+
+        It is the same as that of its text alone, so both share cache and batch.
+        """
+        return [
+            TextInput(self.text[one.start : one.end], "none" if one.is_exact else "end")
+            for one in self.windows
+        ]
+
+
+async def _embed_windows(
+    call: ApiRequest, body: EmbeddingsBody, chunk: Chunk, model: Model
+) -> Response:
+    """Answers a request with `chunk`: cuts the texts, and embeds their windows as items."""
+    texts = await _texts_of(call, body)
+    cut = await _cut(call, texts, chunk, model)
+    inputs = [one for text in cut for one in text.inputs()]
+    if len(inputs) >= LARGE_WINDOWS:
+        _take_time(call, model)
+        call.check_room(model, 1)
+    async with call.inferred(model, inputs) as response:
+        reply = embeddings_reply(body, model, response.outcomes)
+        _add_windows(reply, cut, response.outcomes)
+        if chunk.pool == "mean":
+            _pool(reply, body, len(cut))
+        answer = Response(_encoder.encode(reply), media_type="application/json")
+    call.context.is_compressible = body.encoding_format == "float"
+    return answer
+
+
+async def _texts_of(call: ApiRequest, body: EmbeddingsBody) -> list[str]:
+    """Returns the texts of a request with `chunk`.
+
+    Raises:
+        BadInput: there are tokens, `truncate`, or a file that is not text.
+        InputTooLarge: they are too long.
+        NotFound: there is no such file.
+    """
+    if body.truncate is not None or body.tokenizer is not None:
+        field = "truncate" if body.truncate is not None else "tokenizer"
+        raise BadInput(f"{field}: not with `chunk`, which takes whole texts", field=field)
+    texts_or_file = body.input
+    if isinstance(texts_or_file, FileOfText):
+        files = call.dependencies.files
+        file = await files.find(call.tenant, texts_or_file.file)
+        if file.size > MAX_LONG_TEXT_BYTES:
+            raise InputTooLarge(
+                f"input.file: longer than {MAX_LONG_TEXT_BYTES} bytes", field="input"
+            )
+        try:
+            texts = [(await files.read(file)).decode("utf-8-sig")]
+        except UnicodeDecodeError as error:
+            raise BadInput("input.file: it is no text in UTF-8", field="input") from error
+    else:
+        texts = (
+            [texts_or_file] if isinstance(texts_or_file, str) else cast(list[str], texts_or_file)
+        )
+    if not isinstance(texts[0], str):
+        raise BadInput("input: `chunk` takes texts, not token ids", field="input")
+    if sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) > MAX_LONG_TEXT_BYTES:
+        raise InputTooLarge(f"input: longer than {MAX_LONG_TEXT_BYTES} bytes", field="input")
+    for index, text in enumerate(texts):
+        if not text.strip():
+            raise BadInput(f"input[{index}]: it has no words", field="input")
+    return texts
+
+
+async def _cut(call: ApiRequest, texts: list[str], chunk: Chunk, model: Model) -> list[_LongText]:
+    """Cuts texts into windows. A worker tells their tokens.
+
+    Raises:
+        BadInput: windows would be longer than the model reads, or too many.
+    """
+    parts = [sections_of(text, model.text.max_input_bytes) for text in texts]
+    asked = [TextToTokenize(section) for sections in parts for section in sections]
+    _check_number(len(asked), model)
+    results = iter(await call.asked_before(model, asked))
+    cut: list[_LongText] = []
+    left = model.text.max_items
+    for text, sections in zip(texts, parts, strict=True):
+        told = islice(results, len(sections))
+        tokens = [result for result in told if isinstance(result, TextTokens)]
+        if len(tokens) < len(sections):
+            raise PenstockError(f"{model.name} returned a result that is no tokens; this is a bug")
+        size = _window_tokens(chunk, tokens[0].max_tokens, model)
+        least = math.ceil(sum(len(one.begins_word) for one in tokens) / size)
+        _check_number(model.text.max_items - left + least, model)
+        # On a thread: a text of 300 pages takes 50 ms.
+        windows = await asyncio.to_thread(
+            windows_of,
+            text,
+            tokens,
+            lengths=[len(section) for section in sections],
+            tokens=size,
+            overlap=chunk.overlap,
+            by=chunk.by,
+            most=left,
+        )
+        left -= len(windows)
+        _check_number(model.text.max_items - left, model)
+        cut.append(_LongText(text, windows))
+    return cut
+
+
+def _check_number(windows: int, model: Model) -> None:
+    if windows > model.text.max_items:
+        raise BadInput(
+            f"input: more than {model.text.max_items} windows, which is the most of one request; "
+            "cut it into several, or take more tokens for a window",
+            field="input",
+        )
+
+
+def _window_tokens(chunk: Chunk, most: int, model: Model) -> int:
+    """Returns the tokens of a window."""
+    tokens = chunk.tokens or most
+    if tokens > most:
+        raise BadInput(
+            f"chunk.tokens: {model.name} reads {most} tokens at once, without special ones",
+            field="chunk.tokens",
+        )
+    if chunk.overlap > tokens // 2:
+        raise BadInput(
+            f"chunk.overlap: at most half of a window of {tokens} tokens", field="chunk.overlap"
+        )
+    return tokens
+
+
+def _take_time(call: ApiRequest, model: Model) -> None:
+    """Gives a large request `batch` priority and all the time that its model allows.
+
+    A caller's own choice of either counts.
+    """
+    if PRIORITY_HEADER not in call.http.headers:
+        call.context.facts.priority = "batch"
+        call.context.headers[PRIORITY_HEADER] = "batch"
+    if call.options.deadline_s is None:
+        call.options = replace(call.options, deadline_s=model.deadline.longest_s)
+
+
+def _add_windows(
+    reply: EmbeddingsReply, cut: Sequence[_LongText], outcomes: Sequence[ItemOutcome]
+) -> None:
+    windows = ((number, one) for number, text in enumerate(cut) for one in text.windows)
+    for item, outcome, (number, one) in zip(reply.data, outcomes, windows, strict=True):
+        tokens = int(getattr(outcome.result, "tokens", 0))
+        item.window = EmbeddingWindow(number, one.start, one.end, tokens)
+
+
+def _pool(reply: EmbeddingsReply, body: EmbeddingsBody, texts: int) -> None:
+    """Puts the mean of each text's windows into the place of their vectors."""
+    groups: list[list[EmbeddingItem]] = [[] for _ in range(texts)]
+    for item in reply.data:
+        assert isinstance(item.window, EmbeddingWindow)
+        groups[item.window.input].append(item)
+    reply.data = []
+    for number, group in enumerate(groups):
+        windows = [cast(EmbeddingWindow, item.window) for item in group]
+        vectors = np.array(
+            [
+                np.frombuffer(one.embedding, "<f4")
+                if isinstance(one.embedding, bytes)
+                else np.array(one.embedding, np.float32)
+                for one in group
+            ]
+        )
+        mean = np.average(vectors, axis=0, weights=[one.tokens for one in windows])
+        unit = (mean / max(float(np.linalg.norm(mean)), 1e-12)).astype("<f4")
+        vector = unit.tolist() if body.encoding_format == "float" else unit.tobytes()
+        reply.data.append(EmbeddingItem(number, vector, windows=windows))

@@ -24,6 +24,8 @@ from api.problem_details import problem_response
 from api.replicate import models as prediction_models
 from api.replicate.replies import ModelsPage
 from shared.catalog import Model
+from shared.catalog_entry import Rerank
+from shared.tasks.embedding import EmbeddingTask
 
 
 class ModelItem(msgspec.Struct):
@@ -39,6 +41,8 @@ class ModelItem(msgspec.Struct):
     """The tokens of a text model's context, with those that it writes, as vLLM calls them."""
     context_length: int | msgspec.UnsetType = msgspec.UNSET
     """The same, as OpenRouter calls it."""
+    rerank: Rerank | msgspec.UnsetType = msgspec.UNSET
+    """What the scores of /v1/rerank are, of a model that can rank."""
 
 
 class ModelsReply(msgspec.Struct):
@@ -111,4 +115,6 @@ def _item(model: Model, dependencies: Dependencies) -> ModelItem:
     item = ModelItem(model.name, int(dependencies.started_at_s), model.task, model.aliases)
     if model.definition.has_context:
         item.max_model_len = item.context_length = model.generation.context_tokens
+    if isinstance(model.definition, EmbeddingTask):
+        item.rerank = model.rerank
     return item

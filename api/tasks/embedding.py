@@ -5,8 +5,12 @@ Also builds the inputs of embedding jobs from texts or token lists, within the m
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+import re
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from api.bodies import Body, Text
@@ -15,7 +19,7 @@ from api.inputs.source_images import ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs
 from shared.catalog import Model
 from shared.errors import BadInput, InputTooLarge
-from shared.tasks.embedding import TextInput, TokensInput, Truncate
+from shared.tasks.embedding import TextInput, TextTokens, TokensInput, Truncate
 
 TOKEN_BYTES = 4
 """Bytes that a token id counts toward the input limit: a token is about four bytes of text."""
@@ -80,6 +84,146 @@ def _check_tokenizer(tokenizer: str | None, model: Model) -> None:
     if tokenizer not in (model.name, *model.aliases):
         reason = f'{model.name} takes token ids of its own tokenizer only; send "{model.name}"'
         raise BadInput(f"tokenizer: {reason}", field="tokenizer")
+
+
+WindowUnit = Literal["sentence", "tokens"]
+MAX_LONG_TEXT_BYTES = 4 * 1024 * 1024
+"""Of a request: about 1,200 pages, more than its windows have room for. Finding windows is free, so
+it has a bound."""
+_BLANK_LINE = re.compile(r"\n[^\S\n]*+\n")
+# A match begins at the first character of a run, and takes it whole: so it is linear in the text.
+_SENTENCE_END = re.compile(
+    r"""(?: (?<![.!?…])[.!?…]++["'”’»)\]]*+\s++
+          | (?<![。！？｡])[。！？｡]++[”’」』）]*+\s*+
+          | (?<!\s)[^\S\n]*+\n[^\S\n]*+\n\s*+
+        )(?=(\S))""",
+    re.VERBOSE,
+)
+_INITIAL = re.compile(r"(?:^|[\s(.])[^\W\d_]\.\s+$")
+_LOOK_BACK = 32
+_LONGEST_WORD = 4096
+"""In characters. A section does not go back further for the end of a word."""
+
+
+class Window(NamedTuple):
+    """A part of a text, by its characters (Unicode code points, from 0; `end` is the one after)."""
+
+    start: int
+    end: int
+    is_exact: bool
+    """Whether it begins and ends between words, so that it has the same tokens as in the text."""
+
+
+def sections_of(text: str, max_bytes: int) -> list[str]:
+    """Cuts a text before words into sections of at most `max_bytes`, which are tokenized apart.
+
+    A word that is longer is cut anywhere.
+    """
+    longest = max_bytes if text.isascii() else max_bytes // 4
+    sections, at = [], 0
+    while len(text) - at > longest:
+        end = at + longest
+        least = max(at, end - _LONGEST_WORD)
+        cut = next((place for place in range(end, least, -1) if text[place].isspace()), end)
+        sections.append(text[at:cut])
+        at = cut
+    return [*sections, text[at:]]
+
+
+def sentence_starts(text: str) -> list[int]:
+    """Returns the characters at which sentences begin.
+
+    A sentence ends after `.`, `!`, `?` or `…` and space, unless a small letter follows, or after a
+    blank line, as in UAX #29 (https://www.unicode.org/reports/tr29/, SB4, SB8, SB11). But it does
+    not end with a line, since many texts have lines of a fixed width, nor after an initial.
+    """
+    starts = [0]
+    for match in _SENTENCE_END.finditer(text):
+        end = match.end()
+        before = text[max(0, end - _LOOK_BACK) : end]
+        is_other = _BLANK_LINE.search(match[0]) is not None
+        if is_other or not (match[1].islower() or _INITIAL.search(before)):
+            starts.append(end)
+    return starts
+
+
+def windows_of(
+    text: str,
+    sections: Sequence[TextTokens],
+    *,
+    lengths: Sequence[int],
+    tokens: int,
+    overlap: int,
+    by: WindowUnit,
+    most: int,
+) -> list[Window]:
+    """Cuts a text into windows of at most `tokens` tokens.
+
+    A window ends where a sentence or a word does. What is longer than a window is cut at the next
+    smaller unit: a sentence between words, a word between tokens.
+
+    Args:
+        text: the text.
+        sections: the tokens of its sections, in order.
+        lengths: the characters of its sections.
+        tokens: the most tokens of a window, without special tokens.
+        overlap: the most tokens that a window repeats of the one before, in whole units.
+        by: the unit at which windows begin and end.
+        most: stops after so many windows and one more.
+    """
+    offsets = np.cumsum([0, *lengths[:-1]])
+    starts = np.concatenate(
+        [
+            np.frombuffer(one.starts, "<u4").astype(np.int64) + offset
+            for one, offset in zip(sections, offsets, strict=True)
+        ]
+    )
+    if not len(starts):
+        return [Window(0, len(text), True)]
+    begins = np.frombuffer(b"".join(one.begins_word for one in sections), np.uint8) == 1
+    characters = np.flatnonzero(np.diff(starts, prepend=-1) > 0)
+    words = np.flatnonzero(begins)
+    units = [words, characters]
+    if by == "sentence":
+        sentences = np.searchsorted(starts, sentence_starts(text))
+        units.insert(0, np.unique(words[np.searchsorted(words, sentences[sentences <= words[-1]])]))
+    cuts = list(_cuts(len(starts), units, tokens, overlap, most))
+    return [_window(text, starts, begins, begin, end) for begin, end in cuts]
+
+
+def _cuts(
+    count: int, units: Sequence[NDArray[np.int64]], tokens: int, overlap: int, most: int
+) -> Iterator[tuple[int, int]]:
+    """Yields the first token of each window and the one after its last."""
+    begin = 0
+    for _ in range(most + 1):
+        if begin + tokens >= count:
+            yield begin, count
+            return
+        end = next(
+            (last for unit in units if (last := _last_up_to(unit, begin + tokens)) > begin),
+            begin + tokens,
+        )
+        yield begin, end
+        unit = units[0]
+        place = int(np.searchsorted(unit, max(begin + 1, end - overlap)))
+        begin = min(end, int(unit[place])) if overlap and place < len(unit) else end
+
+
+def _last_up_to(unit: NDArray[np.int64], limit: int) -> int:
+    place = int(np.searchsorted(unit, limit, side="right"))
+    return int(unit[place - 1]) if place else 0
+
+
+def _window(
+    text: str, starts: NDArray[np.int64], begins: NDArray[np.bool_], begin: int, end: int
+) -> Window:
+    last = len(text) if end == len(starts) else int(starts[end])
+    first = int(starts[begin])
+    whole = text[first:last]
+    is_exact = bool(begins[begin]) and (end == len(starts) or bool(begins[end]))
+    leading = len(whole) - len(whole.lstrip())
+    return Window(first + leading, first + max(leading, len(whole.rstrip())), is_exact)
 
 
 MAX_TEXTS = 128

@@ -307,7 +307,9 @@ class RedisLink:
             RedisError, OSError: there is no connection, or it ended.
         """
         pool = self.client.connection_pool
-        connection = self._idle.pop() if self._idle else pool.make_connection()
+        connection: AbstractConnection = (
+            self._idle.pop() if self._idle else pool.make_connection()  # type: ignore[no-untyped-call]
+        )
         try:
             if connection.is_connected and await connection.can_read():  # Redis has closed it
                 await connection.disconnect(nowait=True)
@@ -328,7 +330,7 @@ class RedisLink:
             answer = await connection.read_response()
         except ResponseError as refusal:
             return refusal
-        shape = self.client.response_callbacks.get(command)
+        shape = self.client.response_callbacks.get(str(command))
         return answer if shape is None else shape(answer)
 
     async def run_script(

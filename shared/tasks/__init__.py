@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from shared.tasks.base import Task
 from shared.tasks.custom import CUSTOM, CustomInput, CustomResult
-from shared.tasks.embedding import EMBEDDING, EmbeddingResult, TextInput, TokensInput
+from shared.tasks.embedding import (
+    EMBEDDING,
+    EmbeddingResult,
+    TextInput,
+    TextTokens,
+    TextToTokenize,
+    TokensInput,
+)
 from shared.tasks.image import IMAGE, ImageInput, ImageResult
 from shared.tasks.similarity import SIMILARITY, SimilarityInput, SimilarityResult
 from shared.tasks.text import (
@@ -22,6 +29,7 @@ from shared.tasks.text import (
 Input = (
     TextInput
     | TokensInput
+    | TextToTokenize
     | ImageInput
     | SimilarityInput
     | GenerationInput
@@ -29,6 +37,12 @@ Input = (
     | CustomInput
 )
 Result = (
-    EmbeddingResult | ImageResult | SimilarityResult | GenerationResult | TokenCount | CustomResult
+    EmbeddingResult
+    | TextTokens
+    | ImageResult
+    | SimilarityResult
+    | GenerationResult
+    | TokenCount
+    | CustomResult
 )
 TASKS: dict[str, Task] = {task.name: task for task in (EMBEDDING, IMAGE, SIMILARITY, TEXT, CUSTOM)}

@@ -188,6 +188,8 @@ class Task(ABC):
     """Whether large inputs and results go to the object store."""
     compares_images: ClassVar[bool] = False
     """Whether two results are compared as images, by their peak signal-to-noise ratio."""
+    compares_texts: ClassVar[bool] = False
+    """Whether its models compare two texts, each in one of the ways of `rerank`."""
     runs_graphs: ClassVar[bool] = False
     """Whether its models can run as optimized ONNX graphs."""
     has_context: ClassVar[bool] = False

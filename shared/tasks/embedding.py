@@ -41,6 +41,11 @@ def estimate_tokens(text: str) -> int:
     return -(-_size_bytes(text) // BYTES_PER_TOKEN) + SPECIAL_TOKENS
 
 
+def cut_estimate(tokens: int, max_tokens: int) -> int:
+    """An estimate with special tokens, if at most `max_tokens` others are read. 0: all of them."""
+    return min(tokens, max_tokens + SPECIAL_TOKENS) if max_tokens else tokens
+
+
 def bound_tokens(text: str) -> int:
     """The most tokens that a tokenizer makes of a text, without special tokens.
 
@@ -83,18 +88,22 @@ class TextInput(TaskInput, tag="text"):
 
     text: str
     truncate: Truncate = "end"
+    max_tokens: int = 0
+    """The most tokens that are read of it, without special tokens. 0: as many as the model takes.
+    """
 
     def estimate_work(self, entry: CatalogEntry) -> int:
         """Tokens, from the length of the text."""
-        return estimate_tokens(self.text)
+        return cut_estimate(estimate_tokens(self.text), self.max_tokens)
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
         """A token for every byte, and the special ones."""
         return WorkBound(bound_tokens(self.text) + SPECIAL_TOKENS)
 
     def cache_form(self) -> tuple[object, ...]:
-        """The text byte for byte, and the side at which it is cut."""
-        return ("text", self.text, self.truncate)
+        """The text byte for byte, the side at which it is cut, and a bound if it has one."""
+        bound = (self.max_tokens,) if self.max_tokens else ()
+        return ("text", self.text, self.truncate, *bound)
 
 
 class TokensInput(TaskInput, tag="tokens"):
@@ -110,6 +119,41 @@ class TokensInput(TaskInput, tag="tokens"):
     def cache_form(self) -> tuple[object, ...]:
         """The tokens, and the side at which they are cut."""
         return ("tokens", self.tokens, self.truncate)
+
+
+class TextToTokenize(TaskInput, tag="text_to_tokenize"):
+    """A text whose tokens are wanted, for windows of it. No model computes it, and it is free."""
+
+    text: str
+
+    def estimate_work(self, entry: CatalogEntry) -> int:
+        """None of what a model does."""
+        return 0
+
+    def bound_work(self, entry: CatalogEntry) -> WorkBound:
+        """None: it costs nothing."""
+        return WorkBound(0)
+
+    def cache_form(self) -> tuple[object, ...]:
+        """The text byte for byte."""
+        return ("text_to_tokenize", self.text)
+
+
+class TextTokens(TaskResult, tag="text_tokens"):
+    """Where the tokens of a text begin, and how many of them its model reads at once.
+
+    `starts`: the character at which each token begins, little-endian uint32. `begins_word`: one
+    byte per token, 1 if it is the first of a word. Text that is cut before a word has the same
+    tokens in its parts as in whole.
+    """
+
+    starts: bytes
+    begins_word: bytes
+    max_tokens: int
+
+    def to_output(self, media_type: str, link_to: LinkTo) -> int:
+        """How many there are."""
+        return len(self.begins_word)
 
 
 class EmbeddingResult(TaskResult, tag="embedding"):

@@ -23,6 +23,7 @@ from shared.tasks.embedding import (
     Truncate,
     bound_tokens,
     checked_text,
+    cut_estimate,
     estimate_tokens,
 )
 
@@ -36,10 +37,14 @@ class SimilarityInput(TaskInput, tag="similarity"):
     text: str
     query: str
     truncate: Truncate = "end"
+    max_tokens: int = 0
+    """The most tokens that are read of `text`, without special tokens. 0: all that the model takes.
+    """
 
     def estimate_work(self, entry: CatalogEntry) -> int:
         """Tokens of both texts."""
-        return estimate_tokens(self.text) + estimate_tokens(self.query)
+        text = cut_estimate(estimate_tokens(self.text), self.max_tokens)
+        return text + estimate_tokens(self.query)
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
         """A token for every byte of both texts, and the special ones."""
@@ -47,12 +52,17 @@ class SimilarityInput(TaskInput, tag="similarity"):
         return WorkBound(sum(bound_tokens(text) + SPECIAL_TOKENS for text in texts))
 
     def cache_form(self) -> tuple[object, ...]:
-        """Both texts byte for byte, and the side at which they are cut."""
-        return ("similarity", self.text, self.query, self.truncate)
+        """Both texts byte for byte, the side at which they are cut, and a bound if there is one."""
+        bound = (self.max_tokens,) if self.max_tokens else ()
+        return ("similarity", self.text, self.query, self.truncate, *bound)
 
 
 class SimilarityResult(TaskResult, tag="similarity"):
-    """A cosine from -1 to 1, and the tokens that both texts took (special tokens included)."""
+    """How much two texts have to do with one another, and the tokens that both took.
+
+    The score is a cosine from -1 to 1, or what a cross-encoder says, from 0 to 1. Special tokens
+    count.
+    """
 
     score: float
     tokens: int
@@ -69,10 +79,25 @@ class SimilarityResult(TaskResult, tag="similarity"):
 
 
 class SimilarityTask(EmbeddingTask):
-    """Sentence encoders, of which only the cosines are wanted. Entries are as for embedding."""
+    """Sentence encoders, of which only the cosines are wanted, and cross-encoders.
+
+    Entries are as for embedding. Those of cross-encoders have no dimensions.
+    """
 
     name = "similarity"
     noun = "a similarity model"
+    compares_texts = True
+
+    def check_entry(self, entry: CatalogEntry) -> None:
+        """A cross-encoder needs a budget of tokens and torch. It has no vectors to compare."""
+        if entry.rerank == "cosine":
+            super().check_entry(entry)
+        elif entry.batch.max_tokens is None:
+            raise ValueError("a cross-encoder needs batch.max_tokens")
+        elif entry.backend != "torch" or entry.precision in ("int8", "int4"):
+            raise ValueError("a cross-encoder needs backend torch, and fp32, bf16, fp16 or auto")
+        elif entry.dimensions is not None:
+            raise ValueError("a cross-encoder makes no vectors; leave dimensions out")
 
     def is_close(self, ours: TaskResult, theirs: TaskResult, tolerance: Tolerance) -> bool | None:
         """Compares by the largest change of the score if both vectors turn by that cosine."""

@@ -49,7 +49,7 @@ from shared.tasks.custom import (
     file_digest,
     streamed_file,
 )
-from shared.tasks.embedding import EmbeddingResult, TextInput, TokensInput
+from shared.tasks.embedding import EmbeddingResult, TextInput, TextTokens, TokensInput
 from shared.tasks.image import ImageInput, ImageResult
 from shared.tasks.similarity import SimilarityInput, SimilarityResult
 from shared.tasks.text import (
@@ -263,13 +263,17 @@ class FakeWorker:
         # A prompt may be a list of tokens, which no set looks up.
         if getattr(item.input, "text", getattr(item.input, "prompt", "")) in [*self.broken]:
             return failure(item.index, ModelFailed("this input breaks the model"), receipt)
-        result = _result(item.input)
-        if self.preparer is not None:
+        if self.preparer is None:
+            result = _result(item.input)
+        else:
             (prepared,) = self.preparer.prepare([item.input])
             if isinstance(prepared, BadInput):
                 return failure(item.index, prepared, receipt)
-            assert isinstance(prepared, PreparedText)
-            result = EmbeddingResult(prepared.ids, prepared.length, prepared.truncated_tokens)
+            if isinstance(prepared, TextTokens):
+                result = prepared
+            else:
+                assert isinstance(prepared, PreparedText)
+                result = EmbeddingResult(prepared.ids, prepared.length, prepared.truncated_tokens)
         receipt.count(result)
         return ItemOutcome(item.index, "succeeded", receipt, result)
 

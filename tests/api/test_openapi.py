@@ -12,6 +12,7 @@ import pytest
 from api.errors import ERROR_MAPPINGS
 from api.openai.embeddings import EmbeddingsBody
 from api.openai.images import EditBody, GenerationBody
+from api.openai.rerank import RerankBody
 from shared.catalog import Catalog
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.keys import bearer, keys_url
@@ -92,6 +93,7 @@ async def test_every_status_of_an_error_stands_at_some_route(page: dict[str, Any
 async def test_examples_are_taken_as_they_stand(api: ApiUnderTest, page: dict[str, Any]) -> None:
     for path, body in (
         ("/v1/embeddings", EmbeddingsBody),
+        ("/v1/rerank", RerankBody),
         ("/v1/images/generations", GenerationBody),
         ("/v1/images/edits", EditBody),
     ):

@@ -71,6 +71,7 @@ CLIENTS = (
     Client("openai-3", "openai", "openai_checks", class_script="audio_checks"),
     Client("replicate", "replicate", "replicate_checks", class_script="class_checks"),
     Client("langchain", "langchain-openai", "langchain_checks"),
+    Client("cohere", "cohere", "cohere_checks"),
     Client("llama-index", "llama-index-embeddings-openai-like", "llama_index_checks"),
     Client("haystack", "haystack-ai", "haystack_checks"),
     Client("litellm", "litellm", "litellm_checks"),

@@ -31,7 +31,7 @@ from shared.stores.record_state import Claim
 from shared.stores.records import Records
 from shared.stores.withdrawals import LiveWithdrawals, no_withdrawals, withdrawn_error
 from shared.tasks import Input, Result
-from shared.tasks.text import TokenCount
+from shared.tasks.embedding import TextToTokenize
 from shared.tracing.spans import is_recorded
 from shared.transport import ReceivedMessage, Subscription
 from workers.job import TOLERATED_CRASHES, JobTimer, PulledJob, QueuedItem, Run
@@ -40,11 +40,11 @@ from workers.jobs.completion import Completion
 from workers.jobs.items import BatchResults, ModelQueue, TokenOutput
 from workers.jobs.registry import JobRegistry
 from workers.jobs.steps import StepJobs
-from workers.models.base import Prepared, Preparer
+from workers.models.base import Prepared, Preparer, WithoutModel
 from workers.tasks import WORKER_TASKS
 
 JobCallback = Callable[[PulledJob], None]
-_Ready = Prepared | TokenCount | PenstockError
+_Ready = Prepared | WithoutModel | PenstockError
 """An item that a model can compute, one that needs none, or one that is wrong."""
 
 
@@ -224,9 +224,10 @@ class Preprocessor:
         loaded: Sequence[Item | PenstockError] = items
         if any(item.input.sources for item in items):
             loaded = await asyncio.gather(*(self._with_sources(item) for item in items))
+        is_long = any(isinstance(item.input, TextToTokenize) for item in items)
         return (
             await asyncio.to_thread(self._prepare, loaded)
-            if self._on_thread
+            if self._on_thread or is_long
             else self._prepare(loaded)
         )
 
@@ -591,7 +592,7 @@ class JobConsumer:
         for (pulled, item), ready, before in zip(missing, prepared, written, strict=True):
             if isinstance(ready, PenstockError):
                 self._completion.settle(pulled, failure(item.index, ready, pulled.receipt()))
-            elif isinstance(ready, TokenCount):  # no model is needed
+            elif isinstance(ready, WithoutModel):  # no model is needed
                 self._completion.settle(pulled, pulled.hit(item, ready, "none"))
             elif not self.queue.coalesce(
                 pulled, item

@@ -16,6 +16,7 @@ from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.messages import PrintedLogs
 from shared.tasks import Input, Result
 from shared.tasks.custom import CustomResult, StreamedFile
+from shared.tasks.embedding import TextTokens
 from shared.tasks.text import RESPONSE_FORMAT, TokenChunk, TokenCount, TokenLogprob
 
 
@@ -131,7 +132,9 @@ class PreparedCustom(Prepared, tag="custom", omit_defaults=True):
 
 
 PreparedItem = PreparedText | PreparedImage | PreparedPair | PreparedPrompt | PreparedCustom
-PreparedOutcome = PreparedItem | TokenCount | BadInput | ModelFailed
+WithoutModel = TokenCount | TextTokens
+"""The results of inputs that need no model."""
+PreparedOutcome = PreparedItem | WithoutModel | BadInput | ModelFailed
 OnStep = Callable[[int, int], None]
 """Called as on_step(step, steps) after each step of a batch, from 1.
 

@@ -30,8 +30,6 @@ class Resources:
 class WorkerTask(ABC):
     """The models of one task. No method but `model` imports torch."""
 
-    measures_backends: ClassVar[bool] = False
-    """Whether a worker measures which backend computes a model fastest (workers/autotune)."""
     optimizer: ClassVar[str]
     """The module in workers/optimize that makes the variants. Its function is `make_variants`."""
     variants: ClassVar[tuple[str, ...]]
@@ -47,6 +45,13 @@ class WorkerTask(ABC):
             has_gpu: whether there is a GPU here.
             cuts: whether neurons or heads are to be pruned.
         """
+
+    def measures_backends(self, entry: Model) -> bool:
+        """Returns whether a worker measures which backend is the fastest (workers/autotune).
+
+        By default: no.
+        """
+        return False
 
     def computes_steps(self, entry: Model, folder: Path) -> bool:
         """Returns whether this model batches continuously: items come and leave between steps.

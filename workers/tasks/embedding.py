@@ -15,10 +15,13 @@ from workers.tasks.base import Resources, WorkerTask
 class EmbeddingWorker(WorkerTask):
     """Preparing a text takes microseconds. Libraries are imported where they are used."""
 
-    measures_backends = True
     optimizer = "embedding"
     variants = ("fp32", "int8", "int8-static", "fp16", "pruned")
     variant_prefix = "onnx"
+
+    def measures_backends(self, entry: Model) -> bool:
+        """Yes."""
+        return True
 
     def usual_variants(self, *, has_gpu: bool, cuts: bool) -> tuple[str, ...]:
         """FP16 is for GPUs."""

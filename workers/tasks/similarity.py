@@ -1,4 +1,4 @@
-"""Similarity models: the encoders of embedding models, and the cosines of what they give."""
+"""Similarity models: encoders, of whose vectors the cosines are taken, and cross-encoders."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ from workers.models.base import (
     Preparer,
 )
 from workers.models.embedding.model import EmbeddingModel
+from workers.models.embedding.model_folder import longest_text
+from workers.models.embedding.tokenization import open_tokenizer, too_long
 from workers.tasks.base import Resources
 from workers.tasks.embedding import EmbeddingWorker, encoder_model
 
-_CutText = tuple[str, Truncate]
+_CutText = tuple[str, Truncate, int]
+"""A text, the side at which it is cut, and its bound in tokens (0: none)."""
 
 
 class PairPreparer:
@@ -37,24 +40,76 @@ class PairPreparer:
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedPair | BadInput]:
         """One outcome per input, in order."""
         pairs = [value for value in inputs if isinstance(value, SimilarityInput)]
-        wanted = [(text, one.truncate) for one in pairs for text in (one.text, one.query)]
+        wanted = [text for one in pairs for text in _texts_of(one)]
         distinct = list(dict.fromkeys(wanted))
-        outcomes = self._texts.prepare([TextInput(text, truncate) for text, truncate in distinct])
+        outcomes = self._texts.prepare([TextInput(*text) for text in distinct])
         prepared = dict(zip(distinct, outcomes, strict=True))
         return [self._pair(value, prepared) for value in inputs]
 
     def _pair(
-        self, value: Input, prepared: dict[tuple[str, Truncate], PreparedOutcome]
+        self, value: Input, prepared: dict[_CutText, PreparedOutcome]
     ) -> PreparedPair | BadInput:
         if not isinstance(value, SimilarityInput):
             return BadInput("a similarity model takes pairs of texts", field="input")
-        text, query = (prepared[one, value.truncate] for one in (value.text, value.query))
+        text, query = (prepared[one] for one in _texts_of(value))
         for one in (text, query):
             if isinstance(one, BadInput):
                 return one
         assert isinstance(text, PreparedText)
         assert isinstance(query, PreparedText)
         return PreparedPair(key="", length=text.length + query.length, text=text, query=query)
+
+
+def _texts_of(pair: SimilarityInput) -> tuple[_CutText, _CutText]:
+    return (pair.text, pair.truncate, pair.max_tokens), (pair.query, pair.truncate, 0)
+
+
+class CrossPreparer:
+    """Joins query and text of each SimilarityInput, as the template of the tokenizer does.
+
+    A query has at most half of the tokens that the model reads.
+
+    Raises:
+        ConfigurationError: the folder has no tokenizer.json, or a broken one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = open_tokenizer(folder)
+        self._max_length = longest_text(folder)
+        self._own = self._tokenizer.num_special_tokens_to_add(is_pair=True)
+
+    def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
+        """One outcome per input, in order."""
+        return [
+            self._joined(value)
+            if isinstance(value, SimilarityInput)
+            else BadInput("a similarity model takes pairs of texts", field="input")
+            for value in inputs
+        ]
+
+    def _joined(self, value: SimilarityInput) -> PreparedText | BadInput:
+        try:
+            query, text = (
+                self._tokenizer.encode(one, add_special_tokens=False)
+                for one in (value.query, value.text)
+            )
+        except (TypeError, ValueError) as error:  # a lone surrogate
+            return BadInput(f"the text can't be tokenized: {error}", field="input")
+        total = len(query) + len(text) + self._own
+        if value.truncate == "none" and total > self._max_length:
+            return too_long(total, self._max_length)
+        side = "right" if value.truncate == "end" else "left"
+        query.truncate(self._max_length // 2)
+        room = self._max_length - self._own - len(query)
+        text.truncate(min(room, value.max_tokens or room), direction=side)
+        pair = self._tokenizer.post_process(query, text)
+        return PreparedText(
+            key="",
+            length=len(pair.ids),
+            ids=np.array(pair.ids, "<u4").tobytes(),
+            type_ids=np.array(pair.type_ids, "<u4").tobytes(),
+            truncated_tokens=total - len(pair.ids),
+        )
 
 
 class SimilarityModel:
@@ -112,15 +167,30 @@ class SimilarityModel:
 
 
 class SimilarityWorker(EmbeddingWorker):
-    """Encoders are measured and optimized as those of embedding models are."""
+    """Encoders are measured and optimized as those of embedding models are.
+
+    Cross-encoders run in torch as they are.
+    """
+
+    def measures_backends(self, entry: Model) -> bool:
+        """Those of encoders."""
+        return entry.rerank == "cosine"
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:
         """A tokenizer for pairs."""
+        if entry.rerank == "cross-encoder":
+            return CrossPreparer(folder)
         return PairPreparer(super().preparer(entry, folder))
 
     def model(self, entry: Model, folder: Path, resources: Resources) -> InferenceModel:
-        """An encoder, and the cosines of its vectors."""
-        return SimilarityModel(encoder_model(entry, folder, resources))
+        """An encoder and the cosines of its vectors, or a cross-encoder."""
+        if entry.rerank == "cosine":
+            return SimilarityModel(encoder_model(entry, folder, resources))
+        from workers.models.device import Device
+        from workers.models.embedding.cross_encoder import CrossEncoderModel
+
+        device = Device(resources.device, resources.threads, resources.memory_fraction)
+        return CrossEncoderModel(entry, folder, device)
 
 
 TASK = SimilarityWorker()

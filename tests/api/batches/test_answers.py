@@ -154,3 +154,18 @@ async def test_expired_batch_says_which_lines_were_not_run(
     errors = await answers(client, done.error_file_id)
     assert [one["custom_id"] for one in errors] == [str(n) for n in range(10)]
     assert {one["error"]["code"] for one in errors} == {"batch_expired"}
+
+
+async def test_lines_rank_documents(api: ApiUnderTest) -> None:
+    client = api.openai()
+    body = {"model": TEXT_MODEL.name, "query": "which?", "documents": ["a", "b", "c"], "top_n": 2}
+    lines = [
+        {"custom_id": str(n), "method": "POST", "url": "/v1/rerank", "body": body | {"top_n": n}}
+        for n in (1, 2)
+    ]
+    done = await until(client, await created(client, jsonl(lines), "/v1/rerank"))
+    assert done.status == "completed", done
+    found = [one["response"]["body"] for one in await answers(client, done.output_file_id)]
+    asked = (await api.http.post("/v1/rerank", json=body)).json()
+    assert [one["results"] for one in found] == [asked["results"][:1], asked["results"]]
+    assert done.usage.total_tokens == 2 * asked["usage"]["total_tokens"]

@@ -70,7 +70,7 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
     pooling = _read_json(paths["Pooling"] / "config.json", {}) if "Pooling" in paths else {}
     return SentenceFolder(
         transformer=transformer,
-        max_length=limits.get("max_seq_length") or _longest(transformer),
+        max_length=limits.get("max_seq_length") or longest_text(transformer),
         lower_case=bool(limits.get("do_lower_case", False)),
         prompt=_prompt(folder),
         pooling=_pooling(folder, pooling),
@@ -78,8 +78,8 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
     )
 
 
-def _longest(transformer: Path) -> int:
-    """The default of the maximum length: what the tokenizer and the position table support."""
+def longest_text(transformer: Path) -> int:
+    """The maximum tokens of a text: what the tokenizer and the position table support."""
     limits = [
         _read_json(transformer / "tokenizer_config.json", {}).get("model_max_length"),
         _read_json(transformer / "config.json", {}).get("max_position_embeddings"),

@@ -17,15 +17,21 @@ from tokenizers.normalizers import Sequence as NormalizerSequence
 
 from shared.errors import BadInput, ConfigurationError, ContextLengthExceeded
 from shared.tasks import Input
-from shared.tasks.embedding import TextInput, TokensInput, Truncate
+from shared.tasks.embedding import (
+    TextInput,
+    TextTokens,
+    TextToTokenize,
+    TokensInput,
+    Truncate,
+)
 from workers.models.base import PreparedText
-from workers.models.embedding.model_folder import SentenceFolder, read_sentence_folder
+from workers.models.embedding.model_folder import read_sentence_folder
 
 _IDS = np.dtype("<u4")
 
 
 class TextPreparer:
-    """Prepares TextInput and TokensInput as sentence-transformers does.
+    """Prepares TextInput and TokensInput as sentence-transformers does, and answers TextToTokenize.
 
     Raises:
         ConfigurationError: the folder is not an embedding model.
@@ -33,23 +39,29 @@ class TextPreparer:
 
     def __init__(self, folder: Path) -> None:
         self._settings = read_sentence_folder(folder)
-        self._tokenizer = _open_tokenizer(self._settings)
+        self._tokenizer = open_tokenizer(
+            self._settings.transformer, lower_case=self._settings.lower_case
+        )
         self._prefix, self._suffix = _template(self._tokenizer)
         self._prompt_ids = self._tokenizer.encode(
             self._settings.prompt, add_special_tokens=False
         ).ids
         self._vocabulary = _vocabulary(self._settings.transformer, self._tokenizer)
 
-    def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
+    def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | TextTokens | BadInput]:
         """One outcome per input, in order.
 
         A text that is too long is refused or truncated, as the input says.
         """
         texts = [index for index, value in enumerate(inputs) if isinstance(value, TextInput)]
-        outcomes = dict(zip(texts, self._tokenize([inputs[index] for index in texts]), strict=True))
+        outcomes: dict[int, PreparedText | TextTokens | BadInput] = dict(
+            zip(texts, self._tokenize([inputs[index] for index in texts]), strict=True)
+        )
         for index, value in enumerate(inputs):
             if isinstance(value, TokensInput):
                 outcomes[index] = self._frame(value)
+            elif isinstance(value, TextToTokenize):
+                outcomes[index] = self._locate(value.text)
             elif index not in outcomes:
                 outcomes[index] = BadInput(
                     "an embedding model takes texts or token ids", field="input"
@@ -68,7 +80,25 @@ class TextPreparer:
                 return [BadInput(f"the text can't be tokenized: {error}", field="input")]
             return list(chain.from_iterable(self._tokenize([value]) for value in inputs))
         pairs = zip(texts, encodings, strict=True)
-        return [self._prepared(one.ids, one.type_ids, value.truncate) for value, one in pairs]
+        return [
+            self._prepared(one.ids, one.type_ids, value.truncate, value.max_tokens)
+            for value, one in pairs
+        ]
+
+    def _locate(self, text: str) -> TextTokens | BadInput:
+        """Where the tokens of a text begin. A piece of a word that has none of its own is none."""
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        except (TypeError, ValueError) as error:
+            return BadInput(f"the text can't be tokenized: {error}", field="input")
+        words = np.array([-1 if word is None else word for word in encoding.word_ids], np.int64)
+        starts = np.array([start for start, _ in encoding.offsets], _IDS)
+        own = len(self._prefix) + len(self._prompt_ids) + len(self._suffix)
+        return TextTokens(
+            starts=starts.tobytes(),
+            begins_word=(np.diff(words, prepend=-2) != 0).astype(np.uint8).tobytes(),
+            max_tokens=self._settings.max_length - own,
+        )
 
     def _frame(self, value: TokensInput) -> PreparedText | BadInput:
         """Adds the tokenizer's special tokens around token ids."""
@@ -81,12 +111,14 @@ class TextPreparer:
         return self._prepared(ids, (), value.truncate)
 
     def _prepared(
-        self, ids: list[int], type_ids: Sequence[int], truncate: Truncate
+        self, ids: list[int], type_ids: Sequence[int], truncate: Truncate, max_tokens: int = 0
     ) -> PreparedText | BadInput:
-        beyond = len(ids) - self._settings.max_length
+        own = len(self._prefix) + len(self._prompt_ids) + len(self._suffix)
+        most = min(self._settings.max_length, (max_tokens + own) if max_tokens else 2**31)
+        beyond = len(ids) - most
         if beyond > 0:
             if truncate == "none":
-                return _too_long(len(ids), self._settings.max_length)
+                return too_long(len(ids), most)
             at = self._cut_at(ids, beyond, truncate)
             ids, type_ids = (
                 [*ids[:at], *ids[at + beyond :]],
@@ -110,8 +142,11 @@ class TextPreparer:
         return min(end, len(self._prefix) + len(list(prompt)))
 
 
-def _too_long(tokens: int, limit: int) -> ContextLengthExceeded:
-    """Starts like OpenAI's message, because clients and proxies look for it."""
+def too_long(tokens: int, limit: int) -> ContextLengthExceeded:
+    """The error for a text of too many tokens.
+
+    It starts like OpenAI's message, because clients and proxies look for it.
+    """
     return ContextLengthExceeded(
         f"This model's maximum context length is {limit} tokens, "
         f"however you requested {tokens} tokens (special tokens "
@@ -120,15 +155,20 @@ def _too_long(tokens: int, limit: int) -> ContextLengthExceeded:
     )
 
 
-def _open_tokenizer(settings: SentenceFolder) -> Tokenizer:
-    path = settings.transformer / "tokenizer.json"
+def open_tokenizer(folder: Path, *, lower_case: bool = False) -> Tokenizer:
+    """Opens the tokenizer.json of a folder, which neither cuts nor pads.
+
+    Raises:
+        ConfigurationError: there is none, or it is broken.
+    """
+    path = folder / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception for a broken file
         raise ConfigurationError(f"{path}: {error}", field="source") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    if settings.lower_case:
+    if lower_case:
         steps = [Lowercase()] + ([tokenizer.normalizer] if tokenizer.normalizer else [])
         tokenizer.normalizer = NormalizerSequence(steps)
     return tokenizer

@@ -1,0 +1,268 @@
+"""POST /v1/rerank and /v2/rerank, as the clients of Cohere and Jina call them.
+
+A similarity model scores each document with the query: an item is such a pair. An embedding model
+gives a vector of each text, and the score is their cosine: an item is a text, so a document that
+was embedded or ranked before comes from the cache, whatever the query.
+
+Fields of a request: https://docs.cohere.com/reference/rerank and https://api.jina.ai/redoc.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias, cast
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter
+from pydantic import ConfigDict, Discriminator, Field, Tag
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.bodies import Body, Option, Text, Usage
+from api.http.fast_route import FastRoute
+from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses
+from api.http.request import open_request
+from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
+from shared.catalog import Catalog, Model, unknown_model
+from shared.catalog_entry import Rerank
+from shared.errors import BadInput, InputTooLarge, PenstockError
+from shared.messages import ItemOutcome
+from shared.tasks import Input
+from shared.tasks.embedding import EmbeddingResult, EmbeddingTask, TextInput
+from shared.tasks.similarity import SimilarityInput, SimilarityResult
+
+MAX_DOCUMENTS = 1000
+"""Of one request. Cohere's bound is 10,000, and it advises 1,000."""
+
+
+class RerankText(Body):
+    """A document as an object."""
+
+    text: Text
+
+
+def _form_of(value: Any) -> str:
+    return "object:" if isinstance(value, dict | RerankText) else "text:"
+
+
+RerankDocument: TypeAlias = Annotated[
+    Annotated[Text, Tag("text:")] | Annotated[RerankText, Tag("object:")],
+    Discriminator(_form_of),
+]
+
+
+class RerankBody(Body):
+    """A query, and the documents to put in order."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "model": "all-MiniLM-L6-v2",
+                "query": "a young cat",
+                "documents": ["a kitten", "a river in the hills"],
+                "top_n": 1,
+            }
+        },
+    )
+
+    model: str
+    query: Text
+    documents: Annotated[
+        list[RerankDocument], Field(min_length=1, max_length=MAX_DOCUMENTS, fail_fast=True)
+    ]
+    top_n: int | None = Field(None, ge=1, description="How many results, the best. Default: all.")
+    return_documents: bool | None = Field(
+        None, description="Whether each result has its document. Default: no."
+    )
+    max_tokens_per_doc: int | None = Field(
+        None, ge=1, le=2**20, description="Tokens that are read of a document, from its beginning."
+    )
+    max_chunks_per_doc: int | None = Field(
+        None, ge=1, description="Accepted, without effect: a document is read as one piece."
+    )
+    rank_fields: Annotated[list[Literal["text"]], Field(max_length=1)] | None = Field(
+        None, description="Documents have one field, `text`."
+    )
+    priority: int | None = Field(
+        None, ge=0, le=999, description="Accepted, without effect. See the header x-penstock-lane."
+    )
+    user: Option | None = None
+
+    def texts(self) -> list[str]:
+        """The documents' texts."""
+        return [one if isinstance(one, str) else one.text for one in self.documents]
+
+
+class RerankResult(msgspec.Struct, omit_defaults=True):
+    """A document by its place in the request, and how well it answers the query."""
+
+    index: int
+    relevance_score: float
+    document: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
+
+
+class RerankVersion(msgspec.Struct):
+    """The version of Cohere's API that the answer has."""
+
+    version: str
+
+
+class RerankTokens(msgspec.Struct):
+    """Tokens of query and documents."""
+
+    input_tokens: int
+
+
+class RerankMeta(msgspec.Struct):
+    """What Cohere's clients read of a request."""
+
+    api_version: RerankVersion
+    billed_units: RerankTokens
+    tokens: RerankTokens
+
+
+class RerankReply(msgspec.Struct):
+    """Results, the best first.
+
+    `rerank` is an extension and says what the scores are. `cosine`: of two vectors, from -1 to 1.
+    `cross-encoder`: of a model that reads both texts together, from 0 to 1. Answers to lines of
+    batches have no `id`.
+    """
+
+    model: str
+    results: list[RerankResult]
+    rerank: Rerank
+    meta: RerankMeta
+    usage: Usage
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    object: Literal["list"] = "list"
+
+
+_REPLY_BYTES, _RESULT_BYTES = 512, 96
+_encoder = msgspec.json.Encoder()
+router = APIRouter(route_class=FastRoute)
+
+
+class RerankEndpoint(Endpoint):
+    """Lines whose body is that of POST /v1/rerank."""
+
+    path = "/v1/rerank"
+
+    def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
+        """Returns an item for each document, and one for the query if these are vectors."""
+        body = RerankBody.model_validate_json(data, strict=True)
+        model = _model_of(body, catalog)
+        inputs = _inputs_of(body, model)
+        returned = sum(len(text.encode()) for text in body.texts()) if body.return_documents else 0
+        size = _REPLY_BYTES + len(body.documents) * _RESULT_BYTES + returned
+        return LineRequest(body, model, inputs, True, size)
+
+    async def reply(
+        self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
+    ) -> bytes:
+        """Returns the results."""
+        body = cast(RerankBody, request.body)
+        return _encoder.encode(_reply(body, request.model, outcomes, "1"))
+
+
+def _model_of(body: RerankBody, catalog: Catalog) -> Model:
+    """Returns the model that scores.
+
+    Raises:
+        UnknownModel: there is none of this name that reads texts for their meaning.
+    """
+    model = catalog.find(body.model)
+    if not isinstance(model.definition, EmbeddingTask):
+        raise unknown_model(body.model)
+    return model
+
+
+def _inputs_of(body: RerankBody, model: Model) -> list[Input]:
+    """Returns a pair for each document; or the texts of all documents, and the query last.
+
+    Raises:
+        InputTooLarge: a text is too long for the model.
+        BadInput: there are too many.
+    """
+    texts, limit = body.texts(), model.text.max_input_bytes
+    if len(texts) >= model.text.max_items:
+        reason = f"{len(texts)} documents; at most {model.text.max_items - 1} are allowed"
+        raise BadInput(f"documents: {reason}", field="documents")
+    for index, text in enumerate(texts):
+        if len(text.encode()) > limit:
+            raise InputTooLarge(f"documents[{index}]: longer than {limit} bytes", field="documents")
+    if len(body.query.encode()) > limit:
+        raise InputTooLarge(f"query: longer than {limit} bytes", field="query")
+    most = body.max_tokens_per_doc or 0
+    if model.definition.compares_texts:
+        return [SimilarityInput(text, body.query, "end", most) for text in texts]
+    return [*(TextInput(text, "end", most) for text in texts), TextInput(body.query, "end")]
+
+
+def _reply(
+    body: RerankBody, model: Model, outcomes: Sequence[ItemOutcome], version: str
+) -> RerankReply:
+    results = [outcome.result for outcome in outcomes]
+    scores = _scores(results, model)
+    tokens = sum(int(getattr(result, "tokens", 0)) for result in results)
+    # Documents that are equally good stay in the caller's order.
+    order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[: body.top_n]
+    best = [RerankResult(index, scores[index]) for index in order]
+    if body.return_documents:
+        texts = body.texts()
+        for one in best:
+            one.document = {"text": texts[one.index]}
+    counted = RerankTokens(tokens)
+    meta = RerankMeta(RerankVersion(version), billed_units=counted, tokens=counted)
+    usage = Usage(tokens, tokens)
+    return RerankReply(model.name, best, model.rerank, meta, usage)
+
+
+def _scores(results: Sequence[Any], model: Model) -> list[float]:
+    """Returns the score of each document.
+
+    Raises:
+        PenstockError: a worker returned something else.
+    """
+    if all(isinstance(result, SimilarityResult) for result in results):
+        return [result.score for result in results]
+    if not all(isinstance(result, EmbeddingResult) for result in results):
+        raise PenstockError(f"{model.name} returned a result that is no score; this is a bug")
+    vectors = np.frombuffer(b"".join(result.vector for result in results), "<f4")
+    matrix = vectors.reshape(len(results), -1).astype(np.float64)
+    matrix /= np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), 1e-12)
+    scores: list[float] = np.clip(matrix[:-1] @ matrix[-1], -1.0, 1.0).tolist()
+    return scores
+
+
+@router.post(
+    "/v1/rerank",
+    summary="Rank documents",
+    openapi_extra=inference_body(RerankBody),
+    responses=inference_responses(RerankReply, "X-Penstock-Truncated-Tokens"),
+)
+@router.post(
+    "/v2/rerank",
+    summary="Rank documents (Cohere's second version)",
+    openapi_extra=inference_body(RerankBody),
+    responses=inference_responses(RerankReply, "X-Penstock-Truncated-Tokens"),
+)
+async def rank_documents(request: Request) -> Response:
+    """The documents that answer the query best come first.
+
+    A document that is too long is read from its beginning.
+    """
+    call = open_request(request)
+    body = await call.read_json(RerankBody)
+    model = _model_of(body, call.dependencies.catalog)
+    call.use(model)
+    version = request.scope["route"].path.removeprefix("/v")[0]
+    async with call.inferred(model, _inputs_of(body, model)) as response:
+        reply = _reply(body, model, response.outcomes, version)
+        reply.id = call.context.facts.request_id
+        answer = Response(_encoder.encode(reply), media_type="application/json")
+        results = [outcome.result for outcome in response.outcomes]
+    truncated = sum(int(getattr(result, "truncated_tokens", 0)) for result in results)
+    call.context.headers[TRUNCATED_HEADER] = str(truncated)
+    return answer
