@@ -314,7 +314,7 @@ class RedisLink:
             if connection.is_connected and await connection.can_read():  # Redis has closed it
                 await connection.disconnect(nowait=True)
             if not connection.is_connected:
-                await connection.connect()
+                await connection.connect()  # type: ignore[no-untyped-call]
             packed = connection.pack_commands(commands)
             await connection.send_packed_command(packed, check_health=False)
             answers = [await self._answer(connection, words[0]) for words in commands]
