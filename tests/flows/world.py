@@ -121,9 +121,7 @@ class World:
 
 
 @asynccontextmanager
-async def world(
-    redis_url: str, *flows: Mapping[str, Any], **settings: object
-) -> AsyncIterator[World]:
+async def world(redis_url: str, *flows: Mapping[str, Any], **settings: Any) -> AsyncIterator[World]:
     """Serves flows of MODELS. `settings` are of the API."""
     broker, compute, written = InMemoryBroker(), Compute(), list[list[Row]]()
     catalog = catalog_of(*flows)
