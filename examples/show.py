@@ -166,8 +166,9 @@ def call(stack: Stack, name: str, sent: Path | str, kept: Path) -> Path:
         value = sent if isinstance(sent, str) else opened.enter_context(sent.open("rb"))
         # Model names are unique, so the owner before the slash can be anything.
         output: Any = client.run(f"any/{name}", input={settings["input"]: value})
-    if isinstance(output, list) and len(output) == 1:
-        (output,) = output  # of a class that may yield several
+    match output:
+        case [str() | FileOutput() as only]:  # of a class that may yield several
+            output = only
     if isinstance(output, str):  # a link over plain HTTP, which the client leaves as it is
         output = FileOutput(output, client)
     if isinstance(output, FileOutput):

@@ -78,7 +78,7 @@ from shared.blob import Blob
 from shared.catalog import Catalog, Model
 from shared.errors import BadInput, DeadlineExceeded, ModelFailed, PenstockError
 from shared.flow_plan import MAX_STEP_ITEMS
-from shared.messages import ItemOutcome
+from shared.messages import ItemOutcome, ReplyBody
 from shared.predictions import EVENTS_TYPE
 from shared.tasks.custom import CustomInput, CustomResult, FilePlace, interface_of, read_elements
 from shared.tasks.text import TokenLogprob
@@ -267,6 +267,13 @@ class _Transcript:
     def spoken(self) -> list[TranscribedElement]:
         """The segments with text."""
         return [one for one in self.elements if one.text.strip()]
+
+
+def _outcomes_of(reply: ReplyBody) -> list[ItemOutcome]:
+    """Returns the outcomes of a prediction. Of a flow, its output: its outcomes are its steps'."""
+    if reply.output is None:
+        return reply.outcomes
+    return [msgspec.structs.replace(reply.outcomes[0], index=0, result=reply.output)]
 
 
 def _subtitles(transcript: _Transcript, mark: str) -> Iterator[str]:
@@ -534,7 +541,7 @@ async def _run(
         raise DeadlineExceeded
     if record.state != "succeeded" or record.reply is None:
         raise creation.snapshot.failure
-    answer = _answer(form, _Transcript(record.reply.outcomes, model), mode)
+    answer = _answer(form, _Transcript(_outcomes_of(record.reply), model), mode)
     answer.headers["location"] = f"/v1/predictions/{prediction.id}"
     return answer
 
@@ -584,7 +591,7 @@ async def _run_events(
             await asyncio.sleep(RUN_POLL_S)
         if snapshot.record.state != "succeeded" or snapshot.record.reply is None:
             raise snapshot.failure
-        for event in TranscriptEvents(model).closing(snapshot.record.reply.outcomes, 0.0):
+        for event in TranscriptEvents(model).closing(_outcomes_of(snapshot.record.reply), 0.0):
             yield event
     except PenstockError as error:
         yield failure_event(error)
