@@ -53,7 +53,7 @@ async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ApiUnde
         ({**TEXT, "input": "a", "truncate": True}, "truncate", "'end' or 'start'"),
         ({**TEXT, "input": 5}, "input", "valid string"),
         ({**TEXT, "input": ["a", 5]}, "input", "input[1]: Input should be a valid string"),
-        ({**TEXT, "input": {"text": "a"}}, "input", "valid string"),
+        ({**TEXT, "input": {"text": "a"}}, "input", "input.file: Field required"),
         ({**TEXT}, "input", "Field required"),
         ({"input": "a"}, "model", "Field required"),
         ({**TEXT, "input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
