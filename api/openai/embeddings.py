@@ -114,7 +114,7 @@ def _shape_of(value: Any) -> str:
 
 
 class FileOfText(Body):
-    """A text in UTF-8 that was uploaded to POST /v1/files as `content`."""
+    """A text in UTF-8 that was uploaded to POST /v1/files: as `content`, or as `user_data`."""
 
     file: str = Field(min_length=1, max_length=256)
 
@@ -362,14 +362,9 @@ async def _texts_of(call: ApiRequest, body: EmbeddingsBody) -> list[str]:
         raise BadInput(f"{field}: not with `chunk`, which takes whole texts", field=field)
     texts_or_file = body.input
     if isinstance(texts_or_file, FileOfText):
-        files = call.dependencies.files
-        file = await files.find(call.tenant, texts_or_file.file)
-        if file.size > MAX_LONG_TEXT_BYTES:
-            raise InputTooLarge(
-                f"input.file: longer than {MAX_LONG_TEXT_BYTES} bytes", field="input"
-            )
+        data = await _uploaded(call, texts_or_file.file)
         try:
-            texts = [(await files.read(file)).decode("utf-8-sig")]
+            texts = [data.decode("utf-8-sig")]
         except UnicodeDecodeError as error:
             raise BadInput("input.file: it is no text in UTF-8", field="input") from error
     else:
@@ -384,6 +379,28 @@ async def _texts_of(call: ApiRequest, body: EmbeddingsBody) -> list[str]:
         if not text.strip():
             raise BadInput(f"input[{index}]: it has no words", field="input")
     return texts
+
+
+async def _uploaded(call: ApiRequest, file_id: str) -> bytes:
+    """Returns the bytes of a file of the caller.
+
+    Raises:
+        BadInput: it is of a batch.
+        InputTooLarge: it is too long.
+        NotFound: there is no such file.
+    """
+    too_long = f"input.file: longer than {MAX_LONG_TEXT_BYTES} bytes"
+    uploads, files = call.dependencies.batch_files, call.dependencies.files
+    if uploads.has_id(file_id):
+        upload = await uploads.find(call.tenant, file_id)
+        if upload.size_bytes > MAX_LONG_TEXT_BYTES:
+            raise InputTooLarge(too_long, field="input")
+        data, _ = await uploads.load(call.tenant, file_id, MAX_LONG_TEXT_BYTES)
+        return data
+    file = await files.find(call.tenant, file_id)
+    if file.size > MAX_LONG_TEXT_BYTES:
+        raise InputTooLarge(too_long, field="input")
+    return await files.read(file)
 
 
 async def _cut(call: ApiRequest, texts: list[str], chunk: Chunk, model: Model) -> list[_LongText]:
