@@ -97,11 +97,15 @@ async def test_without_partial_images_only_the_whole_one_comes(
     api: ApiUnderTest, records: Records
 ) -> None:
     api.worker.go.clear()
-    async with api.http.stream("POST", PATH, json={"prompt": "a", "stream": True}) as answer:
-        record = await record_being_drawn(api)
-        assert not await records.progress(record, 1, 20), "nobody watches, so nothing is drawn"
-        api.worker.go.set()
-        (only,) = [event async for event in events(answer)]
+    body = {"prompt": "a", "stream": True}
+    opening = asyncio.create_task(
+        api.http.send(api.http.build_request("POST", PATH, json=body), stream=True)
+    )
+    record = await record_being_drawn(api)
+    assert not await records.progress(record, 1, 20), "nobody watches, so nothing is drawn"
+    api.worker.go.set()
+    answer = await opening
+    (only,) = [event async for event in events(answer)]
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert only["event"] == only["data"]["type"] == "image_generation.completed"
     assert "index" not in only["data"]

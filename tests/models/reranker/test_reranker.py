@@ -22,6 +22,8 @@ from models.reranker import train
 from models.reranker.data import Pair, docstring_pairs, kept, man_pair, split, split_of, write
 from models.reranker.merge import merge
 
+pytestmark = pytest.mark.slow(about_s=20)
+
 SOURCE = '''
 def gate(): 
     """Opens the gate of a dam. It takes a key.

@@ -22,6 +22,8 @@ from workers.models.embedding.cross_encoder import CrossEncoderModel
 from workers.tasks import WORKER_TASKS
 from workers.tasks.base import Resources
 
+pytestmark = pytest.mark.slow(about_s=15)
+
 ENTRY = {
     "name": "tiny-cross-encoder",
     "task": "similarity",

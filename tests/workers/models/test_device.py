@@ -8,6 +8,8 @@ import torch
 from shared.errors import ConfigurationError
 from workers.models.device import Device
 
+pytestmark = pytest.mark.slow(about_s=3)
+
 GPUS = 2
 
 
