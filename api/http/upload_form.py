@@ -255,3 +255,15 @@ async def _messages(read: list[Message], receive: Receive) -> AsyncIterator[Mess
         yield read.pop(0)
     while True:
         yield await receive()
+
+
+_TRUE = ("true", "1", "on", "t", "y", "yes")
+"""As pydantic reads them."""
+
+
+async def form_asks_for_stream(request: Request, **limits: int) -> bool:
+    """Returns whether a form has a true `stream`. The form may be read again afterwards."""
+    await request.body()  # which both read then
+    async with closed_form(request, **limits) as form:
+        asked = form.get("stream", "")
+        return isinstance(asked, str) and asked.lower() in _TRUE

@@ -39,7 +39,7 @@ from api.http.openapi import (
 )
 from api.http.request import ApiRequest, open_request, while_connected
 from api.http.request_options import wants_event_ids
-from api.http.upload_form import MAX_EDIT_FIELDS, closed_form
+from api.http.upload_form import MAX_EDIT_FIELDS, closed_form, form_asks_for_stream
 from api.inputs.source_images import ImageCaller, SourceImages
 from api.inputs.storage import StorageQuota
 from api.openai.audio_schemas import (
@@ -121,18 +121,20 @@ async def _read_form(call: ApiRequest, kind: type[F]) -> tuple[F, _Recording | N
         return fields, None
 
 
-@asynccontextmanager
-async def _opened_form(request: Request) -> AsyncIterator[FormData]:
-    limits = {
-        "max_files": 4,
-        "max_fields": MAX_EDIT_FIELDS,
-        "max_part_size": MAX_FIELD_BYTES,
-    }
+_FORM_LIMITS = {"max_files": 4, "max_fields": MAX_EDIT_FIELDS, "max_part_size": MAX_FIELD_BYTES}
+
+
+def _check_is_form(request: Request) -> None:
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise BadInput(
             "content-type: a recording is sent as multipart/form-data", field="content-type"
         )
-    async with closed_form(request, **limits) as form:
+
+
+@asynccontextmanager
+async def _opened_form(request: Request) -> AsyncIterator[FormData]:
+    _check_is_form(request)
+    async with closed_form(request, **_FORM_LIMITS) as form:
         yield form
 
 
@@ -435,14 +437,10 @@ class AudioRoute(StreamedRoute):
 
     async def asks_for_stream(self, request: Request) -> bool:
         """Returns whether it does."""
-        await request.body()  # which both read then
-        async with _opened_form(request) as form:
-            asked = form.get("stream", "")
-            return isinstance(asked, str) and asked.lower() in _TRUE
+        _check_is_form(request)
+        return await form_asks_for_stream(request, **_FORM_LIMITS)
 
 
-_TRUE = ("true", "1", "on", "t", "y", "yes")
-"""As pydantic reads them."""
 router = APIRouter(route_class=AudioRoute)
 
 

@@ -40,7 +40,7 @@ from api.errors import WrongField
 from api.http.fast_route import StreamedRoute
 from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses, streamed
 from api.http.request import ApiRequest, open_request, while_connected
-from api.http.upload_form import MAX_EDIT_FIELDS, closed_form
+from api.http.upload_form import MAX_EDIT_FIELDS, closed_form, form_asks_for_stream
 from api.inputs.image_codec import data_of_uri
 from api.inputs.source_images import ACCEPTED, ImageCaller
 from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
@@ -229,8 +229,6 @@ IMAGE_URL = "images[0].image_url"
 MASK_FIELDS = ("mask", "markup")
 NO_MASK = "masks are not supported; the whole image is redrawn, as much as `strength` says"
 _FORM_LIMITS = {"max_files": 4, "max_fields": MAX_EDIT_FIELDS, "max_part_size": 256 * 1024}
-TRUE_WORDS = ("true", "1", "on", "t", "y", "yes")
-"""As pydantic reads them."""
 
 
 async def read_edit(call: ApiRequest) -> tuple[EditForm, bytes | str]:
@@ -394,10 +392,7 @@ class _ImageRoute(StreamedRoute):
         """Returns whether it does."""
         if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
             return await super().asks_for_stream(request)
-        await request.body()  # which both read then
-        async with closed_form(request, **_FORM_LIMITS) as form:
-            asked = form.get("stream", "")
-            return isinstance(asked, str) and asked.lower() in TRUE_WORDS
+        return await form_asks_for_stream(request, **_FORM_LIMITS)
 
 
 router = APIRouter(route_class=_ImageRoute)

@@ -27,7 +27,7 @@ from api.openai.chat import failure_event
 from api.openai.images import read_blob
 from api.predictions.creation import digest_of
 from api.predictions.event_stream import HeldResponse
-from api.predictions.generation_stream import seen_from_id
+from api.predictions.generation_stream import StreamShape, seen_from_id
 from api.tasks.base import Inputs
 from api.tasks.custom import in_fields, input_of_fields
 from shared.catalog import Model
@@ -89,7 +89,7 @@ def _delta(audio: str, key: str = "") -> bytes:
     return b"data: " + _encode(event) + b"\n\n"
 
 
-class SpeechEvents:
+class SpeechEvents(StreamShape):
     """The events of a text that is said: one for each part of the sound, and one at its end.
 
     Args:
@@ -98,9 +98,6 @@ class SpeechEvents:
 
     def __init__(self, record: str) -> None:
         self._record = record
-
-    def opening(self, index: int) -> None:
-        """Returns nothing: the sound begins with its first part."""
 
     def delta(
         self,
@@ -118,10 +115,6 @@ class SpeechEvents:
             else _delta("", streamed_key(self._record, index, file))
             for file in files
         )
-
-    def ending(self, index: int, result: object) -> list[bytes]:
-        """Returns nothing: the end of a sound is that of its stream."""
-        return []
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
         """Returns the event with what it counts as."""

@@ -82,6 +82,7 @@ class FileObject(msgspec.Struct):
     sample_type: Literal["batch_request", "batch_result", "ocr_input"] = "batch_request"
     """As Mistral's clients need it, with `source`."""
     source: Literal["upload", "repository"] = "upload"
+    deleted: bool = False
 
 
 class FilesPage(msgspec.Struct):

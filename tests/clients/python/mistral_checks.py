@@ -173,6 +173,7 @@ def an_uploaded_file() -> None:
     data = (FOLDER / "table.pdf").read_bytes()
     uploaded = client.files.upload(file={"file_name": "table.pdf", "content": data}, purpose="ocr")
     assert (uploaded.size_bytes, uploaded.filename) == (len(data), "table.pdf")
+    assert client.files.retrieve(file_id=uploaded.id).filename == "table.pdf"
     reply = client.ocr.process(model="ocr", document={"type": "file", "file_id": uploaded.id})
     assert reply.usage_info.doc_size_bytes == len(data)
     assert headers["x-penstock-cache"] == "hit", "the same document inside a request was read"
