@@ -231,8 +231,9 @@ async def test_readers_that_leave_leave_nothing_behind(
             await asyncio.sleep(0.01)
     with redis.Redis.from_url(redis_url) as client:
         keys = {kind: [*client.scan_iter(match=f"*{kind}:*")] for kind in ("tokens", "reader")}
-        # A reader that left with its first token may have left before it was marked as one.
-        assert len(keys["tokens"]) == LEAVING
+        # Who leaves at a heartbeat is canceled before its first token, how many depends on the
+        # machine; and who leaves with the first one may not have been marked as a reader yet.
+        assert 0 < len(keys["tokens"]) <= LEAVING
         assert 0 < len(keys["reader"]) <= LEAVING
         assert [key for found in keys.values() for key in found if client.ttl(key) == -1] == []
 

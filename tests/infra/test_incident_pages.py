@@ -361,7 +361,7 @@ def test_lost_region(tmp_path: Path, pubsub_endpoint: str, bigquery_endpoint: st
             {
                 "gcloud artifacts repositories": is_away,
                 'terraform -chdir="$ROOT" apply -target': has_redis,
-                "gcloud storage cp": has_export,
+                "NEWEST=": has_export,
                 "penstock budgets restore --dry-run": is_replaced,
             },
         )
