@@ -31,11 +31,10 @@ from api.openai.images import GenerationsEndpoint
 from api.openai.rerank import RerankEndpoint
 from api.predictions.creation import OWNER, find_version, version_of
 from api.tasks.custom import add_files, checked_input
-from shared.blob import Blob
+from shared.blob import FILE_FORMAT, Blob
 from shared.catalog import Catalog
 from shared.errors import BadInput, ModelFailed, PenstockError, Unavailable, UnknownModel
 from shared.messages import ItemOutcome
-from shared.model_interface import FILE_FORMAT
 from shared.tasks.custom import CustomInput, CustomResult, interface_of
 from shared.usage.charge import cost_usd
 

@@ -37,7 +37,8 @@ from shared.errors import (
     Unavailable,
     UnknownModel,
 )
-from shared.flow_engine import FlowEngine, outcomes_after, own_objects
+from shared.flow_engine import FlowEngine, plan_of
+from shared.flow_run import outcomes_after, own_objects
 from shared.messages import ItemOutcome, ReplyBody, encode_reply_body
 from shared.predictions import (
     Prediction,
@@ -430,7 +431,13 @@ class Predictions:
         if prediction.flow is None:
             return []
         with suppress(Unavailable):
-            reading = outcomes_after(self._records.flows, prediction, seen, is_over=record.is_over)
+            reading = outcomes_after(
+                self._records.flows,
+                prediction.record,
+                plan_of(prediction),
+                seen,
+                is_over=record.is_over,
+            )
             return [one async for one in reading]
         return []
 
