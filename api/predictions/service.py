@@ -322,9 +322,14 @@ class Predictions:
             and await self._records.cancel(snapshot.prediction.record) == "canceled"
         ):
             metrics.PREDICTIONS.labels(snapshot.prediction.model, "canceled").inc()
-            if snapshot.prediction.flow is not None:
-                await self._flows.settle(snapshot.prediction)
+            await self._settle_flow(snapshot.prediction)
+        elif snapshot.record.state == "canceled" and snapshot.record.reply is None:
+            await self._settle_flow(snapshot.prediction)  # whoever canceled it may have died
         return await self.read(tenant, prediction_id)
+
+    async def _settle_flow(self, prediction: Prediction) -> None:
+        if prediction.flow is not None:
+            await self._flows.settle(prediction)
 
     async def delete(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
         """Deletes a prediction of this tenant that has ended. Returns its last snapshot.
