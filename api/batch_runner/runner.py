@@ -43,6 +43,7 @@ from api.inputs.source_images import SourceImages
 from api.inputs.storage import Storage, swept
 from api.inputs.url_fetcher import UrlFetcher
 from api.limits.limiter import open_limiter
+from api.predictions.service import Predictions
 from shared.backoff import backoff
 from shared.catalog import Catalog
 from shared.errors import PenstockError, Unavailable
@@ -426,6 +427,19 @@ async def opened_runner(
         pipeline = await open_pipeline(
             opened, settings, catalog, objects, transport, admin, rows, instance, ImageCodec(pool)
         )
+        webhooks = WebhookPublisher(pipeline.broker)
+        predictions = await opened.enter_async_context(
+            Predictions(
+                pipeline.records,
+                pipeline.sender,
+                webhooks,
+                pipeline.inbox,
+                pipeline.admission,
+                pipeline.canaries,
+                pipeline.flows,
+                keep_s=settings.prediction_keep_s,
+            )
+        )
         limiter = await open_limiter(
             opened,
             settings.records_redis_url,
@@ -441,6 +455,7 @@ async def opened_runner(
             terms=terms,
             executor=LineExecutor(
                 pipeline.dispatcher,
+                predictions,
                 objects,
                 ImageCodec(pool),
                 limiter,
@@ -450,4 +465,4 @@ async def opened_runner(
             ),
         )
         window = Window(settings.batch_items_in_flight)
-        yield BatchRunner(tools, leases, WebhookPublisher(pipeline.broker), window)
+        yield BatchRunner(tools, leases, webhooks, window)

@@ -37,7 +37,8 @@ from shared.errors import (
     Unavailable,
     UnknownModel,
 )
-from shared.flow_engine import FlowEngine, outcomes_after, own_objects
+from shared.flow_engine import FlowEngine, plan_of
+from shared.flow_run import outcomes_after, own_objects
 from shared.messages import ItemOutcome, ReplyBody, encode_reply_body
 from shared.predictions import (
     Prediction,
@@ -321,9 +322,14 @@ class Predictions:
             and await self._records.cancel(snapshot.prediction.record) == "canceled"
         ):
             metrics.PREDICTIONS.labels(snapshot.prediction.model, "canceled").inc()
-            if snapshot.prediction.flow is not None:
-                await self._flows.settle(snapshot.prediction)
+            await self._settle_flow(snapshot.prediction)
+        elif snapshot.record.state == "canceled" and snapshot.record.reply is None:
+            await self._settle_flow(snapshot.prediction)  # whoever canceled it may have died
         return await self.read(tenant, prediction_id)
+
+    async def _settle_flow(self, prediction: Prediction) -> None:
+        if prediction.flow is not None:
+            await self._flows.settle(prediction)
 
     async def delete(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
         """Deletes a prediction of this tenant that has ended. Returns its last snapshot.
@@ -430,7 +436,13 @@ class Predictions:
         if prediction.flow is None:
             return []
         with suppress(Unavailable):
-            reading = outcomes_after(self._records.flows, prediction, seen, is_over=record.is_over)
+            reading = outcomes_after(
+                self._records.flows,
+                prediction.record,
+                plan_of(prediction),
+                seen,
+                is_over=record.is_over,
+            )
             return [one async for one in reading]
         return []
 
