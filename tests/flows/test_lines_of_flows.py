@@ -71,8 +71,9 @@ async def flows(settings: ApiSettings) -> AsyncIterator[World]:
 
 
 def client_of(flows: World) -> Any:
+    http: Any = flows.http  # its types name another httpx
     return openai.AsyncOpenAI(
-        base_url="http://localhost/v1", api_key="any", max_retries=0, http_client=flows.http
+        base_url="http://localhost/v1", api_key="any", max_retries=0, http_client=http
     )
 
 
