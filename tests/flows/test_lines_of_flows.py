@@ -33,6 +33,15 @@ SPELL = {
     ],
     "output": {"text": "$joined", "words": "$words"},
 }
+SAID = {
+    "name": "listen",
+    "api": "transcription",
+    "input": {"file": "file"},
+    "steps": [{"id": "said", "model": JOIN.name, "input": {"words": ["so", "said"]}}],
+    "output": [{"id": 0, "text": "$said", "start": 0.0, "end": 1.0, "duration": 1.5}],
+}
+"""What a recording has in it, whatever it is."""
+TRANSCRIPTIONS = "/v1/audio/transcriptions"
 LEASE_S = 1.0
 
 
@@ -46,7 +55,7 @@ async def running_runner(flows: World, settings: ApiSettings) -> AsyncIterator[a
     """A runner beside the API."""
     broker, rows = flows.broker, RowList()
     parts = (already_open(broker), already_open(broker), rows)
-    async with opened_runner(settings, catalog_of(SPELL), *parts, lease_s=LEASE_S) as runner:
+    async with opened_runner(settings, catalog_of(SPELL, SAID), *parts, lease_s=LEASE_S) as runner:
         flows.written.append(rows.rows)
         task = asyncio.create_task(runner.run())
         try:
@@ -65,14 +74,15 @@ def settings(tmp_path: Path, redis_url: str) -> ApiSettings:
 
 @pytest.fixture
 async def flows(settings: ApiSettings) -> AsyncIterator[World]:
-    objects_url = settings.objects_url
-    async with world(settings.redis_url, SPELL, objects_url=objects_url, secret="s") as running:
+    given = {"objects_url": settings.objects_url, "secret": "s"}
+    async with world(settings.redis_url, SPELL, SAID, **given) as running:
         yield running
 
 
 def client_of(flows: World) -> Any:
+    http: Any = flows.http  # its types name another httpx
     return openai.AsyncOpenAI(
-        base_url="http://localhost/v1", api_key="any", max_retries=0, http_client=flows.http
+        base_url="http://localhost/v1", api_key="any", max_retries=0, http_client=http
     )
 
 
@@ -202,3 +212,21 @@ async def test_a_run_that_its_caller_canceled_is_not_begun_again(
     assert (done.request_counts.completed, done.request_counts.failed) == (1, 1)
     assert failed["response"]["body"]["error"]["code"] == "canceled"
     assert len(await runs_of(flows)) == 2
+
+
+async def test_an_endpoint_that_a_flow_serves_has_lines_too(
+    flows: World, settings: ApiSettings
+) -> None:
+    client = client_of(flows)
+    recording = await client.files.create(file=("day.wav", b"RIFF"), purpose="user_data")
+    body = {"model": "listen", "file": recording.id, "response_format": "srt"}
+    given = {"custom_id": "a", "method": "POST", "url": TRANSCRIPTIONS, "body": body}
+    async with running_runner(flows, settings):
+        batch = await created(client, jsonl([given]), endpoint=TRANSCRIPTIONS)
+        done = await until(client, batch)
+        (one,) = await answers(client, done.output_file_id)
+        (row,) = await flows.until_rows(1)
+    assert one["response"]["body"] == "1\n00:00:00,000 --> 00:00:01,000\nso said\n"
+    assert (row.flow, row.step, row.batch_id, row.cost_usd) == ("listen", "said", done.id, 0.125)
+    run = (await flows.http.get(f"{URL}/{one['response']['request_id']}")).json()
+    assert (run["status"], run["input"]["custom_id"]) == ("succeeded", "a")

@@ -13,6 +13,8 @@
 -- column joined: items that were equal to another one
 -- column inference_p50_ms: median time of the item's batch
 -- column inference_p95_ms: the same, 95th percentile
+-- column done_p50_ms: median time from the arrival of a run until the last item of the step, or of the flow, was done
+-- column done_p95_ms: the same, 95th percentile
 -- column device_s: seconds of a whole device; a batch's time belongs to its items in equal parts
 -- column cost_usd: what was charged; not rounded, so that sums of it are right
 WITH
@@ -38,6 +40,7 @@ once AS (
     status,
     cache,
     inference_ms,
+    total_ms,
     inference_ms / 1000 * device_share / batch_size AS device_s,
     cost_usd
   FROM `rows`
@@ -57,6 +60,7 @@ once AS (
     status,
     cache,
     inference_ms,
+    total_ms,
     inference_ms / 1000 * device_share / batch_size AS device_s,
     cost_usd
   FROM `rows`
@@ -71,8 +75,19 @@ once AS (
 counted AS (
   SELECT * FROM once
   UNION ALL
-  SELECT day, tenant, flow, '' AS step, request_id, status, cache, inference_ms, device_s, cost_usd
+  SELECT day, tenant, flow, '' AS step, request_id, status, cache, inference_ms, total_ms, device_s, cost_usd
   FROM once
+),
+-- The last item of a run, or of its step, has the time of the run.
+timed AS (
+  SELECT
+    *,
+    IF(
+      ROW_NUMBER() OVER (PARTITION BY day, tenant, flow, step, request_id ORDER BY total_ms DESC) = 1,
+      total_ms,
+      NULL
+    ) AS done_ms
+  FROM counted
 ),
 sums AS (
   SELECT
@@ -86,9 +101,10 @@ sums AS (
     COUNTIF(cache IN ('memory', 'redis')) AS hits,
     COUNTIF(cache = 'joined') AS joined,
     APPROX_QUANTILES(inference_ms, 100) AS inference_ms,
+    APPROX_QUANTILES(done_ms, 100) AS done_ms,
     SUM(device_s) AS device_s,
     SUM(cost_usd) AS cost_usd
-  FROM counted
+  FROM timed
   GROUP BY day, tenant, flow, step
 )
 SELECT
@@ -103,6 +119,8 @@ SELECT
   joined,
   ROUND(inference_ms[SAFE_OFFSET(50)], 1) AS inference_p50_ms,
   ROUND(inference_ms[SAFE_OFFSET(95)], 1) AS inference_p95_ms,
+  ROUND(done_ms[SAFE_OFFSET(50)], 1) AS done_p50_ms,
+  ROUND(done_ms[SAFE_OFFSET(95)], 1) AS done_p95_ms,
   ROUND(device_s, 3) AS device_s,
   cost_usd
 FROM sums

@@ -422,6 +422,10 @@ def flows(rows: list[Fields], question: ReportQuestion) -> Lines:
         )
         for key, of in groups.items():
             hits = sum(row.get("cache") in ("memory", "redis") for row in of)
+            ends = [
+                {"done_ms": max(row["total_ms"] for row in run)}
+                for run in grouped(of, lambda r: (r["request_id"],)).values()
+            ]
             lines[key] = {
                 "runs": len({row["request_id"] for row in of}),
                 "items": len(of),
@@ -430,6 +434,8 @@ def flows(rows: list[Fields], question: ReportQuestion) -> Lines:
                 "joined": sum(row.get("cache") == "joined" for row in of),
                 "inference_p50_ms": near(of, "inference_ms", 0.5),
                 "inference_p95_ms": near(of, "inference_ms", 0.95),
+                "done_p50_ms": near(ends, "done_ms", 0.5),
+                "done_p95_ms": near(ends, "done_ms", 0.95),
                 "device_s": float(sum(map(device_s, of), Fraction(0))),
                 "cost_usd": exact(of, "cost_usd"),
             }

@@ -1,0 +1,94 @@
+"""The shipped flow of a prompt, an image, its check and its enlargement, with real weights."""
+
+from __future__ import annotations
+
+import base64
+import io
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from PIL import Image
+
+from examples.oracles import fetched
+from examples.show import EXAMPLES
+from infra.local.interfaces import refresh_interfaces
+from infra.local.ports import Ports
+from infra.local.stack import Stack
+from tests.limits import START_LIMIT_S
+
+pytestmark = pytest.mark.slow(about_s=60)
+ROOT = EXAMPLES.parent
+PROMPT = "a large red circle on a blue background"
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: Any) -> Iterator[Stack]:
+    """The flow as it is shipped, and the same one that enlarges only what is not safe."""
+    folder: Path = tmp_path_factory.mktemp("draw-checked")
+    shipped = yaml.safe_load((ROOT / "models.yaml").read_text(encoding="utf-8"))["models"]
+    models = [one for one in shipped if one["name"] == "stable-diffusion-tiny"]
+    for name in ("safety", "upscale"):
+        fetched(name)
+        entries = yaml.safe_load((EXAMPLES / name / "models.yaml").read_text(encoding="utf-8"))
+        models += [one | {"source": f"local:{EXAMPLES / name}"} for one in entries["models"]]
+    text = (EXAMPLES / "flows/draw-checked.yaml").read_text(encoding="utf-8")
+    other = text.replace("name: draw-checked", "name: draw-unsafe")
+    other = other.replace("$check.is_safe == true", "$check.is_safe == false")
+    flows = [flow for one in (text, other) for flow in yaml.safe_load(one)["flows"]]
+    path = folder / "models.yaml"
+    path.write_text(yaml.safe_dump({"models": models}), encoding="utf-8")
+    refresh_interfaces(path, print)
+    path.write_text(yaml.safe_dump({"models": models, "flows": flows}), encoding="utf-8")
+    settings = {"PENSTOCK_MODELS_FILE": str(path)}
+    with Stack(folder / "state", ports=Ports.free(len(models)), settings=settings) as running:
+        yield running
+
+
+def run(stack: Stack, flow: str) -> dict[str, Any]:
+    """A run of a flow, once it is over."""
+    body = {"version": flow, "input": {"prompt": PROMPT, "scale": 2}}
+    url, until_s = f"{stack.api_url}/v1/predictions", time.monotonic() + START_LIMIT_S
+    shown = httpx.post(url, json=body, headers={"prefer": "wait"}, timeout=START_LIMIT_S).json()
+    while shown["status"] not in ("succeeded", "failed", "canceled"):
+        assert time.monotonic() < until_s, shown
+        time.sleep(0.5)
+        shown = httpx.get(f"{url}/{shown['id']}").json()
+    return dict(shown)
+
+
+def data_of(uri: str) -> bytes:
+    """The bytes of a `data:` URI, or of a link."""
+    if uri.startswith("data:"):
+        return base64.b64decode(uri.partition(",")[2])
+    return httpx.get(uri).content
+
+
+def test_what_is_safe_is_enlarged(stack: Stack) -> None:
+    shown = run(stack, "draw-checked")
+    assert shown["status"] == "succeeded", shown["error"]
+    output = shown["output"]
+    assert output["is_safe"] is True
+    assert 0 <= output["nsfw"] < 0.5
+    assert [(one["id"], one["items"]) for one in shown["metrics"]["steps"]] == [
+        ("image", 1),
+        ("check", 1),
+        ("large", 1),
+    ]
+    steps_usd = sum(one["cost_usd"] for one in shown["metrics"]["steps"])
+    assert shown["metrics"]["cost_usd"] == pytest.approx(steps_usd)
+    with Image.open(io.BytesIO(data_of(output["image"]))) as image:
+        assert image.size == (128, 128), "twice what the model draws"
+        middle = image.convert("RGB").crop((64, 64, 65, 65)).tobytes()
+    assert middle[0] > 2 * middle[1], "the circle is in the middle, and red"
+
+
+def test_what_is_not_is_left_out(stack: Stack) -> None:
+    shown = run(stack, "draw-unsafe")
+    assert shown["status"] == "succeeded", shown["error"]
+    assert shown["output"]["image"] is None
+    assert [one["items"] for one in shown["metrics"]["steps"]] == [1, 1, 0]
