@@ -559,7 +559,7 @@ async def create_ocr(request: Request) -> Response:
         checked = _checked(body, model)
         call.check_room(model, 1)
         loading = _with_document(checked, _owner(call, model), call.dependencies.source_images)
-        one = await while_connected(request.receive, loading)
+        one = await while_connected(request, loading)
         async with call.inferred(model, [one], is_repeatable=model.deterministic) as response:
             reply = await _reply(response.outcomes, model, call.dependencies.objects)
     return Response(_encode(reply), media_type="application/json")

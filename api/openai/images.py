@@ -439,7 +439,7 @@ async def edit_image(request: Request) -> Response:
     call.check_room(model, body.n)
     data = source_image
     if isinstance(data, str):
-        data = await while_connected(request.receive, _fetched_image(call, model, data))
+        data = await while_connected(request, _fetched_image(call, model, data))
     image_codec, deadline_s = (
         call.dependencies.image_codec,
         call.answer_by_s(model),
@@ -447,7 +447,7 @@ async def edit_image(request: Request) -> Response:
     preparing = image_codec.prepare_source(
         data, size_in(body, model), model.image, deadline_s, tenant=call.tenant
     )
-    source, size = await while_connected(request.receive, preparing)
+    source, size = await while_connected(request, preparing)
     first = first_image(body, model, size)
     check_strength(first.steps, body.strength)
     return await _answer(
@@ -531,7 +531,7 @@ async def _stream(
             size,
         )
         events = stream.events(snapshot, model)
-        opening = await while_connected(call.http.receive, anext(events, b""))
+        opening = await while_connected(call.http, anext(events, b""))
         headers = {**_HEADERS, "location": f"/v1/predictions/{snapshot.prediction.id}"}
         sse = behind(opening, events)
         return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
@@ -587,7 +587,7 @@ async def _encode(
         is_new=False,
         tenant=call.tenant,
     )
-    data = await (while_connected(call.http.receive, encoding) if is_awaited else encoding)
+    data = await (while_connected(call.http, encoding) if is_awaited else encoding)
     if body.response_format == "b64_json":
         return ImageItem(result.seed, b64_json=data)
     media_type = MEDIA_TYPES[body.output_format]
