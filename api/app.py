@@ -375,10 +375,9 @@ async def _open(
 ) -> Dependencies:
     """Opens everything in the order of its dependencies. `opened` closes it in reverse order."""
     settings, instance = configuration.settings, f"api-{secrets.token_hex(4)}"
-    access = await opened.enter_async_context(configuration.access)
-    pool = await opened.enter_async_context(
-        CodecPool(settings.picture_processes, settings.picture_budget_bytes)
-    )
+    enter = opened.enter_async_context
+    access = await enter(configuration.access)
+    codec = await _open_codec(opened, settings)
     pipeline = await open_pipeline(
         opened,
         settings,
@@ -388,21 +387,10 @@ async def _open(
         admin,
         rows,
         instance,
-        ImageCodec(pool),
+        codec,
     )
     idempotency = await _open_idempotency(opened, configuration)
-    predictions = await opened.enter_async_context(
-        Predictions(
-            pipeline.records,
-            pipeline.sender,
-            WebhookPublisher(pipeline.broker),
-            pipeline.inbox,
-            pipeline.admission,
-            pipeline.canaries,
-            pipeline.flows,
-            keep_s=settings.prediction_keep_s,
-        )
-    )
+    predictions = await _open_predictions(opened, settings, pipeline)
     readiness = Readiness(pipeline.inbox, pipeline.broker, settings.redis_url, access.keys_status)
     limiter = await open_limiter(
         opened,
@@ -411,12 +399,8 @@ async def _open(
         instance,
         instances=settings.inbox_pool,
     )
-    follower = await opened.enter_async_context(
-        PredictionFollower(predictions, pipeline.records.holds, limiter)
-    )
-    generation_streams = await opened.enter_async_context(
-        GenerationStreams(predictions, pipeline.records.tokens)
-    )
+    follower = await enter(PredictionFollower(predictions, pipeline.records.holds, limiter))
+    generation_streams = await enter(GenerationStreams(predictions, pipeline.records.tokens))
     refusals = Refusals(pipeline.rows, api_instance=instance, region=settings.region)
     return _dependencies(
         configuration,
@@ -428,7 +412,29 @@ async def _open(
         predictions,
         follower,
         generation_streams,
-        ImageCodec(pool),
+        codec,
+    )
+
+
+async def _open_codec(opened: AsyncExitStack, settings: ApiSettings) -> ImageCodec:
+    pool = CodecPool(settings.picture_processes, settings.picture_budget_bytes)
+    return ImageCodec(await opened.enter_async_context(pool))
+
+
+async def _open_predictions(
+    opened: AsyncExitStack, settings: ApiSettings, pipeline: OpenParts
+) -> Predictions:
+    return await opened.enter_async_context(
+        Predictions(
+            pipeline.records,
+            pipeline.sender,
+            WebhookPublisher(pipeline.broker),
+            pipeline.inbox,
+            pipeline.admission,
+            pipeline.canaries,
+            pipeline.flows,
+            keep_s=settings.prediction_keep_s,
+        )
     )
 
 
@@ -460,13 +466,13 @@ def _dependencies(
     image_codec: ImageCodec,
 ) -> Dependencies:
     """Returns the dependencies of the routes."""
+    settings, turns = configuration.settings, QueryPermits()
     storage = Storage(configuration.objects)
     sources = Files(configuration.objects, storage)
     batch_files = BatchFiles(configuration.objects, storage)
     result_fetcher = ResultFetcher(configuration.objects, predictions, image_codec)
-    turns = QueryPermits()
     return Dependencies(
-        settings=configuration.settings,
+        settings=settings,
         catalog=configuration.catalog,
         access=configuration.access,
         admission=pipeline.admission,
@@ -479,9 +485,7 @@ def _dependencies(
         readiness=readiness,
         idempotency=idempotency,
         predictions=predictions,
-        conversations=Conversations(
-            pipeline.records, keep_s=configuration.settings.prediction_keep_s
-        ),
+        conversations=Conversations(pipeline.records, keep_s=settings.prediction_keep_s),
         follower=follower,
         event_streams=EventStreams(predictions, configuration.url_signer),
         generation_streams=generation_streams,
@@ -496,12 +500,10 @@ def _dependencies(
             result_fetcher,
             configuration.url_signer,
             image_codec,
-            UrlFetcher(
-                configuration.settings, configuration.objects, pipeline.records.fetched_urls
-            ),
+            UrlFetcher(settings, configuration.objects, pipeline.records.fetched_urls),
         ),
-        usage=UsageService(UsageRows(*_report_dataset(configuration.settings)), turns),
-        reports=ReportService(_report_dataset(configuration.settings), turns),
+        usage=UsageService(UsageRows(*_report_dataset(settings)), turns),
+        reports=ReportService(_report_dataset(settings), turns),
         started_at_s=time.time(),
     )
 

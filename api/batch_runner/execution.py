@@ -20,12 +20,12 @@ from api.limits.limited_request import LimitedRequest
 from api.limits.limiter import Limiter
 from api.openai.endpoint import LineCaller, ReplyTools
 from shared.backoff import backoff
+from shared.charge import price_of
 from shared.errors import Canceled, DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from shared.messages import RequestFacts
 from shared.stores.objects import ObjectStore
 from shared.tasks import Input
 from shared.tenants.plan import Caller, Priority
-from shared.usage.charge import price_of
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0
 MAX_RESERVED_PAUSE_S = 5.0

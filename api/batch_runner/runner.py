@@ -29,7 +29,7 @@ from prometheus_client import Counter, Gauge
 
 from api.batch_runner.execution import LineExecutor
 from api.batch_runner.outputs import Outputs
-from api.batch_runner.run import BatchRun, Paused, RunTools, Stop, Window
+from api.batch_runner.run import BatchRun, ItemWindow, Paused, RunTools, Stop
 from api.batch_runner.terms import CurrentTerms
 from api.batches.documents import BatchCreated, BatchEnded
 from api.batches.files import BatchFiles
@@ -192,7 +192,7 @@ class BatchRunner:
     """
 
     def __init__(
-        self, tools: RunTools, leases: BatchLeases, webhooks: WebhookPublisher, window: Window
+        self, tools: RunTools, leases: BatchLeases, webhooks: WebhookPublisher, window: ItemWindow
     ) -> None:
         self._tools = tools
         self._leases = leases
@@ -433,21 +433,16 @@ async def opened_runner(
             instance,
             instances=settings.inbox_pool,
         )
+        sources = _source_images(
+            settings, objects, storage, files, pipeline.records, ImageCodec(pool)
+        )
         tools = RunTools(
             store=store,
             files=files,
             outputs=Outputs(objects, store, files),
             catalog=catalog,
             terms=terms,
-            executor=LineExecutor(
-                pipeline.dispatcher,
-                objects,
-                ImageCodec(pool),
-                limiter,
-                _source_images(
-                    settings, objects, storage, files, pipeline.records, ImageCodec(pool)
-                ),
-            ),
+            executor=LineExecutor(pipeline.dispatcher, objects, ImageCodec(pool), limiter, sources),
         )
-        window = Window(settings.batch_items_in_flight)
+        window = ItemWindow(settings.batch_items_in_flight)
         yield BatchRunner(tools, leases, WebhookPublisher(pipeline.broker), window)
