@@ -390,8 +390,10 @@ async def _open(
         codec,
     )
     idempotency = await _open_idempotency(opened, configuration)
-    predictions = await _open_predictions(opened, settings, pipeline)
-    readiness = Readiness(pipeline.inbox, pipeline.broker, settings.redis_url, access.keys_status)
+    webhooks = WebhookPublisher(pipeline.broker)
+    predictions = await enter(
+        Predictions.of_pipeline(pipeline, webhooks, keep_s=settings.prediction_keep_s)
+    )
     limiter = await open_limiter(
         opened,
         settings.records_redis_url,
@@ -400,18 +402,16 @@ async def _open(
         instances=settings.inbox_pool,
     )
     follower = await enter(PredictionFollower(predictions, pipeline.records.holds, limiter))
-    generation_streams = await enter(GenerationStreams(predictions, pipeline.records.tokens))
-    refusals = Refusals(pipeline.rows, api_instance=instance, region=settings.region)
     return _dependencies(
         configuration,
         pipeline,
-        refusals,
+        Refusals(pipeline.rows, api_instance=instance, region=settings.region),
         limiter,
-        readiness,
+        Readiness(pipeline.inbox, pipeline.broker, settings.redis_url, access.keys_status),
         idempotency,
         predictions,
         follower,
-        generation_streams,
+        await enter(GenerationStreams(predictions, pipeline.records.tokens)),
         codec,
     )
 
@@ -419,23 +419,6 @@ async def _open(
 async def _open_codec(opened: AsyncExitStack, settings: ApiSettings) -> ImageCodec:
     pool = CodecPool(settings.picture_processes, settings.picture_budget_bytes)
     return ImageCodec(await opened.enter_async_context(pool))
-
-
-async def _open_predictions(
-    opened: AsyncExitStack, settings: ApiSettings, pipeline: OpenParts
-) -> Predictions:
-    return await opened.enter_async_context(
-        Predictions(
-            pipeline.records,
-            pipeline.sender,
-            WebhookPublisher(pipeline.broker),
-            pipeline.inbox,
-            pipeline.admission,
-            pipeline.canaries,
-            pipeline.flows,
-            keep_s=settings.prediction_keep_s,
-        )
-    )
 
 
 async def _open_idempotency(

@@ -8,6 +8,8 @@ import msgspec
 
 INLINE_LIMIT_BYTES = 48 * 1024
 """Larger blobs are put into the object store, and the message points to them."""
+FILE_FORMAT = "uri"
+"""The `format` that JSON Schema of an input or output has which is a file."""
 RESULTS = "results"
 """The folder of blobs of results, below it one for each request."""
 SLOT_INLINE_LIMIT_BYTES = 1024

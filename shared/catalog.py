@@ -24,7 +24,7 @@ from shared.catalog_entry import (
 )
 from shared.errors import ConfigurationError, UnknownModel
 from shared.flow_plan import FlowPlan
-from shared.flow_types import FlowError, check_flow
+from shared.flow_types import FlowError, StepSchema, check_flow
 from shared.kubernetes_names import slug
 from shared.model_interface import FILE_NAME, ModelInterface, read_interface
 from shared.tasks import TASKS
@@ -212,6 +212,11 @@ class Catalog:
             raise UnknownModel(f"model {name!r} serves {model.task}, not {task}", field="model")
         return model
 
+    def step_schema(self, name: str) -> StepSchema | None:
+        """What a step may give to the model of this name and gets. None: there is none."""
+        model = self._by_name.get(name)
+        return None if model is None else model.definition.step_schema(model)
+
     def find_deployed(self, name: str) -> Model:
         """The model that jobs and workers call `name`: one of the catalog, or a canary.
 
@@ -387,7 +392,7 @@ def flow_of(entry: FlowEntry, catalog: Catalog) -> Model:
     plan = FlowPlan.model_validate(
         entry.model_dump(include=set(FlowPlan.model_fields), exclude_unset=True)
     )
-    output = check_flow(plan, catalog._by_name.get)
+    output = check_flow(plan, catalog.step_schema)
     models = tuple(catalog.find(step.model) for step in plan.steps)
     revisions = [(model.name, model.revision) for model in models]
     digest = hashlib.sha256(json.dumps([plan.as_json(), revisions]).encode()).hexdigest()

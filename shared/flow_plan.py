@@ -20,8 +20,8 @@ from typing import Annotated, Any, Final, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shared.blob import FILE_FORMAT
 from shared.errors import BadInput
-from shared.model_interface import FILE_FORMAT
 
 MAX_STEPS = 16
 MAX_STEP_ITEMS = 1000

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from shared.catalog_entry import CatalogEntry
+from shared.blob import FILE_FORMAT
 from shared.flow_plan import (
     INPUT,
     ITEM,
@@ -20,15 +20,23 @@ from shared.flow_plan import (
     Reference,
     parse_reference,
 )
-from shared.model_interface import FILE_FORMAT
-from shared.tasks import TASKS
 
 Schema = Mapping[str, Any]
 Place = tuple[int | str, ...]
-Find = Callable[[str], CatalogEntry | None]
 _SHOWN = ("type", "format", "enum", "items", "properties", "anyOf")
 """What the type of an output says. Titles and defaults are those of a step."""
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+
+
+class StepSchema(NamedTuple):
+    """What a step of a flow may give to a model, and what it gets, as JSON Schema."""
+
+    inputs: Mapping[str, Any]
+    """Of the object with all inputs."""
+    output: Mapping[str, Any]
+
+
+Find = Callable[[str], StepSchema | None]
 
 
 class FlowError(ValueError):
@@ -49,7 +57,7 @@ def check_flow(plan: FlowPlan, find: Find) -> dict[str, Any]:
 
     Args:
         plan: the flow.
-        find: returns the model of this name, or None.
+        find: returns what the model of this name takes and gives, or None.
 
     Raises:
         FlowError: a reference, a type or a model is wrong.
@@ -63,10 +71,9 @@ def check_flow(plan: FlowPlan, find: Find) -> dict[str, Any]:
 
 def _check_step(step: FlowStep, place: Place, scope: Mapping[str, Schema], find: Find) -> Schema:
     """Returns the type of the step's value."""
-    entry = find(step.model)
-    if entry is None:
+    schema = find(step.model)
+    if schema is None:
         raise FlowError((*place, "model"), f"there is no model {step.model!r} in the catalog")
-    schema = TASKS[entry.task].step_schema(entry)
     own_scope = dict(scope)
     if step.for_each is not None:
         own_scope[ITEM] = _element(step.for_each, (*place, "for_each"), scope)

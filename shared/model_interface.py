@@ -19,7 +19,6 @@ FILE_NAME = "schema.json"
 MAX_BYTES = 64 * 1024
 """A catalog entry travels to the model processes with it, as an argument of a program."""
 MAX_INPUTS = 100
-FILE_FORMAT = "uri"
 SECRET_FORMAT = "password"
 _COMPARED = ("inputs", "output", "streams", "concurrency", "batches", "weighs", "compares")
 

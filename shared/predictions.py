@@ -193,7 +193,7 @@ def body_of(
         "output": None if is_deleted else output_of(prediction, record, url_signer),
         "logs": logs_of(record),
         "error": error_of(record),
-        "metrics": _metrics(prediction, record),
+        "metrics": metrics_of(prediction, record),
         "queue": None if queue is None else queue._asdict(),
         "data_removed": is_deleted,
         "created_at": iso(prediction.created_at_s),
@@ -296,7 +296,7 @@ def logs_of(record: Record) -> str:
     return f"{int(share * 100):3d}%|{bar}| {step}/{record.steps}\n"
 
 
-def _metrics(prediction: Prediction, record: Record) -> dict[str, Any]:
+def metrics_of(prediction: Prediction, record: Record) -> dict[str, Any]:
     """Returns Replicate's names in seconds, RunPod's in milliseconds, tokens cut, and the cost.
 
     What the model recorded itself is beside them.

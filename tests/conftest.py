@@ -143,9 +143,16 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 @pytest.fixture
 def redis_url(redis_server: RedisServer) -> str:
     """A Redis with nothing in it; whoever stops or pauses a server starts one of their own."""
-    with redis.Redis.from_url(redis_server.url) as client:
+    return emptied(redis_server)
+
+
+def emptied(server: RedisServer) -> str:
+    """Empties a Redis and returns its URL; one that ended fails the test with its log's end."""
+    if not server.is_running:
+        pytest.fail(f"{server.name} {server.ending}{server.last_words()}")
+    with redis.Redis.from_url(server.url) as client:
         client.flushall()
-    return redis_server.url
+    return server.url
 
 
 @pytest.fixture(scope="session")

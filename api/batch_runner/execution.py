@@ -5,24 +5,35 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from prometheus_client import Counter
 
-from api.batch_runner.lines import ENDPOINTS, BatchLine, answered, not_run, refused
+from api.batch_runner.lines import (
+    ENDPOINTS,
+    BatchLine,
+    PredictionsEndpoint,
+    answered,
+    not_run,
+    refused,
+)
 from api.batches.documents import BatchCreated, LineAnswer
 from api.dispatch.dispatcher import Dispatcher
-from api.dispatch.request import InferenceRequest, InferenceResponse, RequestOptions
+from api.dispatch.request import InferenceRequest, InferenceResponse, NewRecord, RequestOptions
 from api.errors import BudgetReserved, RateLimited
 from api.inputs.image_codec import ImageCodec
 from api.inputs.source_images import SourceImages
 from api.limits.limited_request import LimitedRequest
 from api.limits.limiter import Limiter
 from api.openai.endpoint import LineCaller, ReplyTools
+from api.predictions.creation import OWNER, PredictionSnapshot, digest_of, ids_of, version_of
+from api.predictions.service import GRACE_S, Predictions
 from shared.backoff import backoff
-from shared.charge import price_of
+from shared.charge import price_of, step_prices_of
 from shared.errors import Canceled, DeadlineExceeded, Overloaded, PenstockError, Unavailable
-from shared.messages import RequestFacts
+from shared.messages import ItemOutcome, Receipt, RequestFacts
+from shared.predictions import Prediction, metrics_of
 from shared.stores.objects import ObjectStore
 from shared.tasks import Input
 from shared.tenants.plan import Caller, Priority
@@ -53,6 +64,24 @@ LINES = Counter(
     ["end"],
 )
 _TRANSIENT = (Overloaded, Unavailable, DeadlineExceeded, Canceled)
+READ_AGAIN_S = 1.0
+"""After the time at which a reader ends a run that is late, this runner has read it."""
+METRICS_OF_RUN = ("predict_time", "device_time", "cost_usd", "steps")
+"""What the answer to a line says of its run. Other times would count from the batch's creation."""
+
+
+class _RunCanceled(PenstockError):
+    """Somebody canceled the run of a line. It is not begun again, as a request would be."""
+
+    code = Canceled.code
+
+
+@dataclass(slots=True)
+class _Try:
+    """One try of a line."""
+
+    outcomes: Sequence[ItemOutcome] | None = None
+    """How its items ended. None: they have not."""
 
 
 class SegmentProgress:
@@ -123,9 +152,13 @@ class LineExecutor:
     broker, a deadline, a worker that gave up. If the rest of a budget is reserved, the line is
     retried when a request ends. If the budget is spent, or if nothing moves while others wait, the
     line waits for a later turn of its batch. An error in the line itself ends it.
+
+    A line of a flow is a run, so a prediction with a record. Its id follows from the line, so a
+    runner that takes over finds the run and waits for its end. A canceled batch cancels it.
     """
 
     dispatcher: Dispatcher
+    predictions: Predictions
     objects: ObjectStore
     image_codec: ImageCodec
     limiter: Limiter
@@ -153,18 +186,18 @@ class LineExecutor:
         """
         pauses = backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         while time.time() < batch.expires_at_s:
-            attempt = progress.attempts.get(line.number, 0)
-            response = None
+            attempt, this = progress.attempts.get(line.number, 0), _Try()
             try:
                 inputs = await self._inputs(batch, line)
                 request = _request(batch, line, inputs, attempt, is_run_again)
                 operation = f"{group_of(batch, progress.segment)}/{line.number}"
+                if request.record is not None:  # what a run has delivered counts if it ends badly
+                    operation += f"-{attempt}"
                 async with self._limited(batch, caller, request, operation) as limited:
                     limited.wake_next()
-                    response = await self._dispatched(request, limited)
-                    body = await self._reply(batch, line, response, limited)
+                    body = await self._computed(batch, line, request, limited, this)
             except _TRANSIENT as error:
-                progress.note_failure(line, error, has_ended=response is not None)
+                progress.note_failure(line, error, has_ended=this.outcomes is not None)
                 if not progress.is_worth_waiting(error):
                     return None
                 left_s = max(0.0, batch.expires_at_s - time.time())
@@ -178,12 +211,82 @@ class LineExecutor:
                 return LineAnswer(refused(batch, line, request_id, error), "failed")
             progress.note_end(line)
             LINES.labels("completed").inc()
-            tokens = sum(outcome.receipt.tokens or 0 for outcome in response.outcomes)
+            tokens = sum(outcome.receipt.tokens or 0 for outcome in this.outcomes or ())
             answer = answered(batch, line, request.facts.request_id, body)
             return LineAnswer(answer, "completed", tokens)
         LINES.labels("not_run").inc()
         data = not_run(batch, line.number, line.custom_id, *NOT_RUN["expired"])
         return LineAnswer(data, "not_run")
+
+    async def _computed(
+        self,
+        batch: BatchCreated,
+        line: BatchLine,
+        request: InferenceRequest,
+        limited: LimitedRequest,
+        this: _Try,
+    ) -> bytes:
+        """Returns the answer to a line. `this` gets its outcomes, also if there is no answer."""
+        if request.record is None:
+            response = await self._dispatched(request, limited)
+            this.outcomes = response.outcomes
+            return await self._reply(batch, line, response, limited)
+        prediction, record = await self._ran(request, limited)
+        reply = record.reply
+        this.outcomes = reply.outcomes if reply is not None else ()
+        if record.state == "canceled":
+            raise _RunCanceled("the run of the line was canceled")
+        if record.state != "succeeded" or reply is None or reply.output is None:
+            raise PredictionSnapshot(prediction, record).failure
+        shown = metrics_of(prediction, record)
+        tools = ReplyTools(
+            self.objects,
+            self.image_codec,
+            time.time() + REPLY_LIMIT_S,
+            request.price,
+            {name: shown[name] for name in METRICS_OF_RUN if name in shown},
+        )
+        endpoint = ENDPOINTS[batch.endpoint]
+        # Its outcomes are those of its steps, and there are none if all were skipped.
+        whole = ItemOutcome(0, "succeeded", Receipt(), reply.output)
+        with endpoint.words(line.request):
+            return await endpoint.reply(line.request, [whole], tools)
+
+    async def _ran(self, request: InferenceRequest, limited: LimitedRequest) -> PredictionSnapshot:
+        """Begins the run of a line, or finds it, and waits for its end.
+
+        What its steps delivered is charged, however it ends.
+
+        Raises:
+            PenstockError: it can't begin. DeadlineExceeded: it did not end.
+        """
+        new = request.new_record.prediction
+        async with self.predictions.creating(request, waits=True) as creation:
+            # A run that another process began may have less time.
+            until_s = creation.snapshot.prediction.deadline_s + GRACE_S + READ_AGAIN_S
+            try:
+                await creation.wait(until_s - time.time())
+                record = creation.snapshot.record
+                if record.state == "canceled" and record.reply is None:
+                    # Whoever canceled it is about to note what it cost, or has died.
+                    creation.snapshot = await self.predictions.cancel(new.tenant, new.id)
+            except asyncio.CancelledError:
+                if not request.is_run_again():
+                    with suppress(PenstockError):  # else its deadline ends it
+                        creation.snapshot = await self.predictions.cancel(new.tenant, new.id)
+                raise
+            finally:
+                reply = creation.snapshot.record.reply
+                if reply is not None:
+                    limited.settle(request.price, reply.outcomes)
+        if not creation.snapshot.record.is_over:
+            raise request.too_late()
+        return creation.snapshot
+
+    async def cancel_run(self, batch: BatchCreated, line: BatchLine, attempt: int) -> None:
+        """Cancels the run of a line, if a runner has begun it that is gone."""
+        with suppress(PenstockError):  # there is none, or its deadline ends it
+            await self.predictions.cancel(batch.tenant, _request_id(batch, line, attempt))
 
     async def _inputs(self, batch: BatchCreated, line: BatchLine) -> Sequence[Input]:
         model = line.request.model
@@ -275,20 +378,53 @@ def _request(
         price_share=batch.price_share,
         batch_id=batch.id,
     )
+    deadline_s = min(batch.expires_at_s, time.time() + model.deadline.longest_s)
     return InferenceRequest(
         facts=facts,
         model=model,
         inputs=inputs,
-        deadline_s=min(batch.expires_at_s, time.time() + model.deadline.longest_s),
+        deadline_s=deadline_s,
         is_repeatable=line.request.is_repeatable,
         options=RequestOptions(),
         is_run_again=is_run_again,
+        record=_record(batch, line, facts, deadline_s) if model.flow is not None else None,
     )
+
+
+def _record(
+    batch: BatchCreated, line: BatchLine, facts: RequestFacts, deadline_s: float
+) -> NewRecord:
+    """The record of a run. Its input, which may have secrets and files, is in the batch's file."""
+    model = line.request.model
+    prediction = Prediction(
+        id=facts.request_id,
+        record=facts.request_id,
+        tenant=facts.tenant,
+        model=model.name,
+        owner=OWNER,
+        version=version_of(model),
+        input={"batch_id": batch.id, "custom_id": line.custom_id},
+        is_list=False,
+        endpoint="" if batch.endpoint == PredictionsEndpoint.path else batch.endpoint,
+        base_url=batch.base_url,
+        created_at_s=facts.received_at_s,
+        deadline_s=deadline_s,
+        digest=digest_of(facts.request_id),
+        key_id=facts.key_id,
+        price=price_of(model, facts.received_at_s, facts.price_share),
+        flow=model.flow.as_json() if model.flow is not None else None,
+        step_prices=step_prices_of(model, facts.received_at_s, facts.price_share),
+    )
+    return NewRecord(prediction, keep_s=None, is_keyed=True)
 
 
 def _request_id(batch: BatchCreated, line: BatchLine, attempt: int) -> str:
     """Returns an id that is the same each time a line is computed, as are its job and its rows."""
-    return f"{batch.id}-{line.number}" + (f"-{attempt}" if attempt else "")
+    name = f"{batch.id}-{line.number}" + (f"-{attempt}" if attempt else "")
+    if line.request.model.flow is None:
+        return name
+    # No Idempotency-Key of a caller has a line feed.
+    return ids_of(batch.tenant, "", f"line\n{name}")[0]
 
 
 def _pause_s(error: PenstockError, drawn_s: float) -> float:

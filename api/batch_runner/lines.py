@@ -2,9 +2,9 @@
 
 The format is that of https://jsonlines.org.
 
-A line may also be a prediction of a model of one's own. Its body is that of POST /v1/predictions,
-and the answer is a prediction that succeeded, without what belongs to a record: there is none.
-Links would end before a batch is read, so the files of an output are in it as `data:` URIs.
+A line may also be a prediction of a model of one's own, or a run of a flow. Its body is that of
+POST /v1/predictions, and the answer is a prediction that succeeded, without what belongs to a
+record. Links would end before a batch is read, so the files of an output are in it as `data:` URIs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from api.openai.images import GenerationsEndpoint
 from api.openai.rerank import RerankEndpoint
 from api.predictions.creation import OWNER, find_version, version_of
 from api.tasks.custom import add_files, checked_input
-from shared.blob import Blob
+from shared.blob import FILE_FORMAT, Blob
 from shared.catalog import Catalog
 from shared.charge import cost_usd
 from shared.errors import BadInput, ModelFailed, PenstockError, Unavailable, UnknownModel
 from shared.messages import ItemOutcome
-from shared.model_interface import FILE_FORMAT
 from shared.tasks.custom import CustomInput, CustomResult, interface_of
 
 MAX_OUTPUT_FILES_BYTES = 4 * 1024 * 1024
@@ -53,7 +52,7 @@ class PredictionLine(Body):
 
 
 class PredictionsEndpoint(Endpoint):
-    """Lines whose body is that of POST /v1/predictions, for models of one's own."""
+    """Lines whose body is that of POST /v1/predictions, for models of one's own and flows."""
 
     path = "/v1/predictions"
 
@@ -64,13 +63,7 @@ class PredictionsEndpoint(Endpoint):
         if not model.definition.has_interface:
             raise BadInput(
                 f"version: {model.name} has an endpoint of its own; predictions in batches are for "
-                "models of the task custom",
-                field="version",
-            )
-        if model.flow is not None:
-            raise BadInput(
-                f"version: {model.name} is a flow, whose runs need records; send each by itself to "
-                "POST /v1/predictions",
+                "models of the task custom and for flows",
                 field="version",
             )
         try:
@@ -120,6 +113,7 @@ class PredictionsEndpoint(Endpoint):
             files.append(await _loaded(blob, left_bytes, tools))
         took_ms = outcome.receipt.inference_ms
         times = {} if took_ms is None else {"predict_time": round(took_ms / 1000, 6)}
+        own = {**times, "cost_usd": cost_usd(tools.price, outcome)}
         shown = {
             "model": f"{OWNER}/{request.model.name}",
             "version": version_of(request.model),
@@ -127,11 +121,7 @@ class PredictionsEndpoint(Endpoint):
             "output": result.with_blobs(files).to_output("", lambda key, media_type="": ""),
             "logs": "" if outcome.logs is None else outcome.logs.after(0),
             "error": None,
-            "metrics": {
-                **result.recorded_metrics,
-                **times,
-                "cost_usd": cost_usd(tools.price, outcome),
-            },
+            "metrics": {**result.recorded_metrics, **(tools.run_metrics or own)},
         }
         return msgspec.json.encode(shown)
 

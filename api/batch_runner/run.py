@@ -10,7 +10,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
@@ -357,11 +357,14 @@ class BatchRun:
         """Runs the remaining lines. Returns None once all have ended."""
         store, batch_id = self._tools.store, self._batch.id
         index, counts = await self._written()
+        first = index
         while index < len(plan.segments):
             lines = await self._lines_of(file, plan.segments[index])
             kept = await store.half_segment(self._owner, batch_id, index)
             self._progress.segment = index
             answers = await self._answers(lines, kept)
+            if self._stop.is_cancelled and index == first:
+                await self._cancel_runs([line for line in lines if line.number not in kept])
             done = [answer for answer in answers.values() if answer is not None]
             after = counts_after(counts, done)
             if len(done) < len(lines):
@@ -377,6 +380,16 @@ class BatchRun:
             if self._turns.is_next_one_due() and not is_last and self._stop.end is None:
                 return Paused.YIELDED
         return None
+
+    async def _cancel_runs(self, lines: Sequence[Line]) -> None:
+        """Cancels the runs of flows that a runner left which died before the batch was canceled."""
+        for line in lines:
+            with suppress(LineRefused):
+                batch_line = read_line(line, self._batch, self._tools.catalog)
+                if batch_line.request.model.flow is None:  # as in all lines of a batch
+                    return
+                attempt = self._progress.attempts.get(line.number, 0)
+                await self._tools.executor.cancel_run(self._batch, batch_line, attempt)
 
     async def _set_aside(
         self, index: int, counts: Counts, answers: Mapping[int, LineAnswer | None]

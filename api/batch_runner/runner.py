@@ -43,6 +43,7 @@ from api.inputs.source_images import SourceImages
 from api.inputs.storage import Storage, swept
 from api.inputs.url_fetcher import UrlFetcher
 from api.limits.limiter import open_limiter
+from api.predictions.service import Predictions
 from shared.backoff import backoff
 from shared.catalog import Catalog
 from shared.errors import PenstockError, Unavailable
@@ -413,18 +414,19 @@ async def opened_runner(
     storage = Storage(objects)
     files = BatchFiles(objects, storage)
     async with AsyncExitStack() as opened:
-        await opened.enter_async_context(swept(storage))
-        leases = await opened.enter_async_context(
-            BatchLeases(settings.records_redis_url, instance, lease_s=lease_s)
-        )
-        terms = await opened.enter_async_context(
-            CurrentTerms(key_store(settings.keys_url) if settings.keys_url else None)
-        )
-        pool = await opened.enter_async_context(
-            CodecPool(settings.picture_processes, settings.picture_budget_bytes)
-        )
+        enter = opened.enter_async_context
+        await enter(swept(storage))
+        leases = await enter(BatchLeases(settings.records_redis_url, instance, lease_s=lease_s))
+        keys = key_store(settings.keys_url) if settings.keys_url else None
+        terms = await enter(CurrentTerms(keys))
+        pool = CodecPool(settings.picture_processes, settings.picture_budget_bytes)
+        codec = ImageCodec(await enter(pool))
         pipeline = await open_pipeline(
-            opened, settings, catalog, objects, transport, admin, rows, instance, ImageCodec(pool)
+            opened, settings, catalog, objects, transport, admin, rows, instance, codec
+        )
+        webhooks = WebhookPublisher(pipeline.broker)
+        predictions = await enter(
+            Predictions.of_pipeline(pipeline, webhooks, keep_s=settings.prediction_keep_s)
         )
         limiter = await open_limiter(
             opened,
@@ -433,16 +435,16 @@ async def opened_runner(
             instance,
             instances=settings.inbox_pool,
         )
-        sources = _source_images(
-            settings, objects, storage, files, pipeline.records, ImageCodec(pool)
-        )
+        sources = _source_images(settings, objects, storage, files, pipeline.records, codec)
         tools = RunTools(
             store=store,
             files=files,
             outputs=Outputs(objects, store, files),
             catalog=catalog,
             terms=terms,
-            executor=LineExecutor(pipeline.dispatcher, objects, ImageCodec(pool), limiter, sources),
+            executor=LineExecutor(
+                pipeline.dispatcher, predictions, objects, codec, limiter, sources
+            ),
         )
         window = ItemWindow(settings.batch_items_in_flight)
-        yield BatchRunner(tools, leases, WebhookPublisher(pipeline.broker), window)
+        yield BatchRunner(tools, leases, webhooks, window)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from api.bodies import Body
 from api.inputs.image_codec import ImageCodec
@@ -52,6 +52,8 @@ class ReplyTools:
     """Unix time at which work on an answer is stopped."""
     price: ItemPrice
     """The terms on which its items are charged."""
+    run_metrics: Mapping[str, Any] | None = None
+    """What a run of a flow took and cost, with its steps. None: it is a model."""
 
 
 class Endpoint(ABC):

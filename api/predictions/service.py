@@ -23,6 +23,7 @@ from api import metrics
 from api.dispatch.admission import Admission
 from api.dispatch.canary_routing import CanaryRouter
 from api.dispatch.job_sender import Inbox, JobSender, ReplyWaiter, failed_reply
+from api.dispatch.pipeline import OpenParts
 from api.dispatch.request import InferenceRequest
 from api.errors import KeyReused, NotFound
 from api.limits.limited_request import Hold
@@ -37,7 +38,8 @@ from shared.errors import (
     Unavailable,
     UnknownModel,
 )
-from shared.flow_engine import FlowEngine, outcomes_after, own_objects
+from shared.flow_engine import FlowEngine, plan_of
+from shared.flow_run import outcomes_after, own_objects
 from shared.messages import ItemOutcome, ReplyBody, encode_reply_body
 from shared.predictions import (
     Prediction,
@@ -116,6 +118,20 @@ class Predictions:
         """By the records of those that wait here for a reply."""
         self._listening = BackgroundTask("listening for canceled predictions", self._listen)
         canaries.withdrawals.on_withdrawn(self._look_at_all)
+
+    @classmethod
+    def of_pipeline(cls, parts: OpenParts, webhooks: WebhookPublisher, *, keep_s: int) -> Self:
+        """Returns the predictions that an open pipeline computes."""
+        return cls(
+            parts.records,
+            parts.sender,
+            webhooks,
+            parts.inbox,
+            parts.admission,
+            parts.canaries,
+            parts.flows,
+            keep_s=keep_s,
+        )
 
     async def __aenter__(self) -> Self:
         self._listening.start()
@@ -321,9 +337,14 @@ class Predictions:
             and await self._records.cancel(snapshot.prediction.record) == "canceled"
         ):
             metrics.PREDICTIONS.labels(snapshot.prediction.model, "canceled").inc()
-            if snapshot.prediction.flow is not None:
-                await self._flows.settle(snapshot.prediction)
+            await self._settle_flow(snapshot.prediction)
+        elif snapshot.record.state == "canceled" and snapshot.record.reply is None:
+            await self._settle_flow(snapshot.prediction)  # whoever canceled it may have died
         return await self.read(tenant, prediction_id)
+
+    async def _settle_flow(self, prediction: Prediction) -> None:
+        if prediction.flow is not None:
+            await self._flows.settle(prediction)
 
     async def delete(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
         """Deletes a prediction of this tenant that has ended. Returns its last snapshot.
@@ -430,7 +451,13 @@ class Predictions:
         if prediction.flow is None:
             return []
         with suppress(Unavailable):
-            reading = outcomes_after(self._records.flows, prediction, seen, is_over=record.is_over)
+            reading = outcomes_after(
+                self._records.flows,
+                prediction.record,
+                plan_of(prediction),
+                seen,
+                is_over=record.is_over,
+            )
             return [one async for one in reading]
         return []
 

@@ -15,10 +15,10 @@ from api.bodies import Body
 from api.inputs.source_images import ImageCaller, SourceImages, is_elsewhere
 from api.inputs.url_fetcher import FetchedInput
 from api.tasks.base import ApiTask, Inputs, StreamKind
-from shared.blob import Blob
+from shared.blob import FILE_FORMAT, Blob
 from shared.catalog import Model
 from shared.errors import BadInput, InputTooLarge
-from shared.model_interface import FILE_FORMAT, SECRET_FORMAT, ModelInterface
+from shared.model_interface import SECRET_FORMAT, ModelInterface
 from shared.tasks.custom import MAX_FILES, CustomInput, FilePlace, interface_of, usual_suffix
 
 MAX_VALUES_BYTES = 1024 * 1024

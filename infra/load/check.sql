@@ -15,7 +15,9 @@ SELECT
   cost_usd,
   received_at,
   cache,
-  COUNT(*) OVER (PARTITION BY received_at, row_id) AS copies
+  COUNT(*) OVER (PARTITION BY received_at, row_id) AS copies,
+  flow,
+  step
 FROM `rows`
 WHERE received_at >= @since
   AND received_at < @until

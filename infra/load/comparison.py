@@ -1,6 +1,7 @@
 """Compares the ledger of a replay with its rows and with the report: to the row, token and cent.
 
 - A request that was answered has the rows, tokens and cost that its answer said.
+- A run of a flow has a row for each item of each step, as its answer says, and their cost.
 - A request that was refused as a whole has one row, `refused`, and costs nothing.
 - A request whose answer was lost or is a proxy's, or whose caller hung up, has what its rows say.
   Only they know.
@@ -151,7 +152,8 @@ def _line_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[t
     if line.ending == "unconnected" and rows:
         yield "row too many", f"{len(rows)} rows of a request that was never sent"
     if line.ending == "answered":
-        yield from _answer_differences(line, rows)
+        differences = _step_differences if line.steps else _answer_differences
+        yield from differences(line, rows)
 
 
 def _caller_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
@@ -161,8 +163,9 @@ def _caller_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator
         if line.key_id and row.key_id is not None and row.key_id != line.key_id:
             yield "wrong key", f"{row.row_id} has {row.key_id}, not {line.key_id}"
         # A request may be refused before it named a model.
-        if row.model != line.model and (row.model or row.status != REFUSED):
-            yield "wrong model", f"{row.row_id} has {row.model}, not {line.model}"
+        asked = row.flow or row.model
+        if asked != line.model and (asked or row.status != REFUSED):
+            yield "wrong model", f"{row.row_id} has {asked}, not {line.model}"
         received_s = row.received_at.timestamp()
         first_s, last_s = line.sent_at_s - CLOCK_SKEW_S, line.ended_at_s + CLOCK_SKEW_S
         if not first_s <= received_s <= last_s:
@@ -190,20 +193,48 @@ def _answer_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator
     tokens = sum(row.tokens or 0 for row in rows)
     if line.tokens is not None and tokens != line.tokens:
         yield "wrong tokens", f"rows say {tokens}, the answer {line.tokens}"
+    yield from _cost_differences(line, rows)
+
+
+def _cost_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
     # The order of adding is that of the API, so that the sums are the same double.
     cost_usd = sum(row.cost_usd or 0.0 for row in rows)
     if cost_usd != (line.cost_usd or 0.0):
-        yield (
-            "wrong cost",
-            f"rows say {cost_usd!r} dollars, the answer {line.cost_usd!r}; {answer}",
-        )
+        answer = f"the answer was {line.status} {line.code}"
+        facts = f"rows say {cost_usd!r} dollars, the answer {line.cost_usd!r}; {answer}"
+        yield "wrong cost", facts
+
+
+def _step_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
+    """Yields the differences between the steps of a run and its rows.
+
+    A run that ended badly has rows also of what it left undone.
+    """
+    items, failed = Counter[str](), Counter[str]()
+    for row in rows:
+        items[row.step or ""] += 1
+        failed[row.step or ""] += row.status != "succeeded"
+    for step in sorted(items.keys() | line.steps.keys()):
+        said, said_failed = line.steps.get(step, (0, 0))
+        facts = f"of step {step!r}: {items[step]} rows, the answer says {said} items"
+        if items[step] < said:
+            yield "row missing", facts
+        elif line.status == 200 and items[step] > said:
+            yield "row too many", facts
+        elif line.status == 200 and failed[step] != said_failed:
+            facts = f"{failed[step]} rows of step {step!r} failed, the answer says {said_failed}"
+            yield "wrong status", facts
+    yield from _cost_differences(line, rows)
 
 
 def _add(
     expected: defaultdict[GroupKey, Sums], line: LedgerLine, rows: Sequence[RowOfLoad]
 ) -> None:
-    """Adds a request to its group: as its answer says, or, without an answer, as its rows do."""
-    if line.ending != "answered" or line.status != 200:
+    """Adds a request to its group: as its answer says, or, without an answer, as its rows do.
+
+    A run of a flow has rows of several models, which its answer does not tell apart by hour.
+    """
+    if line.ending != "answered" or line.status != 200 or line.steps:
         for row in rows:
             sums = expected[(_hour(row.received_at), row.tenant or "", row.model)]
             sums.requests += row.item == 0

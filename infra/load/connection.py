@@ -115,14 +115,17 @@ class Connection(asyncio.Protocol):
         return exchange
 
 
-def encode_request(host: str, path: str, headers: Mapping[str, str], content: bytes) -> bytes:
-    """The bytes of a POST with a JSON body.
+def encode_request(
+    host: str, path: str, headers: Mapping[str, str], content: bytes = b"", method: str = "POST"
+) -> bytes:
+    """The bytes of a request, by default of a POST with a JSON body.
 
     Args:
         host: with the port, if it is not the usual one.
         path: with a slash at its start.
         headers: in addition to those that every request has.
         content: the body.
+        method: of the request.
     """
     all_headers = {
         "host": host,
@@ -131,4 +134,4 @@ def encode_request(host: str, path: str, headers: Mapping[str, str], content: by
         **headers,
     }
     head = "".join(f"{name}: {value}\r\n" for name, value in all_headers.items())
-    return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + content
+    return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + content

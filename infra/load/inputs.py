@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 from infra.load.day import Mix
 from infra.load.trace import Arrival
 from shared.errors import BadInput
+from shared.tasks.custom import CUSTOM
 from shared.tasks.embedding import EMBEDDING
 from shared.tasks.image import IMAGE
 from shared.tasks.text import TEXT
@@ -44,6 +46,8 @@ class RequestForm(NamedTuple):
     """Default numbers of items in a day's requests."""
     counts_input_once: bool = False
     """True if the answer counts the shared input of all items once."""
+    is_run: bool = False
+    """True if the answer is a prediction, whose end is looked for."""
 
 
 def _texts(arrival: Arrival, group: str) -> dict[str, Any]:
@@ -88,6 +92,30 @@ def _chat(arrival: Arrival, group: str) -> dict[str, Any]:
     }
 
 
+def _prediction(arrival: Arrival, group: str) -> dict[str, Any]:
+    """The input of the trace: what a class or a flow takes is its own."""
+    return {"version": arrival.model, "input": input_of(arrival)}
+
+
+def input_of(arrival: Arrival) -> dict[str, Any]:
+    """Returns the input of a prediction.
+
+    Raises:
+        BadInput: it is not a JSON object.
+    """
+    try:
+        value = json.loads(arrival.input)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise BadInput(
+            f"input: {arrival.model} takes a JSON object with its inputs, as in POST "
+            f"/v1/predictions; the trace has {arrival.input[:80]!r}",
+            field="input",
+        )
+    return value
+
+
 REQUEST_FORMS: Mapping[str, RequestForm] = {
     EMBEDDING.name: RequestForm(
         "/v1/embeddings",
@@ -106,6 +134,9 @@ REQUEST_FORMS: Mapping[str, RequestForm] = {
         ((0.7, 5, 40), (0.3, 40, 120)),
         ((0.95, 1, 1), (0.05, 2, 2)),
         counts_input_once=True,
+    ),
+    CUSTOM.name: RequestForm(
+        "/v1/predictions", _prediction, 1.0, ((1.0, 0, 0),), ((1.0, 1, 1),), is_run=True
     ),
 }
 """Request forms by task name."""
@@ -135,5 +166,10 @@ def form_of(model: str, tasks: Mapping[str, str]) -> RequestForm:
 
 
 def can_be_replayed(name: str) -> bool:
-    """Returns whether requests for a task, by its name, can be made here."""
+    """Returns whether requests for a task, by its name, can be sent here."""
     return name in REQUEST_FORMS
+
+
+def can_be_made_up(name: str) -> bool:
+    """Returns whether inputs for a task, by its name, can be made here."""
+    return can_be_replayed(name) and not REQUEST_FORMS[name].is_run

@@ -65,6 +65,8 @@ class LedgerLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """Cost, as the answer says. None if it does not say."""
     key_id: str = ""
     """The public part of the key."""
+    steps: dict[str, tuple[int, int]] = {}
+    """Of a flow, by the ids of its steps: their items, and how many of them did not succeed."""
 
 
 class Ledger(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from infra.load.day import NUMBERS, Day, DayModel, arrivals_of
-from infra.load.inputs import RequestForm, can_be_replayed, form_of
+from infra.load.inputs import RequestForm, can_be_made_up, form_of, input_of
 from infra.load.target import ServedModel, Target
 from infra.load.trace import Arrival, read_trace
 from shared.errors import BadInput, ConfigurationError
@@ -31,7 +31,7 @@ class DayOptions(NamedTuple):
     requests: int
     tenants: int
     models: tuple[str, ...]
-    """`NAME` or `NAME=SHARE`. None: all that are served and can be replayed."""
+    """`NAME` or `NAME=SHARE`. None: all that are served and whose inputs can be made."""
     seed: int
     numbers: Mapping[str, float]
 
@@ -52,6 +52,11 @@ def plan_day(target: Target, options: DayOptions) -> LoadPlan:
     served = target.models()
     shares = _shares(options.models, served)
     forms = {name: form_of(name, _tasks(served)) for name in shares}
+    if runs := [name for name, form in forms.items() if form.is_run]:
+        raise BadInput(
+            f"model: {runs[0]} takes inputs of its own, which a day does not have; use a trace",
+            field="model",
+        )
     if target.keys and options.tenants > len(target.keys):
         raise BadInput(
             f"tenants: {options.tenants} tenants, but keys of {len(target.keys)}", field="tenants"
@@ -84,12 +89,13 @@ def plan_trace(target: Target, path: Path, requests: int = 0) -> LoadPlan:
 
     Raises:
         ConfigurationError: the trace can't be read, or names a tenant without a key.
-        BadInput: it names a model that is not served, or has a task that can't be replayed.
+        BadInput: it names a model that is not served, or has a task that can't be replayed, or an
+            input is no input of a prediction.
         Unavailable: the target does not say what it serves.
     """
     arrivals = read_trace(path)[: requests or None]
     served = target.models()
-    usual = next((one.id for one in served.values() if can_be_replayed(one.task)), "")
+    usual = next((one.id for one in served.values() if can_be_made_up(one.task)), "")
     if target.keys and (unknown := {one.tenant for one in arrivals} - target.keys.keys()):
         raise ConfigurationError(f"{path}: no key of the tenant {min(unknown)!r}", field="keys")
     names = {one.model for one in arrivals}
@@ -98,9 +104,11 @@ def plan_trace(target: Target, path: Path, requests: int = 0) -> LoadPlan:
     forms = {
         named.get(name, name): form_of(name or usual, _tasks(served)) for name in sorted(names)
     }
-    return LoadPlan(
-        [msgspec.structs.replace(one, model=named[one.model]) for one in arrivals], forms
-    )
+    arrivals = [msgspec.structs.replace(one, model=named[one.model]) for one in arrivals]
+    for one in arrivals:
+        if forms[one.model].is_run:
+            input_of(one)
+    return LoadPlan(arrivals, forms)
 
 
 def _tasks(served: Mapping[str, ServedModel]) -> dict[str, str]:
@@ -110,7 +118,7 @@ def _tasks(served: Mapping[str, ServedModel]) -> dict[str, str]:
 def _shares(models: Sequence[str], served: Mapping[str, ServedModel]) -> dict[str, float | None]:
     """The models of a day with their shares. None: the usual one of its task."""
     if not models:
-        replayed = {one.id: None for one in served.values() if can_be_replayed(one.task)}
+        replayed = {one.id: None for one in served.values() if can_be_made_up(one.task)}
         if not replayed:
             raise BadInput("model: none is served that can be replayed", field="model")
         return dict(replayed)

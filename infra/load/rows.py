@@ -35,6 +35,9 @@ class RowOfLoad(NamedTuple):
     cache: str | None
     copies: int
     """Number of times it was written."""
+    flow: str | None = None
+    """The flow that asked for the item."""
+    step: str | None = None
 
 
 class UsageGroup(NamedTuple):

@@ -34,6 +34,9 @@ _ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
 class Process:
     """A program while it runs. Entering the context starts it, leaving it stops it.
 
+    Once it ended it stays a zombie until it is stopped or started again: its id, which is that of
+    its group too, then is no other process's (not on a macOS before Python 3.13, see `_code`).
+
     Args:
         name: for people, and for the log file.
         command: program and arguments.
@@ -75,7 +78,7 @@ class Process:
     @property
     def is_running(self) -> bool:
         """True if it was started and has not ended."""
-        return self._popen is not None and self._popen.poll() is None
+        return self._popen is not None and self._code() is None
 
     @property
     def pid(self) -> int:
@@ -94,6 +97,9 @@ class Process:
         Raises:
             Unavailable: the program can't be run.
         """
+        if self._popen is not None and not self.is_running:
+            self._popen.wait()
+            self._popen = None
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         environment = os.environ if self._environment is None else self._environment
         with self.log_path.open(self._log_mode) as output:
@@ -148,13 +154,13 @@ class Process:
                     f"{self.name} did not end within {limit_s:g} s{self.last_words()}"
                 )
             time.sleep(POLL_S)
-        if self._popen is None or self._popen.returncode:
+        if self._code() != 0:
             raise Unavailable(f"{self.name} {self.ending}{self.last_words()}")
 
     @property
     def ending(self) -> str:
         """Returns how it ended, in words."""
-        code = None if self._popen is None else self._popen.poll()
+        code = self._code()
         if code is None:
             return "is running" if self._popen else "was not started"
         return (
@@ -163,31 +169,33 @@ class Process:
 
     def ask_to_stop(self) -> None:
         """Sends SIGTERM and returns at once, so that several processes can stop concurrently."""
-        if self._popen is not None and self._popen.poll() is None:
-            self._popen.terminate()
+        if self.is_running:
+            self.send_signal(signal.SIGTERM)
             # A paused process handles SIGTERM only once it continues.
-            self._popen.send_signal(signal.SIGCONT)
+            self.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        """Sends SIGTERM, then kills its group. Does nothing if it is not running."""
+        """Sends SIGTERM, then kills its group. Does nothing if it was not started."""
         self.ask_to_stop()
-        popen, self._popen = self._popen, None
-        if popen is None:
-            return
         try:
-            popen.wait(self.stop_limit_s)
-        except subprocess.TimeoutExpired:
-            popen.kill()
-            popen.wait(KILL_LIMIT_S)
+            self._ends_within(self.stop_limit_s)
         finally:
-            # Ends the processes that it left in its group.
-            _kill_group(popen.pid)
+            popen, self._popen = self._popen, None
+            if popen is not None:
+                # Ends it if it is deaf, and the processes that it left in its group. Before the
+                # wait that frees its id, which another group may get.
+                _kill_group(popen.pid)
+                popen.wait(KILL_LIMIT_S)
 
     def kill(self) -> None:
-        """Kills it with SIGKILL, like a crash. Its children are not killed."""
+        """Kills it with SIGKILL, like a crash. Its children are not killed.
+
+        Raises:
+            Unavailable: it is not running, or did not end within KILL_LIMIT_S.
+        """
         self.send_signal(signal.SIGKILL)
-        assert self._popen is not None, "a signal was sent to it; this is a bug"
-        self._popen.wait(KILL_LIMIT_S)
+        if not self._ends_within(KILL_LIMIT_S):
+            raise Unavailable(f"{self.name} did not end within {KILL_LIMIT_S:g} s of SIGKILL")
 
     def pause(self) -> None:
         """Freezes it like a machine that hangs: connections stay open without answers."""
@@ -203,9 +211,34 @@ class Process:
         Raises:
             Unavailable: it is not running.
         """
-        if self._popen is None:
+        popen = self._popen
+        if popen is None:
             raise Unavailable(f"{self.name} is not running")
-        self._popen.send_signal(number)
+        if self._code() is None:
+            os.kill(popen.pid, number)
+
+    def _code(self) -> int | None:
+        """Returns its exit code, negative for a signal; None if it runs or was not started."""
+        popen = self._popen
+        if popen is None or popen.returncode is not None or not hasattr(os, "waitid"):
+            return None if popen is None else popen.poll()
+        try:
+            ended = os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return popen.poll()  # this process ignores SIGCHLD: the system keeps no zombies
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def _ends_within(self, limit_s: float) -> bool:
+        """Returns once it has ended or `limit_s` seconds passed: whether it has ended."""
+        deadline_s, pause_s = time.monotonic() + limit_s, POLL_S / 32
+        while self.is_running:
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, POLL_S)
+        return True
 
     def last_words(self, lines: int = 20) -> str:
         """The end of its log, as the end of an error's message."""
@@ -222,8 +255,8 @@ class Process:
 def _kill_group(pid: int) -> None:
     try:
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    except (ProcessLookupError, PermissionError):
+        return  # macOS permits no signal to a group of zombies only
 
 
 def listens(port: int, host: str = "127.0.0.1") -> bool:

@@ -184,6 +184,8 @@ async def within(limit_s: float, call: Coroutine[Any, Any, Got]) -> Got:
         TimeoutError: there was no result in time.
     """
     task = asyncio.ensure_future(call)
+    # If we are canceled nobody asks for its error, and the event loop would report it as lost.
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
         await asyncio.wait([task], timeout=limit_s)
     finally:

@@ -11,6 +11,7 @@ import msgspec
 
 from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.catalog_entry import CatalogEntry, Tolerance
+from shared.flow_types import StepSchema
 
 MAX_JOB_ITEMS = 16
 Unit: TypeAlias = Literal["tokens", "pixel_steps", "work"]
@@ -35,14 +36,6 @@ class WorkBound(NamedTuple):
     """The work, in the unit of its task."""
     output_tokens: int = 0
     """The number of them that are tokens that the model writes."""
-
-
-class StepSchema(NamedTuple):
-    """What a step of a flow may give to a model, and what it gets, as JSON Schema."""
-
-    inputs: Mapping[str, Any]
-    """Of the object with all inputs."""
-    output: Mapping[str, Any]
 
 
 class TaskInput(msgspec.Struct, omit_defaults=True):

@@ -11,16 +11,16 @@ from typing import Any, ClassVar, Self
 
 import msgspec
 
-from shared.blob import INLINE_LIMIT_BYTES, RESULTS, Blob
+from shared.blob import FILE_FORMAT, INLINE_LIMIT_BYTES, RESULTS, Blob
 from shared.catalog_entry import CatalogEntry, ServedApi, Tolerance
 from shared.errors import BadInput
-from shared.model_interface import FILE_FORMAT, SECRET_FORMAT, ModelInterface
+from shared.flow_types import StepSchema
+from shared.model_interface import SECRET_FORMAT, ModelInterface
 from shared.tasks.base import (
     ExampleRequest,
     FirstGuesses,
     LinkTo,
     StepInput,
-    StepSchema,
     Task,
     TaskInput,
     TaskResult,

@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Literal
 
 from shared.catalog_entry import CatalogEntry, Tolerance
 from shared.errors import BadInput, InputTooLarge
+from shared.flow_types import StepSchema
 from shared.tasks.base import (
     ExampleRequest,
     FirstGuesses,
     LinkTo,
     StepInput,
-    StepSchema,
     Task,
     TaskInput,
     TaskResult,

@@ -9,17 +9,16 @@ from typing import Any, ClassVar, Self
 
 import msgspec
 
-from shared.blob import INLINE_LIMIT_BYTES, Blob
+from shared.blob import FILE_FORMAT, INLINE_LIMIT_BYTES, Blob
 from shared.catalog_entry import CatalogEntry
 from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.errors import BadInput
-from shared.model_interface import FILE_FORMAT
+from shared.flow_types import StepSchema
 from shared.tasks.base import (
     ExampleRequest,
     FirstGuesses,
     LinkTo,
     StepInput,
-    StepSchema,
     Task,
     TaskInput,
     TaskResult,

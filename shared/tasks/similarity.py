@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.catalog_entry import CatalogEntry, Tolerance
+from shared.flow_types import StepSchema
 from shared.tasks.base import (
     ExampleRequest,
     LinkTo,
     StepInput,
-    StepSchema,
     TaskInput,
     TaskResult,
     WorkBound,

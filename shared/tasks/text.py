@@ -16,12 +16,12 @@ import msgspec
 
 from shared.catalog_entry import CatalogEntry, Tolerance
 from shared.errors import BadInput, ContextLengthExceeded
+from shared.flow_types import StepSchema
 from shared.tasks.base import (
     ExampleRequest,
     FirstGuesses,
     LinkTo,
     StepInput,
-    StepSchema,
     Task,
     TaskInput,
     TaskResult,

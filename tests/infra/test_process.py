@@ -1,3 +1,4 @@
+import os
 import signal
 import subprocess
 import sys
@@ -8,10 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import redis
 
 from infra.local import process
 from infra.local.process import Process, answers, free_port, listens
+from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
+from tests.conftest import emptied
 from tests.limits import WAIT_LIMIT_S
 
 SERVER = """
@@ -117,6 +121,63 @@ def test_child_left_behind_is_killed(tmp_path: Path) -> None:
     wait_until(lambda: not listens(port))
 
 
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="asks for the state of what has ended")
+def test_id_is_not_free_before_the_group_was_killed(tmp_path: Path) -> None:
+    def is_kept(pid: int) -> bool:
+        try:
+            return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return False
+
+    server = python("server", "raise SystemExit(3)", tmp_path)
+    server.start()
+    wait_until(lambda: not server.is_running)
+    first = server.pid
+    assert is_kept(first)
+    assert server.ending == "ended with code 3"
+    server.start()
+    assert not is_kept(first)
+    server.kill()
+    second = server.pid
+    assert is_kept(second)
+    assert server.ending in ("was ended by SIGKILL", "ended with code 3")
+    server.send_signal(signal.SIGTERM)
+    server.stop()
+    assert not is_kept(second)
+
+
+def test_no_group_of_a_start_that_failed_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexit 0\n")
+    program.chmod(0o755)
+    killed: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda pid, _: killed.append(pid))
+    once = Process("once", [str(program)], tmp_path)
+    once.start()
+    wait_until(lambda: not once.is_running)
+    program.unlink()
+    with pytest.raises(Unavailable, match="does not run here"):
+        once.start()
+    once.stop()
+    assert killed == []
+
+
+def test_ended_redis_says_so_to_the_next_test(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "data", tmp_path) as server:
+        with redis.Redis.from_url(server.url) as client:
+            client.set("key", "value")
+            emptied(server)
+            assert client.dbsize() == 0
+        server.ask_to_stop()
+        wait_until(lambda: not server.is_running)
+        with pytest.raises(
+            pytest.fail.Exception, match=r"redis ended with code 0; the end of .*redis\.log:\n"
+        ):
+            emptied(server)
+
+
 def test_paused_process_can_be_stopped(tmp_path: Path) -> None:
     port = free_port()
     with python("server", SERVER, tmp_path, port) as server:
@@ -135,6 +196,7 @@ def test_runs_on_after_the_thread_that_started_it(tmp_path: Path) -> None:
     starter.start()
     starter.join()
     sleeps.wait_done(WAIT_LIMIT_S)
+    sleeps.stop()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")

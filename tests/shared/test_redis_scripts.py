@@ -1,6 +1,10 @@
-"""Scripts run by their digest, and go on after a Redis that restarted has forgotten them."""
+"""Scripts run by their digest, and go on after a Redis that restarted has forgotten them.
+
+A round trip that is canceled leaves nothing behind.
+"""
 
 import asyncio
+import gc
 import time
 import zipfile
 from pathlib import Path
@@ -12,6 +16,7 @@ from hatchling.builders.wheel import WheelBuilder
 
 from infra.local.redis_server import RedisServer
 from shared.stores.records import Records
+from shared.stores.redis_client import within
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,6 +62,36 @@ async def test_restarted_redis_learns_the_scripts_again(own_redis: RedisServer) 
         finish = await records.finish("before", "succeeded", b"{}")
         assert finish is not None
         assert finish.is_ours
+
+
+@pytest.mark.anyio
+async def test_error_of_a_canceled_round_trip_is_not_reported_as_lost() -> None:
+    """The store closes in the turn of the loop in which Redis refuses a connection."""
+    lost: list[object] = []
+    loop = asyncio.get_running_loop()
+    usual = loop.get_exception_handler()
+    loop.set_exception_handler(lambda _, context: lost.append(context.get("exception")))
+    refused = asyncio.Event()
+
+    async def ping() -> None:
+        await refused.wait()
+        raise redis.ConnectionError("connection refused")
+
+    try:
+        asking = asyncio.ensure_future(within(60, ping()))
+        await asyncio.sleep(0)  # it asks
+        await asyncio.sleep(0)  # it is asked
+        refused.set()
+        await asyncio.sleep(0)  # it has failed, and who asks does not know it yet
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        del asking
+        gc.collect()
+        await asyncio.sleep(0)
+    finally:
+        loop.set_exception_handler(usual)
+    assert lost == []
 
 
 def test_wheel_carries_every_script(tmp_path: Path) -> None:

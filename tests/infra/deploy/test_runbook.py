@@ -26,8 +26,10 @@ from infra.monitoring.alerts import OF_FUNCTIONS, OFF_GOOGLE, ON_GOOGLE, alerts
 from infra.monitoring.objectives import DEFAULT_LEAST_BAD_EVENTS, DEFAULT_TARGETS, bounds_of
 from shared.catalog import read_catalog
 from tests.infra.deploy.terraform import Plan, plan_platform
+from tests.infra.release.replay import KEYS, blocks
+from tests.infra.release.replay import RUNBOOK as OPERATIONS
 
-RUNBOOK = Path("docs/how-to/operations.md").read_text(encoding="utf-8")
+RUNBOOK = OPERATIONS.read_text(encoding="utf-8")
 EXPORTERS = (
     *(
         api.batch_runner.runner,
@@ -46,6 +48,8 @@ EXPORTERS = (
 """Imported, because that registers their metrics."""
 
 
+INSTALLED = "bq|curl|docker|gcloud|git|gsutil|helm|jq|kubectl|make|openssl|terraform"
+"""Programs that somebody may have to install first."""
 ANCHORS = {
     re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-")
     for heading in re.findall(r"^#+ (.+)$", RUNBOOK, re.MULTILINE)
@@ -106,3 +110,15 @@ def test_metrics_of_the_runbook_are_exported() -> None:
     named = {name.removesuffix("_total") for name in re.findall(r"`(penstock_[a-z_]+)`", RUNBOOK)}
     assert named
     assert named - {name.removesuffix("_total") for name in exported} == set()
+
+
+def test_programs_of_a_first_deploy_are_named_before_it() -> None:
+    text = "".join([*blocks(OPERATIONS, "First deploy"), *blocks(KEYS, "The first key")])
+    scripts = set(re.findall(r"[\w./-]+\.sh", text))
+    assert scripts
+    text += "".join(Path(name).read_text(encoding="utf-8") for name in scripts)
+    used = set(re.findall(rf"(?:^|[|;&(!]) *({INSTALLED}) ", text, re.MULTILINE))
+    asked = re.search(r"^On your machine: (.+?)\. ", RUNBOOK, re.MULTILINE | re.DOTALL)
+    assert asked is not None
+    assert used - set(re.findall(r"\w+", asked[1].lower())) == set()
+    assert {"gcloud", "kubectl", "terraform", "jq"} <= used

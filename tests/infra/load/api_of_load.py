@@ -18,6 +18,7 @@ MODELS = {
         {"id": "mini", "task": "embedding", "aliases": ["text-embedding-ada-002"]},
         {"id": "tiny", "task": "image"},
         {"id": "pairs", "task": "similarity"},
+        {"id": "spell", "task": "custom"},
     ]
 }
 
@@ -38,6 +39,9 @@ class FakeApi:
     """Path, headers and body of each."""
     seen: asyncio.Event = field(default_factory=asyncio.Event)
     """Set with each request."""
+    reads: list[dict[str, Any]] = field(default_factory=list)
+    """What a prediction is when it is read, one after the other. The last one stays."""
+    read_headers: list[dict[str, str]] = field(default_factory=list)
 
 
 @asynccontextmanager
@@ -58,7 +62,17 @@ async def serving(answer: Answer = answer_texts) -> AsyncIterator[FakeApi]:
     async def models(request: web.Request) -> web.StreamResponse:
         return web.json_response(MODELS)
 
+    async def prediction(request: web.Request) -> web.StreamResponse:
+        assert request.match_info["id"] == "p1"
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        api.read_headers.append(headers)
+        api.seen.set()
+        shown = api.reads.pop(0) if len(api.reads) > 1 else api.reads[0]
+        return web.json_response(shown, headers={"x-request-id": headers["x-request-id"]})
+
     app = web.Application()
+    app.router.add_post("/v1/predictions", handle)
+    app.router.add_get("/v1/predictions/{id}", prediction)
     app.router.add_get("/v1/models", models)
     app.router.add_post("/v1/embeddings", handle)
     app.router.add_post("/v1/images/generations", handle)

@@ -117,6 +117,58 @@ def test_equal_ledger_and_rows_have_no_difference() -> None:
     assert found.cost_usd == pytest.approx(0.4)
 
 
+def run_of_flow(**changed: object) -> LedgerLine:
+    steps = {"words": (1, 0), "check": (2, 1)}
+    facts: dict[str, object] = {"model": "spell", "items": 3, "tokens": None, "steps": steps}
+    return line(0, **(facts | {"cost_usd": 0.1 + 0.2} | changed))
+
+
+def rows_of_run() -> list[RowOfLoad]:
+    step: dict[str, object] = {"flow": "spell", "tokens": None}
+    return [
+        row(0, 0, model="split", step="words", **step),
+        row(0, 1000, model="check", step="check", **step | {"cost_usd": 0.2}),
+        row(0, 1001, model="check", step="check", status="failed", **step | {"cost_usd": 0.0}),
+    ]
+
+
+def test_a_run_of_a_flow_has_the_rows_of_its_steps() -> None:
+    found = compared([run_of_flow()], rows_of_run())
+    assert found.differences == []
+    assert found.cost_usd == pytest.approx(0.3)
+    # Each model of a step is a group of its own in the report.
+    assert len({(one.hour, one.model) for one in reported(rows_of_run())}) == 2
+
+
+@pytest.mark.parametrize(
+    ("ended", "spoil", "kind", "facts"),
+    [
+        (200, lambda rows: rows[:2], "row missing", "of step 'check': 1 rows, the answer says 2"),
+        (200, lambda rows: [*rows, rows[2]._replace(item=1002, row_id="req_0:1002")],
+         "row too many", "of step 'check': 3 rows, the answer says 2 items"),
+        (200, lambda rows: [*rows[:2], rows[2]._replace(status="succeeded")],
+         "wrong status", "0 rows of step 'check' failed, the answer says 1"),
+        (200, lambda rows: [rows[0]._replace(cost_usd=0.2), *rows[1:]],
+         "wrong cost", "rows say 0.4 dollars, the answer 0.30000000000000004"),
+        (500, lambda rows: rows[1:], "row missing", "of step 'words': 0 rows"),
+        (200, lambda rows: [rows[0]._replace(flow="other"), *rows[1:]],
+         "wrong model", "req_0:0 has other, not spell"),
+    ],
+)  # fmt: skip
+def test_what_a_run_of_a_flow_must_not_have(
+    ended: int, spoil: Callable[[list[RowOfLoad]], list[RowOfLoad]], kind: str, facts: str
+) -> None:
+    found = compared([run_of_flow(status=ended)], spoil(rows_of_run()))
+    assert kind in kinds(found)
+    assert any(facts in one.facts for one in found.differences)
+
+
+def test_a_run_that_ended_badly_may_have_rows_of_what_it_left() -> None:
+    left = rows_of_run()[2]._replace(item=1002, row_id="req_0:1002", status="canceled")
+    found = compared([run_of_flow(status=500, code="failed")], [*rows_of_run(), left])
+    assert found.differences == []
+
+
 @pytest.mark.parametrize(
     ("spoil", "kind", "facts"),
     [

@@ -46,6 +46,7 @@ async def test_day_has_the_models_shares_and_tenants_that_are_named() -> None:
     [
         ({"models": ("huge",)}, "model: 'huge' is not served there; served: mini, "),
         ({"models": ("pairs",)}, "model: pairs has the task similarity, which can't be replayed"),
+        ({"models": ("spell",)}, "model: spell takes inputs of its own"),
         ({"models": ("mini=x",)}, "model: 'mini=x' is not NAME or NAME=SHARE"),
         ({"models": ("mini=-1",)}, "model: 'mini=-1' is not NAME or NAME=SHARE"),
         ({"tenants": 5}, "tenants: 5 tenants, but keys of 1"),
@@ -79,6 +80,8 @@ async def test_trace_gets_names_for_aliases_and_a_usual_model(tmp_path: Path) ->
         ("at_s,tenant\n0,nobody\n", "no key of the tenant 'nobody'"),
         ("at_s,tenant,model\n0,acme,huge\n", "model: 'huge' is not served there"),
         ("at_s,tenant,model\n0,acme,pairs\n", "model: pairs has the task similarity"),
+        ("at_s,tenant,model,input\n0,acme,spell,a b\n", "input: spell takes a JSON object"),
+        ("at_s,tenant,model\n0,acme,spell\n", "input: spell takes a JSON object"),
     ],
 )
 async def test_trace_that_does_not_fit_is_refused(tmp_path: Path, text: str, reason: str) -> None:

@@ -35,7 +35,11 @@ def no_show(look: ReplayProgress, tally: Tally) -> None:
 async def replayed(
     path: Path, target: Target, arrivals: Sequence[Arrival], **pace: Any
 ) -> tuple[Ledger, Tally]:
-    forms = {"mini": REQUEST_FORMS["embedding"], "tiny": REQUEST_FORMS["image"]}
+    forms = {
+        "mini": REQUEST_FORMS["embedding"],
+        "tiny": REQUEST_FORMS["image"],
+        "spell": REQUEST_FORMS["custom"],
+    }
     with opened_ledger(path, LedgerHead(RUN, target.url, 0.0)) as ledger:
         one = Replay(
             target,
@@ -75,6 +79,56 @@ async def test_ledger_has_what_each_answer_said(tmp_path: Path) -> None:
     assert headers["authorization"] == f"Bearer {key_for('z')}"
     assert len(set(body["input"])) == 2
     assert (tally.ended, tally.by_outcome["200"], tally.tokens) == (2, 2, 14)
+
+
+STARTED = {"id": "p1", "status": "processing", "metrics": {}}
+ENDED = {
+    "id": "p1",
+    "status": "succeeded",
+    "metrics": {
+        "cost_usd": 0.75,
+        "steps": [
+            {"id": "words", "model": "split", "items": 1, "failed": 0, "cost_usd": 0.25},
+            {"id": "check", "model": "check", "items": 3, "failed": 1, "cost_usd": 0.5},
+        ],
+    },
+}
+
+
+async def answer_runs(body: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response(STARTED, status=201)
+
+
+@pytest.mark.anyio
+async def test_a_run_of_a_flow_is_read_until_its_end(tmp_path: Path) -> None:
+    async with serving(answer_runs) as api:
+        api.reads = [STARTED, ENDED]
+        arrival = Arrival(0, model="spell", input='{"text": "a b c"}', deadline_s=9)
+        ledger, tally = await replayed(tmp_path / "ledger", Target(api.url), [arrival])
+    ((path, headers, body),) = api.requests
+    assert (path, body) == ("/v1/predictions", {"version": "spell", "input": {"text": "a b c"}})
+    assert (headers["prefer"], headers["x-penstock-deadline-ms"]) == ("wait", "9000")
+    assert [one["x-request-id"] for one in api.read_headers] == [headers["x-request-id"]] * 2
+    (one,) = ledger.lines
+    assert (one.status, one.ending, one.items, one.cost_usd) == (200, "answered", 4, 0.75)
+    assert one.steps == {"words": (1, 0), "check": (3, 1)}
+    assert (tally.ended, tally.cost_usd) == (1, 0.75)
+
+
+@pytest.mark.anyio
+async def test_runs_that_fail_are_hung_up_on_or_never_end(tmp_path: Path) -> None:
+    def run(**fields: Any) -> Arrival:
+        return Arrival(0, model="spell", input="{}", **fields)
+
+    async with serving(answer_runs) as api:
+        api.reads = [{"id": "p1", "status": "failed", "metrics": {"cost_usd": 0.25}}]
+        failed, _ = await replayed(tmp_path / "failed", Target(api.url), [run()])
+        api.reads = [STARTED]
+        left, _ = await replayed(tmp_path / "left", Target(api.url), [run(cancel_after_s=0.2)])
+    (one,) = failed.lines
+    assert (one.status, one.code, one.cost_usd) == (500, "failed", 0.25)
+    (one,) = left.lines
+    assert (one.status, one.ending) == (0, "canceled")
 
 
 @pytest.mark.anyio

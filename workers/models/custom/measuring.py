@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from shared.blob import FILE_FORMAT
 from shared.catalog import LOCAL, Model
 from shared.catalog_entry import MAX_WORK
 from shared.errors import BadInput, ConfigurationError, PenstockError
 from shared.messages import PrintedLogs
-from shared.model_interface import FILE_FORMAT, ModelInterface
+from shared.model_interface import ModelInterface
 from shared.model_measurement import CPU, ModelMeasurement
 from shared.tasks import Result
 from shared.tasks.custom import CUSTOM, CustomResult

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shared.blob import FILE_FORMAT
 from shared.errors import BadInput, ConfigurationError, ModelFailed
-from shared.model_interface import FILE_FORMAT, ModelInterface
+from shared.model_interface import ModelInterface
 from workers.models.custom.checking import inspect_folder
 from workers.models.custom.environments import python_for
 from workers.models.custom.process import RunnerProcess, end_of

@@ -1,0 +1,190 @@
+"""What a run of a flow has, and what follows: values, the steps that can begin, and failures.
+
+Built anew from what Redis has (shared/stores/flow_runs.py) whenever something follows. So there is
+nothing to keep up to date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from shared.blob import RESULTS
+from shared.errors import BadInput, ModelFailed, error_for_code
+from shared.flow_plan import (
+    INPUT,
+    MAX_STEP_ITEMS,
+    MISSING,
+    FlowPlan,
+    FlowStep,
+    index_of,
+    step_of,
+    value_of,
+)
+from shared.messages import ItemError, ItemOutcome, JobBody
+from shared.stores.flow_runs import FlowRuns, RunState
+from shared.tasks.custom import CustomInput
+
+_outcomes = msgspec.json.Decoder(ItemOutcome)
+_bodies = msgspec.json.Decoder(JobBody)
+_inputs = msgspec.json.Decoder(CustomInput)
+
+
+class Run:
+    """A run as Redis has it, and what follows.
+
+    Args:
+        run_id: of the run.
+        plan: that it began with.
+        state: what Redis has of it.
+
+    Raises:
+        BadInput: a value is not what the plan needs.
+    """
+
+    def __init__(self, run_id: str, plan: FlowPlan, state: RunState) -> None:
+        self.id = run_id
+        self.state = state
+        self.plan = plan
+        self.outcomes = {index: _outcomes.decode(one) for index, one in state.outcomes.items()}
+        self.scope: dict[str, Any] = {INPUT: self._input()}
+        self.ready: list[int] = []
+        """Steps that can be planned."""
+        self.unpublished: list[int] = []
+        """Steps that are planned, and of which the broker may have nothing."""
+        for number in self.plan.order():
+            self._take(number)
+
+    def _input(self) -> dict[str, Any]:
+        values = {name: shape.get("default") for name, shape in self.plan.input.items()}
+        if self.state.input is not None:
+            values |= _inputs.decode(self.state.input).step_value()
+        return {name: MISSING if value is None else value for name, value in values.items()}
+
+    def _take(self, number: int) -> None:
+        step, known = self.plan.steps[number], self.state.steps.get(number)
+        if not step.depends_on <= self.scope.keys():
+            return
+        if known is None:
+            self.ready.append(number)
+        elif known.done < known.items:
+            if not known.is_published:
+                self.unpublished.append(number)
+        else:
+            results = {
+                position: outcome.result.step_value()
+                for position, outcome in self._of_step(number)
+                if outcome.result is not None
+            }
+            self.scope[step.id] = value_of(step, results, self.scope)
+
+    def _of_step(self, number: int) -> Iterator[tuple[int, ItemOutcome]]:
+        for index, outcome in self.outcomes.items():
+            if step_of(index) == number:
+                yield index % MAX_STEP_ITEMS, outcome
+
+    @property
+    def is_over(self) -> bool:
+        """Returns whether all steps are."""
+        return all(step.id in self.scope for step in self.plan.steps)
+
+    @cached_property
+    def failure(self) -> ItemError | None:
+        """Why the run fails: the first item that has failed without a default."""
+        for index in sorted(self.outcomes):
+            outcome, step = self.outcomes[index], self.plan.steps[step_of(index)]
+            is_borne = step.has_default and outcome.status == "failed"
+            if outcome.error is not None and not is_borne:
+                return _error_of_step(step, index, outcome.error)
+        return None
+
+    @property
+    def receipts(self) -> list[ItemOutcome]:
+        """The outcomes of all items, without their results."""
+        return receipts_of(self.state)
+
+
+async def own_objects(runs: FlowRuns, run_id: str) -> list[str]:
+    """Returns the keys of the files that a run has made, but not of those that the cache may have.
+
+    Raises:
+        Unavailable: Redis did not answer.
+    """
+    state = await runs.read(run_id)
+    bodies = map(_bodies.decode, await runs.planned(run_id))
+    uncached = [item.index for body in bodies for item in body.items if not item.cache_key]
+    results = [
+        _outcomes.decode(state.outcomes[index]).result
+        for index in uncached
+        if index in state.outcomes
+    ]
+    blobs = [blob for result in results if result is not None for blob in result.blobs]
+    # A class may give on a file that it got.
+    own = f"{RESULTS}/{run_id}/"
+    return [key for blob in blobs if (key := blob.object_key) and key.startswith(own)]
+
+
+PAGE_ITEMS = 64
+"""Items whose outcomes are read together."""
+
+
+async def outcomes_after(
+    runs: FlowRuns, run_id: str, plan: FlowPlan, seen: int, *, is_over: bool
+) -> AsyncIterator[tuple[int, ItemOutcome]]:
+    """Yields the items of a run that are done, in the order of the steps and of their positions.
+
+    An item is not yielded before those in front of it, while they may still come.
+
+    Args:
+        runs: have the outcomes.
+        run_id: of the run.
+        plan: that it began with.
+        seen: the number of the last item that is known. -1: none.
+        is_over: whether the run is.
+
+    Yields:
+        The number of the item in this order, and how it ended.
+
+    Raises:
+        Unavailable: Redis did not answer.
+    """
+    progress = await runs.progress(run_id, len(plan.steps))
+    first = max(0, seen + 1)
+    for rank, number in enumerate(plan.order()):
+        if first >= (rank + 1) * MAX_STEP_ITEMS:
+            continue
+        known = progress[number]
+        is_complete = is_over or (known is not None and known[1] >= known[0])
+        left = known[1] if known is not None else 0
+        position = max(0, first - rank * MAX_STEP_ITEMS)
+        while left > 0 and position < MAX_STEP_ITEMS:
+            page = range(position, min(position + PAGE_ITEMS, MAX_STEP_ITEMS))
+            indexes = [index_of(number, one) for one in page]
+            for one, data in zip(page, await runs.outcomes(run_id, indexes), strict=True):
+                if data is not None:
+                    left -= 1
+                    yield rank * MAX_STEP_ITEMS + one, _outcomes.decode(data)
+                elif not is_complete:
+                    return
+            position = page.stop
+            if plan.steps[number].for_each is None:
+                break
+        if not is_complete:
+            return
+
+
+def receipts_of(state: RunState) -> list[ItemOutcome]:
+    """Returns the outcomes of the items of a run, in their order, without their results."""
+    outcomes = [_outcomes.decode(state.outcomes[index]) for index in sorted(state.outcomes)]
+    return [msgspec.structs.replace(one, result=None, logs=None) for one in outcomes]
+
+
+def _error_of_step(step: FlowStep, index: int, error: ItemError) -> ItemError:
+    item = "" if step.for_each is None else f", item {index % MAX_STEP_ITEMS}"
+    known = error_for_code(error.code, error.message)
+    if isinstance(known, BadInput):  # it is not the caller's: the step before gave it
+        known = ModelFailed(error.message)
+    return ItemError(known.code, f"step {step.id!r}{item}: {error.message}")

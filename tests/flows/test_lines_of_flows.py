@@ -1,0 +1,204 @@
+"""Lines of batches that are runs of flows."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from api.batch_runner.runner import opened_runner
+from shared.settings import ApiSettings, read_settings
+from shared.usage.row_list import RowList
+from tests.api.batches.batching import answers, created, jsonl, until
+from tests.api.harness import already_open
+from tests.flows.models import CHECK, JOIN, SPLIT, catalog_of
+from tests.flows.world import World, world
+from tests.limits import WAIT_LIMIT_S
+
+pytestmark = pytest.mark.anyio
+URL = "/v1/predictions"
+SPELL = {
+    "name": "spell",
+    "input": {"text": "string"},
+    "steps": [
+        {"id": "words", "model": SPLIT.name, "input": {"text": "$input.text"}},
+        {"id": "check", "model": CHECK.name, "for_each": "$words", "input": {"word": "$item"}},
+        {"id": "joined", "model": JOIN.name, "input": {"words": "$check.word"}},
+    ],
+    "output": {"text": "$joined", "words": "$words"},
+}
+LEASE_S = 1.0
+
+
+def line(custom_id: str, text: str) -> dict[str, Any]:
+    body = {"version": "spell", "input": {"text": text}}
+    return {"custom_id": custom_id, "method": "POST", "url": URL, "body": body}
+
+
+@asynccontextmanager
+async def running_runner(flows: World, settings: ApiSettings) -> AsyncIterator[asyncio.Task[None]]:
+    """A runner beside the API."""
+    broker, rows = flows.broker, RowList()
+    parts = (already_open(broker), already_open(broker), rows)
+    async with opened_runner(settings, catalog_of(SPELL), *parts, lease_s=LEASE_S) as runner:
+        flows.written.append(rows.rows)
+        task = asyncio.create_task(runner.run())
+        try:
+            yield task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture
+def settings(tmp_path: Path, redis_url: str) -> ApiSettings:
+    return read_settings(
+        ApiSettings, redis_url=redis_url, objects_url=f"file://{tmp_path}/objects", secret="s"
+    )
+
+
+@pytest.fixture
+async def flows(settings: ApiSettings) -> AsyncIterator[World]:
+    objects_url = settings.objects_url
+    async with world(settings.redis_url, SPELL, objects_url=objects_url, secret="s") as running:
+        yield running
+
+
+def client_of(flows: World) -> Any:
+    return openai.AsyncOpenAI(
+        base_url="http://localhost/v1", api_key="any", max_retries=0, http_client=flows.http
+    )
+
+
+async def runs_of(flows: World) -> list[dict[str, Any]]:
+    """All predictions, as they are listed."""
+    listed: list[dict[str, Any]] = (await flows.http.get(URL)).json()["results"]
+    return listed
+
+
+async def until_canceled(flows: World) -> dict[str, Any]:
+    """The only run, once it is canceled."""
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while True:
+            (run,) = await runs_of(flows)
+            if run["status"] == "canceled":
+                return run
+            await asyncio.sleep(0.02)
+
+
+async def test_lines_are_runs_with_the_price_of_batches(
+    flows: World, settings: ApiSettings
+) -> None:
+    client = client_of(flows)
+    flows.compute.fails = {"bad": 9}
+    texts = {"a": "one cat", "b": "on a mat", "c": "a bad"}
+    async with running_runner(flows, settings):
+        given = [line(name, text) for name, text in texts.items()]
+        done = await until(client, await created(client, jsonl(given), endpoint=URL))
+        answered = {one["custom_id"]: one for one in await answers(client, done.output_file_id)}
+        (failed,) = await answers(client, done.error_file_id)
+        # Equal items of other runs are hits or computed, and each has a row.
+        rows = await flows.until_rows(4 + 5 + 3)
+    assert (done.request_counts.completed, done.request_counts.failed) == (2, 1)
+    for name, one in answered.items():
+        body, run_rows = (
+            one["response"]["body"],
+            [row for row in rows if row.request_id == one["response"]["request_id"]],
+        )
+        words = texts[name].split()
+        assert body["output"] == {"text": " ".join(words).upper(), "words": words}
+        assert body["metrics"]["cost_usd"] == sum(row.cost_usd or 0 for row in run_rows)
+        assert [step["items"] for step in body["metrics"]["steps"]] == [1, len(words), 1]
+        assert "total_time" not in body["metrics"]
+    assert failed["custom_id"] == "c"
+    assert "step 'check', item 1" in failed["response"]["body"]["error"]["message"]
+    assert {(row.batch_id, row.flow, row.priority) for row in rows} == {(done.id, "spell", "batch")}
+    computed = {row.cost_usd for row in rows if row.cache not in ("memory", "redis", "joined")}
+    assert computed <= {0.125, 0.0}, "half the price of 0.25, or failed"
+    assert 0.125 in computed
+    shown = await flows.http.get(f"{URL}/{failed['response']['request_id']}")
+    assert shown.json()["status"] == "failed"
+    assert shown.json()["input"] == {"batch_id": done.id, "custom_id": "c"}
+    assert "output" not in shown.json() or shown.json()["output"] is None
+
+
+async def test_a_canceled_batch_begins_no_further_step(flows: World, settings: ApiSettings) -> None:
+    client, gate = client_of(flows), threading.Event()
+    flows.compute.gates["held"] = gate
+    async with running_runner(flows, settings):
+        batch = await created(client, jsonl([line("a", "held")]), endpoint=URL)
+        await flows.until_began("held")
+        await client.batches.cancel(batch.id)
+        done = await until(client, batch)
+        run = await until_canceled(flows)
+        gate.set()
+        (undone,) = await answers(client, done.error_file_id)
+        rows = await flows.until_rows(2)
+    assert (done.status, undone["error"]["code"]) == ("cancelled", "batch_cancelled")
+    assert flows.compute.count(JOIN.name) == 0
+    assert {(row.step, row.cost_usd) for row in rows} == {("words", 0.125), ("check", 0.0)}
+    assert run["metrics"]["cost_usd"] == 0.125
+
+
+async def test_another_runner_finds_the_run_of_one_that_died(
+    flows: World, settings: ApiSettings
+) -> None:
+    client, gate = client_of(flows), threading.Event()
+    flows.compute.gates["held"] = gate
+    async with running_runner(flows, settings) as runner:
+        batch = await created(client, jsonl([line("a", "a held b")]), endpoint=URL)
+        await flows.until_began("held")
+        runner.cancel()
+        await asyncio.gather(runner, return_exceptions=True)
+    async with running_runner(flows, settings):
+        gate.set()
+        done = await until(client, batch)
+        (one,) = await answers(client, done.output_file_id)
+        rows = await flows.until_rows(5)
+    assert one["response"]["body"]["output"]["text"] == "A HELD B"
+    assert [run["id"] for run in await runs_of(flows)] == [one["response"]["request_id"]]
+    assert (flows.compute.count(SPLIT.name), flows.compute.count(CHECK.name)) == (1, 3)
+    assert len({row.row_id for row in rows}) == 5
+
+
+async def test_a_batch_canceled_while_no_runner_lives_leaves_no_run(
+    flows: World, settings: ApiSettings
+) -> None:
+    client, gate = client_of(flows), threading.Event()
+    flows.compute.gates["held"] = gate
+    async with running_runner(flows, settings) as runner:
+        batch = await created(client, jsonl([line("a", "held")]), endpoint=URL)
+        await flows.until_began("held")
+        runner.cancel()
+        await asyncio.gather(runner, return_exceptions=True)
+    await client.batches.cancel(batch.id)
+    async with running_runner(flows, settings):
+        done = await until(client, batch)
+        await until_canceled(flows)
+        gate.set()
+    assert done.status == "cancelled"
+    assert flows.compute.count(JOIN.name) == 0
+
+
+async def test_a_run_that_its_caller_canceled_is_not_begun_again(
+    flows: World, settings: ApiSettings
+) -> None:
+    client, gate = client_of(flows), threading.Event()
+    flows.compute.gates["held"] = gate
+    async with running_runner(flows, settings):
+        batch = await created(client, jsonl([line("a", "held"), line("b", "b")]), endpoint=URL)
+        await flows.until_began("held")
+        (held,) = [run for run in await runs_of(flows) if run["input"]["custom_id"] == "a"]
+        await flows.http.post(f"{URL}/{held['id']}/cancel")
+        gate.set()
+        done = await until(client, batch)
+        (failed,) = await answers(client, done.error_file_id)
+    assert (done.request_counts.completed, done.request_counts.failed) == (1, 1)
+    assert failed["response"]["body"]["error"]["code"] == "canceled"
+    assert len(await runs_of(flows)) == 2
