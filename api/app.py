@@ -375,10 +375,9 @@ async def _open(
 ) -> Dependencies:
     """Opens everything in the order of its dependencies. `opened` closes it in reverse order."""
     settings, instance = configuration.settings, f"api-{secrets.token_hex(4)}"
-    access = await opened.enter_async_context(configuration.access)
-    pool = await opened.enter_async_context(
-        CodecPool(settings.picture_processes, settings.picture_budget_bytes)
-    )
+    enter = opened.enter_async_context
+    access = await enter(configuration.access)
+    codec = await _open_codec(opened, settings)
     pipeline = await open_pipeline(
         opened,
         settings,
@@ -388,22 +387,13 @@ async def _open(
         admin,
         rows,
         instance,
-        ImageCodec(pool),
+        codec,
     )
     idempotency = await _open_idempotency(opened, configuration)
-    predictions = await opened.enter_async_context(
-        Predictions(
-            pipeline.records,
-            pipeline.sender,
-            WebhookPublisher(pipeline.broker),
-            pipeline.inbox,
-            pipeline.admission,
-            pipeline.canaries,
-            pipeline.flows,
-            keep_s=settings.prediction_keep_s,
-        )
+    webhooks = WebhookPublisher(pipeline.broker)
+    predictions = await enter(
+        Predictions.of_pipeline(pipeline, webhooks, keep_s=settings.prediction_keep_s)
     )
-    readiness = Readiness(pipeline.inbox, pipeline.broker, settings.redis_url, access.keys_status)
     limiter = await open_limiter(
         opened,
         settings.records_redis_url,
@@ -411,25 +401,24 @@ async def _open(
         instance,
         instances=settings.inbox_pool,
     )
-    follower = await opened.enter_async_context(
-        PredictionFollower(predictions, pipeline.records.holds, limiter)
-    )
-    generation_streams = await opened.enter_async_context(
-        GenerationStreams(predictions, pipeline.records.tokens)
-    )
-    refusals = Refusals(pipeline.rows, api_instance=instance, region=settings.region)
+    follower = await enter(PredictionFollower(predictions, pipeline.records.holds, limiter))
     return _dependencies(
         configuration,
         pipeline,
-        refusals,
+        Refusals(pipeline.rows, api_instance=instance, region=settings.region),
         limiter,
-        readiness,
+        Readiness(pipeline.inbox, pipeline.broker, settings.redis_url, access.keys_status),
         idempotency,
         predictions,
         follower,
-        generation_streams,
-        ImageCodec(pool),
+        await enter(GenerationStreams(predictions, pipeline.records.tokens)),
+        codec,
     )
+
+
+async def _open_codec(opened: AsyncExitStack, settings: ApiSettings) -> ImageCodec:
+    pool = CodecPool(settings.picture_processes, settings.picture_budget_bytes)
+    return ImageCodec(await opened.enter_async_context(pool))
 
 
 async def _open_idempotency(
@@ -460,13 +449,13 @@ def _dependencies(
     image_codec: ImageCodec,
 ) -> Dependencies:
     """Returns the dependencies of the routes."""
+    settings, turns = configuration.settings, QueryPermits()
     storage = Storage(configuration.objects)
     sources = Files(configuration.objects, storage)
     batch_files = BatchFiles(configuration.objects, storage)
     result_fetcher = ResultFetcher(configuration.objects, predictions, image_codec)
-    turns = QueryPermits()
     return Dependencies(
-        settings=configuration.settings,
+        settings=settings,
         catalog=configuration.catalog,
         access=configuration.access,
         admission=pipeline.admission,
@@ -479,9 +468,7 @@ def _dependencies(
         readiness=readiness,
         idempotency=idempotency,
         predictions=predictions,
-        conversations=Conversations(
-            pipeline.records, keep_s=configuration.settings.prediction_keep_s
-        ),
+        conversations=Conversations(pipeline.records, keep_s=settings.prediction_keep_s),
         follower=follower,
         event_streams=EventStreams(predictions, configuration.url_signer),
         generation_streams=generation_streams,
@@ -496,12 +483,10 @@ def _dependencies(
             result_fetcher,
             configuration.url_signer,
             image_codec,
-            UrlFetcher(
-                configuration.settings, configuration.objects, pipeline.records.fetched_urls
-            ),
+            UrlFetcher(settings, configuration.objects, pipeline.records.fetched_urls),
         ),
-        usage=UsageService(UsageRows(*_report_dataset(configuration.settings)), turns),
-        reports=ReportService(_report_dataset(configuration.settings), turns),
+        usage=UsageService(UsageRows(*_report_dataset(settings)), turns),
+        reports=ReportService(_report_dataset(settings), turns),
         started_at_s=time.time(),
     )
 

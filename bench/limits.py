@@ -19,10 +19,10 @@ from api.limits.store import LimitStore
 from bench.report import Figure, Outcome
 from infra.local.redis_server import RedisServer
 from shared.catalog import Model, read_catalog
+from shared.charge import price_of
 from shared.messages import ItemOutcome, Receipt
 from shared.tasks.embedding import TextInput
 from shared.tenants.plan import Caller, Limits, Plan
-from shared.usage.charge import price_of
 
 REQUESTS, ROUNDS, IN_FLIGHT = 2000, 7, 32
 NOTHING = "nothing of limits"

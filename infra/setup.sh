@@ -19,9 +19,10 @@ step() { # WHAT COMMAND...
 }
 
 compile() {
-  local seldom='/(tests?|testing)/|/transformers/models/(?!auto|bert|clip)[^/]+/|/diffusers/(modular_)?pipelines/(?!stable_diffusion/)[^/]+/'
-  # Some packages carry files for a later Python.
-  env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -m compileall -q -j 0 -x "$seldom" "$venv/lib" || true
+  local seldom='/(tests?|testing)/|/test_[^/]*$|/transformers/models/(?!auto|bert|clip)[^/]+/|/diffusers/(modular_)?pipelines/(?!stable_diffusion/)[^/]+/'
+  local ours=(api emulators infra shared tests workers)
+  # Some packages carry files for a later Python. Ours too, as all processes of a first run would begin with them at once.
+  env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -m compileall -q -j 0 -x "$seldom" "$venv/lib" "${ours[@]}" || true
 }
 
 "$python" infra/lock.py check

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from shared.charge import ItemPrice, cost_usd, device_s
 from shared.flow_plan import MAX_STEP_ITEMS, step_of
 from shared.messages import ItemOutcome, PrintedLogs, decode_reply_body, reason_of
 from shared.stores.record_state import Record, State, receipts_of
@@ -21,7 +22,6 @@ from shared.stores.signed_urls import UrlSigner
 from shared.stores.waiting_line import QueuePosition
 from shared.tasks import Result
 from shared.tasks.custom import CustomResult, with_places
-from shared.usage.charge import ItemPrice, cost_usd, device_s
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
 """One of the output formats of the API. Workers produce PNG."""

@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from typing import NamedTuple
 
 import uvloop
 
@@ -33,7 +34,7 @@ from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.stores.withdrawals import LiveWithdrawals, WithdrawalStore
 from shared.tracing.setup import traced
-from shared.transport import Publisher
+from shared.transport import Publisher, Transport
 from shared.usage.senders import TABLE, sender_of
 from shared.usage.worker_hour import TABLE as HOURS
 from shared.usage.writer import RowWriter
@@ -164,6 +165,27 @@ async def _prepare(
     )
 
 
+class _Stores(NamedTuple):
+    """What a worker reads and writes beside its rows."""
+
+    cache: ResultCache
+    records: Records
+    transport: Transport
+    objects: ObjectStore
+    withdrawals: LiveWithdrawals
+
+
+async def _open_stores(stack: AsyncExitStack, settings: WorkerSettings) -> _Stores:
+    enter = stack.enter_async_context
+    return _Stores(
+        await enter(ResultCache(settings.redis_url, settings.memory_cache_bytes)),
+        await enter(Records(settings.records_redis_url)),
+        await enter(transport_of(settings)),
+        ObjectStore(settings.objects_url),
+        await enter(LiveWithdrawals(WithdrawalStore(settings.records_redis_url))),
+    )
+
+
 async def _open(
     stack: AsyncExitStack,
     settings: WorkerSettings,
@@ -184,15 +206,7 @@ async def _open(
     starting = WorkerInfo(name, settings.region, "", spot=settings.spot)
     reports = await stack.enter_async_context(UtilizationReports(times, hours, models, starting))
     pool = await stack.enter_async_context(_pool(settings, hosted, layout))
-    cache = await stack.enter_async_context(
-        ResultCache(settings.redis_url, settings.memory_cache_bytes)
-    )
-    records = await stack.enter_async_context(Records(settings.records_redis_url))
-    transport = await stack.enter_async_context(transport_of(settings))
-    objects = ObjectStore(settings.objects_url)
-    withdrawals = await stack.enter_async_context(
-        LiveWithdrawals(WithdrawalStore(settings.records_redis_url))
-    )
+    cache, records, transport, objects, withdrawals = await _open_stores(stack, settings)
     parts = await _canary_parts(stack, settings, hosted, transport, objects)
     device = pool.device_name
     flows = FlowEngine(catalog, records, transport, cache, withdrawals.purges)

@@ -22,20 +22,18 @@ The process needs a restart.
 """
 
 
-@contextmanager
-def health_server(
-    host: str, port: int, loop: asyncio.AbstractEventLoop, is_ready: Callable[[], bool]
-) -> Iterator[int]:
-    """Serves until the context exits. Yields the bound port."""
+def _responds(loop: asyncio.AbstractEventLoop) -> bool:
+    responded = threading.Event()
+    try:
+        loop.call_soon_threadsafe(responded.set)
+    except RuntimeError:  # closed
+        return False
+    return responded.wait(LOOP_LIMIT_S)
 
-    def loop_responds() -> bool:
-        responded = threading.Event()
-        try:
-            loop.call_soon_threadsafe(responded.set)
-        except RuntimeError:  # closed
-            return False
-        return responded.wait(LOOP_LIMIT_S)
 
+def _handler(
+    loop: asyncio.AbstractEventLoop, is_ready: Callable[[], bool]
+) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         """A few paths, GET only."""
 
@@ -46,7 +44,7 @@ def health_server(
                 encode, content_type = choose_encoder(self.headers.get("Accept", ""))
                 self._answer(200, encode(REGISTRY), content_type)
             elif self.path in ("/livez", "/healthz"):  # the latter from before
-                self._answer_bool(loop_responds())
+                self._answer_bool(_responds(loop))
             elif self.path == "/readyz":
                 self._answer_bool(is_ready())
             else:
@@ -65,7 +63,15 @@ def health_server(
         def log_message(self, *_: object) -> None:
             """Does not log probes."""
 
-    server = ThreadingHTTPServer((host, port), Handler)
+    return Handler
+
+
+@contextmanager
+def health_server(
+    host: str, port: int, loop: asyncio.AbstractEventLoop, is_ready: Callable[[], bool]
+) -> Iterator[int]:
+    """Serves until the context exits. Yields the bound port."""
+    server = ThreadingHTTPServer((host, port), _handler(loop, is_ready))
     thread = threading.Thread(
         target=server.serve_forever, kwargs={"poll_interval": 0.2}, name="health", daemon=True
     )

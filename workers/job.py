@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shared.catalog import Model
+from shared.charge import device_share_of
 from shared.errors import Canceled, DeadlineExceeded, PenstockError
 from shared.messages import (
     Envelope,
@@ -31,7 +32,6 @@ from shared.tenants.plan import Priority
 from shared.topics import batch_subscription_id, jobs_topic_id, workers_subscription_id
 from shared.tracing.spans import STAGE, Attributes, SpanBlock, TraceContext, record, span
 from shared.transport import ReceivedMessage, Subscription
-from shared.usage.charge import device_share_of
 from shared.usage.row import Row, row_of
 from workers.models.base import Prepared, PreparedCustom, PreparedPrompt
 from workers.runtime.protocol import BatchResult, Call
@@ -87,7 +87,7 @@ class PulledJob:
     """Why the job is given up. A copy of its message goes to the dead letters."""
     trace: TraceContext | None = None
     """The span that published it."""
-    runs: list[Run] | None = None
+    runs: list[ItemRun] | None = None
     """The batches of its items so far. None if its spans are not kept."""
 
     @property
@@ -217,7 +217,7 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ItemRun:
     """An item in a batch, for its spans."""
 
     index: int
@@ -335,7 +335,7 @@ class QueuedItem:
         assert self.computed is not None, "asked for before the model had run; this is a bug"
         result, batch, call = self.computed.outcome, self.computed.batch, self.computed.call
         if pulled.runs is not None:
-            pulled.runs.append(Run(item.index, self.queued_at_s, self.deaths, self.computed))
+            pulled.runs.append(ItemRun(item.index, self.queued_at_s, self.deaths, self.computed))
         receipt = pulled.receipt(
             cache=cache if pulled.reads_cache and item.cache_key else "none",
             started_at_s=batch.started_at_s,
@@ -408,7 +408,7 @@ def record_spans(pulled: PulledJob, model: Model, device: str) -> None:
     if pulled.runs is None:
         return
     _record_queue(pulled, model.name)
-    batches = dict[int, list[Run]]()
+    batches = dict[int, list[ItemRun]]()
     for run in pulled.runs:
         batches.setdefault(id(run.computed.batch), []).append(run)
     for runs in batches.values():
@@ -467,7 +467,7 @@ def _record_batch(
     record("batch", "internal", times_s, facts, parent=pulled.trace, error=error)
 
 
-def _record_infer(pulled: PulledJob, model: Model, runs: Sequence[Run], device: str) -> None:
+def _record_infer(pulled: PulledJob, model: Model, runs: Sequence[ItemRun], device: str) -> None:
     batch = runs[0].computed.batch
     if batch.finished_at_s < pulled.pulled_at_s:
         return  # coalesced with a result that was there

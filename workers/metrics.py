@@ -21,8 +21,8 @@ from typing import Literal, NamedTuple, Protocol, Self
 from prometheus_client import Counter, Gauge, Histogram
 
 from shared.catalog import Model
+from shared.charge import device_share_of
 from shared.tenants.plan import PRIORITIES, Priority
-from shared.usage.charge import device_share_of
 from shared.usage.worker_hour import HOUR_S, WorkerHour
 from workers.job import WorkerInfo
 from workers.runtime.protocol import BatchResult, ResidencyReport

@@ -30,13 +30,13 @@ from api.openai.endpoint import LineCaller, ReplyTools
 from api.predictions.creation import OWNER, PredictionSnapshot, digest_of, ids_of, version_of
 from api.predictions.service import GRACE_S, Predictions
 from shared.backoff import backoff
+from shared.charge import price_of, step_prices_of
 from shared.errors import Canceled, DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome, Receipt, RequestFacts
 from shared.predictions import Prediction, metrics_of
 from shared.stores.objects import ObjectStore
 from shared.tasks import Input
 from shared.tenants.plan import Caller, Priority
-from shared.usage.charge import price_of, step_prices_of
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0
 MAX_RESERVED_PAUSE_S = 5.0

@@ -33,10 +33,10 @@ from api.predictions.creation import OWNER, find_version, version_of
 from api.tasks.custom import add_files, checked_input
 from shared.blob import FILE_FORMAT, Blob
 from shared.catalog import Catalog
+from shared.charge import cost_usd
 from shared.errors import BadInput, ModelFailed, PenstockError, Unavailable, UnknownModel
 from shared.messages import ItemOutcome
 from shared.tasks.custom import CustomInput, CustomResult, interface_of
-from shared.usage.charge import cost_usd
 
 MAX_OUTPUT_FILES_BYTES = 4 * 1024 * 1024
 """Of the files of one answer. A segment of lines is held in memory."""

@@ -161,7 +161,7 @@ class _Checks:
         self._segment_lines += 1
 
 
-class Window:
+class ItemWindow:
     """Room for items in flight. Each open share has an equal part of it.
 
     Args:
@@ -193,7 +193,7 @@ class Window:
 class Share:
     """The part of one batch."""
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: ItemWindow) -> None:
         self._window = window
         self._taken = 0
         self._changed = asyncio.Event()

@@ -29,7 +29,7 @@ from prometheus_client import Counter, Gauge
 
 from api.batch_runner.execution import LineExecutor
 from api.batch_runner.outputs import Outputs
-from api.batch_runner.run import BatchRun, Paused, RunTools, Stop, Window
+from api.batch_runner.run import BatchRun, ItemWindow, Paused, RunTools, Stop
 from api.batch_runner.terms import CurrentTerms
 from api.batches.documents import BatchCreated, BatchEnded
 from api.batches.files import BatchFiles
@@ -193,7 +193,7 @@ class BatchRunner:
     """
 
     def __init__(
-        self, tools: RunTools, leases: BatchLeases, webhooks: WebhookPublisher, window: Window
+        self, tools: RunTools, leases: BatchLeases, webhooks: WebhookPublisher, window: ItemWindow
     ) -> None:
         self._tools = tools
         self._leases = leases
@@ -414,31 +414,19 @@ async def opened_runner(
     storage = Storage(objects)
     files = BatchFiles(objects, storage)
     async with AsyncExitStack() as opened:
-        await opened.enter_async_context(swept(storage))
-        leases = await opened.enter_async_context(
-            BatchLeases(settings.records_redis_url, instance, lease_s=lease_s)
-        )
-        terms = await opened.enter_async_context(
-            CurrentTerms(key_store(settings.keys_url) if settings.keys_url else None)
-        )
-        pool = await opened.enter_async_context(
-            CodecPool(settings.picture_processes, settings.picture_budget_bytes)
-        )
+        enter = opened.enter_async_context
+        await enter(swept(storage))
+        leases = await enter(BatchLeases(settings.records_redis_url, instance, lease_s=lease_s))
+        keys = key_store(settings.keys_url) if settings.keys_url else None
+        terms = await enter(CurrentTerms(keys))
+        pool = CodecPool(settings.picture_processes, settings.picture_budget_bytes)
+        codec = ImageCodec(await enter(pool))
         pipeline = await open_pipeline(
-            opened, settings, catalog, objects, transport, admin, rows, instance, ImageCodec(pool)
+            opened, settings, catalog, objects, transport, admin, rows, instance, codec
         )
         webhooks = WebhookPublisher(pipeline.broker)
-        predictions = await opened.enter_async_context(
-            Predictions(
-                pipeline.records,
-                pipeline.sender,
-                webhooks,
-                pipeline.inbox,
-                pipeline.admission,
-                pipeline.canaries,
-                pipeline.flows,
-                keep_s=settings.prediction_keep_s,
-            )
+        predictions = await enter(
+            Predictions.of_pipeline(pipeline, webhooks, keep_s=settings.prediction_keep_s)
         )
         limiter = await open_limiter(
             opened,
@@ -447,6 +435,7 @@ async def opened_runner(
             instance,
             instances=settings.inbox_pool,
         )
+        sources = _source_images(settings, objects, storage, files, pipeline.records, codec)
         tools = RunTools(
             store=store,
             files=files,
@@ -454,15 +443,8 @@ async def opened_runner(
             catalog=catalog,
             terms=terms,
             executor=LineExecutor(
-                pipeline.dispatcher,
-                predictions,
-                objects,
-                ImageCodec(pool),
-                limiter,
-                _source_images(
-                    settings, objects, storage, files, pipeline.records, ImageCodec(pool)
-                ),
+                pipeline.dispatcher, predictions, objects, codec, limiter, sources
             ),
         )
-        window = Window(settings.batch_items_in_flight)
+        window = ItemWindow(settings.batch_items_in_flight)
         yield BatchRunner(tools, leases, webhooks, window)

@@ -43,6 +43,7 @@ from api.dispatch.request import (
 )
 from api.errors import ClientGone, log_reason
 from shared import slo
+from shared.charge import as_delivered, device_share_of
 from shared.errors import Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome, failure, record_id
 from shared.stores.cache import Level, ResultCache
@@ -51,7 +52,6 @@ from shared.stores.records import LATE_LOOK_S, Records
 from shared.stores.withdrawals import withdrawn_error
 from shared.tasks import Result
 from shared.tracing.spans import STAGE, Attributes, record
-from shared.usage.charge import as_delivered, device_share_of
 from shared.usage.row import RowSink, row_of
 
 log = logging.getLogger(__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from api.dispatch.admission import Admission
 from api.dispatch.canary_comparison import ImageComparer
@@ -80,10 +81,7 @@ async def open_pipeline(
     # only that it expires, but rows are to be on disk before the process is killed.
     row_sink = await opened.enter_async_context(rows)
     admission = Admission(settings.max_in_flight, (*catalog.deployed, *catalog.flows))
-    window = PublishWindow(
-        catalog.deployed, admission.rate_of, settings.broker_wait_s, broker.round_trip
-    )
-    await opened.enter_async_context(WindowExchange(window, settings.records_redis_url, instance))
+    window = await _open_window(opened, settings, catalog, admission, broker, instance)
     withdrawals = await opened.enter_async_context(
         LiveWithdrawals(WithdrawalStore(settings.records_redis_url))
     )
@@ -91,11 +89,7 @@ async def open_pipeline(
         CanaryRouter(catalog, CanaryStore(settings.records_redis_url), withdrawals=withdrawals)
     )
     flows = FlowEngine(catalog, records, broker, purges=withdrawals.purges)
-
-    async def start_run(envelope: Envelope, body: JobBody) -> None:
-        for model, planned, outcome in await flows.start(envelope, body):
-            row_sink.write(row_of(planned, outcome, model, region=settings.region))
-
+    start_run = partial(_start_run, flows, row_sink, settings.region)
     sender = JobSender(inbox, broker, objects, records, window, instance, start_run)
     dispatcher = await opened.enter_async_context(
         Dispatcher(
@@ -114,3 +108,26 @@ async def open_pipeline(
     return OpenParts(
         records, broker, inbox, row_sink, admission, sender, dispatcher, canaries, flows
     )
+
+
+async def _open_window(
+    opened: AsyncExitStack,
+    settings: ApiSettings,
+    catalog: Catalog,
+    admission: Admission,
+    broker: Transport,
+    instance: str,
+) -> PublishWindow:
+    window = PublishWindow(
+        catalog.deployed, admission.rate_of, settings.broker_wait_s, broker.round_trip
+    )
+    await opened.enter_async_context(WindowExchange(window, settings.records_redis_url, instance))
+    return window
+
+
+async def _start_run(
+    flows: FlowEngine, rows: RowSink, region: str, envelope: Envelope, body: JobBody
+) -> None:
+    """Starts a run of a flow, with rows of the steps that ended at once."""
+    for model, planned, outcome in await flows.start(envelope, body):
+        rows.write(row_of(planned, outcome, model, region=region))

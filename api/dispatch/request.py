@@ -25,6 +25,7 @@ from api.errors import ERROR_MAPPINGS
 from api.fair_room import Demand
 from shared.catalog import Model
 from shared.catalog_entry import Deadline
+from shared.charge import ItemPrice, as_delivered, cost_usd, device_s, price_of
 from shared.errors import (
     DeadlineExceeded,
     Overloaded,
@@ -37,7 +38,6 @@ from shared.predictions import Prediction
 from shared.slo import counts_toward_slo
 from shared.stores.cache import cache_key
 from shared.tasks import Input, Result
-from shared.usage.charge import ItemPrice, as_delivered, cost_usd, device_s, price_of
 
 COST_HEADER, DEVICE_HEADER = "x-penstock-cost-usd", "x-penstock-device-ms"
 REVISION_HEADER = "x-penstock-revision"

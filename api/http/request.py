@@ -55,6 +55,7 @@ from api.tasks.base import Inputs
 from api.usage.service import ReportService, UsageService
 from shared.catalog import Catalog, Model, unknown_model
 from shared.catalog_entry import ServedApi
+from shared.charge import price_of, step_prices_of
 from shared.errors import BadInput, PenstockError
 from shared.predictions import Prediction
 from shared.settings import ApiSettings
@@ -62,7 +63,6 @@ from shared.stores.objects import ObjectStore
 from shared.stores.signed_urls import UrlSigner
 from shared.tasks import Input, Result
 from shared.tenants.plan import Caller
-from shared.usage.charge import price_of, step_prices_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,7 @@ from api.limits.accounts import Account
 from api.limits.counters import month_of
 from api.limits.limiter import Limiter, RequestDemand, Taking
 from shared.catalog import Model
-from shared.errors import Unavailable
-from shared.flow_plan import step_of
-from shared.messages import ItemOutcome
-from shared.predictions import Prediction
-from shared.tasks import Input
-from shared.tasks.base import Unit, WorkBound
-from shared.tenants.plan import Caller
-from shared.usage.charge import (
+from shared.charge import (
     ItemPrice,
     as_delivered,
     charged_work,
@@ -31,6 +24,13 @@ from shared.usage.charge import (
     price_of,
     step_prices_of,
 )
+from shared.errors import Unavailable
+from shared.flow_plan import step_of
+from shared.messages import ItemOutcome
+from shared.predictions import Prediction
+from shared.tasks import Input
+from shared.tasks.base import Unit, WorkBound
+from shared.tenants.plan import Caller
 
 STOPS_WITHIN_S = 5.0
 """What is late or canceled may be computed, and charged if it was read, a moment longer."""

@@ -12,10 +12,10 @@ from api.bodies import Body
 from api.inputs.image_codec import ImageCodec
 from api.inputs.source_images import SourceImages
 from shared.catalog import Catalog, Model
+from shared.charge import ItemPrice
 from shared.messages import ItemOutcome
 from shared.stores.objects import ObjectStore
 from shared.tasks import Input
-from shared.usage.charge import ItemPrice
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from api import metrics
 from api.dispatch.admission import Admission
 from api.dispatch.canary_routing import CanaryRouter
 from api.dispatch.job_sender import Inbox, JobSender, ReplyWaiter, failed_reply
+from api.dispatch.pipeline import OpenParts
 from api.dispatch.request import InferenceRequest
 from api.errors import KeyReused, NotFound
 from api.limits.limited_request import Hold
@@ -117,6 +118,20 @@ class Predictions:
         """By the records of those that wait here for a reply."""
         self._listening = BackgroundTask("listening for canceled predictions", self._listen)
         canaries.withdrawals.on_withdrawn(self._look_at_all)
+
+    @classmethod
+    def of_pipeline(cls, parts: OpenParts, webhooks: WebhookPublisher, *, keep_s: int) -> Self:
+        """Returns the predictions that an open pipeline computes."""
+        return cls(
+            parts.records,
+            parts.sender,
+            webhooks,
+            parts.inbox,
+            parts.admission,
+            parts.canaries,
+            parts.flows,
+            keep_s=keep_s,
+        )
 
     async def __aenter__(self) -> Self:
         self._listening.start()

@@ -420,6 +420,24 @@ def clear_folder(out: Path, mark: str = "kustomization.yaml", kind: str = "an ov
     out.mkdir(parents=True, exist_ok=True)
 
 
+def _write_configs(
+    folder: Path, entry: dict[str, Any], settings: dict[str, str], deployment: Deployment
+) -> list[dict[str, Any]]:
+    """Writes the files of a worker's ConfigMaps. Returns their generators."""
+    (folder / "models.yaml").write_text(
+        yaml.safe_dump({"models": [entry]}, sort_keys=False), encoding="utf-8"
+    )
+    literals = [f"{key}={value}" for key, value in sorted(settings.items())]
+    configs: list[dict[str, Any]] = [
+        {"name": "models", "files": ["models.yaml"]},
+        {"name": "settings", "literals": literals},
+    ]
+    if deployment.audience:
+        (folder / CREDENTIALS_FILE).write_text(credentials(deployment.audience), encoding="utf-8")
+        configs.append({"name": "identity", "files": [CREDENTIALS_FILE]})
+    return configs
+
+
 def _write_worker(
     folder: Path,
     model: Model,
@@ -432,21 +450,10 @@ def _write_worker(
     components = [*placement.components]
     patches = [_worker_patch(model, placement, weights, deployment)]
     folder.mkdir()
-    (folder / "models.yaml").write_text(
-        yaml.safe_dump({"models": [entry]}, sort_keys=False), encoding="utf-8"
-    )
     settings = worker_settings(model, deployment) | placement.settings | weights.settings
-    configs: list[dict[str, Any]] = [
-        {"name": "models", "files": ["models.yaml"]},
-        {
-            "name": "settings",
-            "literals": [f"{key}={value}" for key, value in sorted(settings.items())],
-        },
-    ]
+    configs = _write_configs(folder, entry, settings, deployment)
     if deployment.audience:
         components.append("outside")
-        (folder / CREDENTIALS_FILE).write_text(credentials(deployment.audience), encoding="utf-8")
-        configs.append({"name": "identity", "files": [CREDENTIALS_FILE]})
     if deployment.is_scaled:
         by_keda = deployment.autoscaler == "keda"
         components.append(deployment.autoscaler)

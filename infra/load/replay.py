@@ -18,7 +18,7 @@ from infra.load.exchange import CANCELED, UNANSWERED, Exchange
 from infra.load.inputs import RequestForm
 from infra.load.ledger import ENDINGS, Ending, LedgerLine, LedgerWriter
 from infra.load.pool import ConnectionPool
-from infra.load.tally import Look, Tally
+from infra.load.tally import ReplayProgress, Tally
 from infra.load.target import Target
 from infra.load.trace import Arrival
 from shared.errors import ConfigurationError
@@ -39,7 +39,7 @@ YIELD_EVERY = 32
 class Show(Protocol):
     """Shows how a replay goes."""
 
-    def __call__(self, look: Look, tally: Tally) -> None:
+    def __call__(self, look: ReplayProgress, tally: Tally) -> None:
         """Gets what happened since the last call, and everything so far."""
 
 

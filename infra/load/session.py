@@ -22,7 +22,7 @@ from rich.table import Table
 from infra.load.ledger import LedgerHead, opened_ledger
 from infra.load.plan import LoadPlan
 from infra.load.replay import Pace, Replay, Show
-from infra.load.tally import Look, Tally
+from infra.load.tally import ReplayProgress, Tally
 from infra.load.target import Target
 from shared.errors import Unavailable
 
@@ -48,14 +48,14 @@ class _Lines:
     def __init__(self) -> None:
         self._next_s = 0.0
 
-    def __call__(self, look: Look, tally: Tally) -> None:
+    def __call__(self, look: ReplayProgress, tally: Tally) -> None:
         if look.at_s >= self._next_s:
             self._next_s = look.at_s + LINE_EVERY_S
             facts = "  ".join(f"{name} {value}" for name, value in _facts(look, tally))
             print(facts, file=sys.stderr, flush=True)
 
 
-def _facts(look: Look, tally: Tally) -> list[tuple[str, str]]:
+def _facts(look: ReplayProgress, tally: Tally) -> list[tuple[str, str]]:
     hours, seconds = divmod(int(look.trace_s), 3600)
     errors = {name: count for name, count in tally.by_outcome.items() if name != "200"}
     shown = ", ".join(f"{name}: {count:,}" for name, count in sorted(errors.items()))
@@ -73,7 +73,7 @@ def _facts(look: Look, tally: Tally) -> list[tuple[str, str]]:
     ]
 
 
-def _table(look: Look, tally: Tally, total: int) -> Table:
+def _table(look: ReplayProgress, tally: Tally, total: int) -> Table:
     table = Table(box=None, show_header=False)
     table.add_column(style="bold")
     table.add_column()

@@ -11,7 +11,7 @@ import numpy as np
 from infra.load.ledger import LedgerLine
 
 
-class Look(NamedTuple):
+class ReplayProgress(NamedTuple):
     """The replay at one moment. Rates and percentiles are of the time since the look before."""
 
     at_s: float
@@ -59,7 +59,7 @@ class Tally:
         if line.status == 200 and line.ending == "answered":
             self._waits_ms.append(waited_ms)
 
-    def look(self, at_s: float, trace_s: float, in_flight: int) -> Look:
+    def look(self, at_s: float, trace_s: float, in_flight: int) -> ReplayProgress:
         """Returns the progress, and begins a new interval.
 
         Args:
@@ -71,7 +71,9 @@ class Tally:
         p50_ms, p99_ms = np.percentile(waits_ms, (50, 99)) if waits_ms else (0.0, 0.0)
         rate = (self.ended - self._ended) / max(at_s - self._looked_s, 1e-9)
         self._seen, self._ended, self._looked_s = len(self._waits_ms), self.ended, at_s
-        return Look(at_s, trace_s, self.due, in_flight, rate, float(p50_ms), float(p99_ms))
+        return ReplayProgress(
+            at_s, trace_s, self.due, in_flight, rate, float(p50_ms), float(p99_ms)
+        )
 
     def summary(self, took_s: float) -> dict[str, Any]:
         """Everything, for people and programs.

@@ -16,7 +16,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -351,9 +351,12 @@ class Stack:
             self._start(undo, self._make.row_archive())
         for name in await_graphs(makers, self.report):
             workers[name].start()
+        self._await_pipeline(list(workers.values()))
+
+    def _await_pipeline(self, workers: Sequence[Process]) -> None:
         api = partial(answers, self.ports.api, "/readyz", host=self._api_host, tls=self._has_tls)
         self._await("api", api, API_LIMIT_S, self.api_url)
-        for worker, port in zip(workers.values(), self.ports.health, strict=False):
+        for worker, port in zip(workers, self.ports.health, strict=False):
             self._await(worker.name, partial(answers, port, "/readyz"), WORKER_LIMIT_S, "warm")
         if self.functions_url:
             facts = "dead letters, webhooks"

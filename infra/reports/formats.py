@@ -205,28 +205,25 @@ def _plot(result: ReportResult, number: int, drawing: Drawing) -> str:
     )
 
 
+def _traces(drawing: Drawing) -> list[Any]:
+    import plotly.graph_objects as go
+
+    series = drawing.series
+    if drawing.kind == "heat":
+        names, values = [one.name for one in series], [one.y for one in series]
+        return [go.Heatmap(x=series[0].x, y=names, z=values, colorscale="Viridis")]
+    if drawing.kind == "bars":
+        return [go.Bar(x=_safe(one.x), y=one.y, name=_escaped(one.name)) for one in series]
+    return [
+        go.Scatter(x=_safe(one.x), y=one.y, name=_escaped(one.name), mode="lines+markers")
+        for one in series
+    ]
+
+
 def _figure(drawing: Drawing) -> Any:
     import plotly.graph_objects as go
 
-    if drawing.kind == "heat":
-        traces = [
-            go.Heatmap(
-                x=drawing.series[0].x,
-                y=[one.name for one in drawing.series],
-                z=[one.y for one in drawing.series],
-                colorscale="Viridis",
-            )
-        ]
-    elif drawing.kind == "bars":
-        traces = [
-            go.Bar(x=_safe(one.x), y=one.y, name=_escaped(one.name)) for one in drawing.series
-        ]
-    else:
-        traces = [
-            go.Scatter(x=_safe(one.x), y=one.y, name=_escaped(one.name), mode="lines+markers")
-            for one in drawing.series
-        ]
-    figure = go.Figure(traces)
+    figure = go.Figure(_traces(drawing))
     figure.update_layout(
         height=PLOT_PX,
         barmode="stack" if drawing.stacked else "group",

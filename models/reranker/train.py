@@ -71,7 +71,7 @@ class Candidates:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """How one variant is trained."""
 
     lr: float
@@ -79,11 +79,11 @@ class Plan:
     warmup: float = 0.06
 
 
-PLANS = {"full": Plan(lr=8e-5), "low_rank": Plan(lr=1e-3)}
+PLANS = {"full": TrainingPlan(lr=8e-5), "low_rank": TrainingPlan(lr=1e-3)}
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """What a variant became: its best epoch's weights and the validation of every epoch."""
 
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -311,11 +311,11 @@ def train(
     model: Any,
     splits: dict[str, Split],
     candidates: dict[str, Candidates],
-    plan: Plan,
+    plan: TrainingPlan,
     queries: int,
     until: float,
     say: Callable[[str], None],
-) -> Run:
+) -> TrainingRun:
     """Trains until all epochs are done or time.monotonic() is `until`; keeps the best epoch.
 
     A step has so many `queries`.
@@ -323,7 +323,7 @@ def train(
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=plan.lr, weight_decay=0.01)
     rng = np.random.default_rng(41)
-    began, mined, run = time.monotonic(), candidates["train"], Run()
+    began, mined, run = time.monotonic(), candidates["train"], TrainingRun()
     steps = max(1, len(mined.asked) // queries)
     for epoch in range(plan.epochs):
         model.train()
@@ -380,7 +380,7 @@ def _validate(
     model: Any,
     splits: dict[str, Split],
     candidates: dict[str, Candidates],
-    run: Run,
+    run: TrainingRun,
     say: Callable[[str], None],
 ) -> None:
     held = candidates["validation"]
@@ -404,7 +404,7 @@ def write_full(out: Path, model: Any) -> None:
         (out / f"model.safetensors.{part}").write_bytes(piece)
 
 
-def write_low_rank(out: Path, run: Run) -> None:
+def write_low_rank(out: Path, run: TrainingRun) -> None:
     """Writes what low_rank learned, in fp16."""
     tensors = {name: tensor.to(torch.float16) for name, tensor in run.weights.items()}
     (out / "adapter.safetensors").write_bytes(save(tensors, {"format": "pt"}))
@@ -477,7 +477,7 @@ def _tested(reader: Reader, model: Any, split: Split, test: Candidates) -> dict[
     return measured(ranks, reciprocal_ranks(test, test.cosines))
 
 
-def _write(out: Path, variant: str, model: Any, run: Run) -> None:
+def _write(out: Path, variant: str, model: Any, run: TrainingRun) -> None:
     if variant == "full":
         write_full(out, model)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from api.predictions.generation_stream import MAX_GAP_S, READ_EVERY_S, ReadPace
+from shared.stores.token_streams import MAX_GAP_S, READ_EVERY_S, ReadPace
 
 
 def looks(pace: ReadPace, tokens_s: list[float]) -> tuple[int, float]:

@@ -17,6 +17,7 @@ from shared.blob import Blob
 from shared.canary.verdict import COMPARISON_TENANT, CanaryCounts
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Canary, Tolerance
+from shared.charge import price_of
 from shared.errors import BadInput
 from shared.messages import ItemOutcome, Receipt, RequestFacts
 from shared.stores.objects import ObjectStore
@@ -25,7 +26,6 @@ from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.tasks.image import ImageInput, ImageResult
 from shared.tasks.similarity import SimilarityResult
 from shared.tasks.text import GenerationInput, GenerationResult
-from shared.usage.charge import price_of
 from tests.api.harness import IMAGE_MODEL, PAIRS_MODEL, TEXT_MODEL, WRITER
 from tests.canary.test_routing import FakeCanaryStore
 from tests.limits import WAIT_LIMIT_S

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.local.redis_server import RedisServer
+from shared.charge import cost_usd, price_of, step_prices_of
 from shared.errors import Canceled, DeadlineExceeded, PenstockError, Unavailable
 from shared.flow_engine import ORPHANED_S, FlowEngine, StepRow
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, Receipt, decode_job, failure
@@ -23,7 +24,6 @@ from shared.stores.record_state import Record
 from shared.stores.records import Records
 from shared.tasks.custom import CustomInput, CustomResult
 from shared.transport import ReceivedMessage, SmoothedDuration
-from shared.usage.charge import cost_usd, price_of, step_prices_of
 from shared.usage.row import Row
 from tests.flows.models import CHECK, JOIN, SPLIT, Compute, catalog_of
 from workers.functions.dead_letter import DeadLetters

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from shared.catalog import Catalog, Model, read_catalog
+from shared.charge import list_price_usd, price_of
 from shared.errors import ConfigurationError, UnknownModel
-from shared.usage.charge import list_price_usd, price_of
 
 GOOD = """\
 models:

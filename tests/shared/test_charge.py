@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from shared.catalog import Model, read_catalog
 from shared.catalog_entry import Batch, Price, PriceChange
+from shared.charge import ItemPrice, charge_of, charged_work, price_of
 from shared.errors import ConfigurationError
 from shared.messages import (
     Envelope,
@@ -22,7 +23,6 @@ from shared.messages import (
     encode_job,
 )
 from shared.tasks.embedding import TextInput
-from shared.usage.charge import ItemPrice, charge_of, charged_work, price_of
 from shared.usage.row import Row, row_of
 
 CHANGED_AT = dt.datetime(2026, 11, 15, tzinfo=dt.UTC)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from shared.charge import cost_usd, price_of
 from shared.messages import ItemOutcome
 from shared.stores.cache import ResultCache
 from shared.stores.withdrawals import LiveWithdrawals, Withdrawal, WithdrawalStore
-from shared.usage.charge import cost_usd, price_of
 from tests.workers.worker_harness import MODEL, WorkerHarness, running_worker
 
 pytestmark = pytest.mark.anyio

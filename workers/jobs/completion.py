@@ -31,6 +31,7 @@ from shared import slo
 from shared.backoff import backoff
 from shared.blob import INLINE_LIMIT_BYTES, RESULTS, Blob, content_digest
 from shared.catalog import Model
+from shared.charge import ENDED_BY_CALLER
 from shared.errors import (
     Canceled,
     PenstockError,
@@ -58,7 +59,6 @@ from shared.tasks.custom import CustomInput
 from shared.tasks.text import GenerationInput
 from shared.tracing.spans import entered
 from shared.transport import Publisher
-from shared.usage.charge import ENDED_BY_CALLER
 from shared.usage.row import Row, RowSink
 from shared.webhook_publisher import WebhookPublisher
 from shared.webhooks import EventName

@@ -34,7 +34,7 @@ from shared.tasks import Input, Result
 from shared.tasks.embedding import TextToTokenize
 from shared.tracing.spans import is_recorded
 from shared.transport import ReceivedMessage, Subscription
-from workers.job import TOLERATED_CRASHES, JobTimer, PulledJob, QueuedItem, Run
+from workers.job import TOLERATED_CRASHES, ItemRun, JobTimer, PulledJob, QueuedItem
 from workers.jobs.canary_share import CanaryShare
 from workers.jobs.completion import Completion
 from workers.jobs.items import BatchResults, ModelQueue, TokenOutput
@@ -518,7 +518,7 @@ class JobConsumer:
             return None
         job.envelope.attempt = max(job.envelope.attempt, message.delivery_attempt)
         trace = job.envelope.trace
-        runs = list[Run]() if is_recorded(trace) else None
+        runs = list[ItemRun]() if is_recorded(trace) else None
         pulled = PulledJob(job, message, subscription, now_s, trace=trace, runs=runs)
         self._registry.add(pulled)
         if pulled.start_by_s > now_s:

@@ -5,7 +5,7 @@ A plan also has its quotas and limits: amounts to request, and known defaults.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from infra.kubernetes.deployment import GpuType
@@ -22,6 +22,7 @@ from infra.planning.deploy.platform_variables import (
     INBOX_STRIDE,
     MAX_REPLY_SUBSCRIPTIONS,
     Platform,
+    Region,
 )
 from infra.planning.deploy.prices import Prices, Source
 from infra.planning.deploy.rates import DemandRates, ModelRate
@@ -103,7 +104,7 @@ def quotas(
     return quotas
 
 
-def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterator[CloudQuota]:
+def _gpu_quotas(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterator[CloudQuota]:
     for type_ in dict.fromkeys(pool.gpu.type for pool in site.pools):
         pools = [pool for pool in site.pools if pool.gpu.type == type_]
         flex = sum(pool.nodes_most for pool in pools if pool.gpu.provisioning == "flex-start")
@@ -125,6 +126,10 @@ def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterato
             UNKNOWN,
             "overflow, were all others out of stock",
         )
+
+
+def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterator[CloudQuota]:
+    yield from _gpu_quotas(site, platform, gpus)
     nodes = sum(pool.nodes_most for pool in site.pools)
     yield CloudQuota(
         "vCPUs of Compute Engine",
@@ -322,30 +327,16 @@ def _changed(platform: Platform, sites: Sequence[Site]) -> tuple[Platform, list[
         "inboxes.per_region", platform.inboxes.per_region, _inboxes_of_region(instances, platform)
     )
     most_slots = max(1, MAX_REPLY_SUBSCRIPTIONS // (inboxes * len(sites)) - 1)
-    slots: dict[str, int] = {}
-    for name in ("slots", "kept_slots"):
-        value = getattr(platform.inboxes, name)
-        if value is not None and value > most_slots:
-            slots[name] = most_slots
-            changes.append(Change("tfvars", f"inboxes.{name}", value, most_slots))
-    nodes, regions = platform.nodes, dict(platform.regions)
+    slots = _reduced_slots(platform, most_slots)
+    changes += [
+        Change("tfvars", f"inboxes.{name}", getattr(platform.inboxes, name), most_slots)
+        for name in slots
+    ]
+    nodes = platform.nodes
     most = max(site.general_most for site in sites)
-    general = nodes.general.model_copy(
-        update={"max": at_least("nodes.general.max", nodes.general.max, most)}
-    )
-    max_gpus = nodes.max_gpus
-    if not nodes.compute_classes:
-        needed = {
-            site.region: max((pool.nodes_most for pool in site.pools), default=0) for site in sites
-        }
-        common = max(
-            (count for name, count in needed.items() if regions[name].max_gpus is None), default=0
-        )
-        max_gpus = at_least("nodes.max_gpus", nodes.max_gpus, common)
-        for name, region in regions.items():
-            if region.max_gpus is not None:
-                limit = at_least(f"regions.{name}.max_gpus", region.max_gpus, needed[name])
-                regions[name] = region.model_copy(update={"max_gpus": limit})
+    most = at_least("nodes.general.max", nodes.general.max, most)
+    general = nodes.general.model_copy(update={"max": most})
+    max_gpus, regions = _gpu_limits(platform, sites, at_least)
     update = {
         "api": platform.api.model_copy(update={"max_instances": instances}),
         "inboxes": platform.inboxes.model_copy(update={"per_region": inboxes, **slots}),
@@ -353,6 +344,33 @@ def _changed(platform: Platform, sites: Sequence[Site]) -> tuple[Platform, list[
         "regions": regions,
     }
     return platform.model_copy(update=update), changes
+
+
+def _gpu_limits(
+    platform: Platform, sites: Sequence[Site], at_least: Callable[[str, int, int], int]
+) -> tuple[int, dict[str, Region]]:
+    """The limit of all regions, and the regions, some of which have one of their own."""
+    max_gpus, regions = platform.nodes.max_gpus, dict(platform.regions)
+    if platform.nodes.compute_classes:
+        return max_gpus, regions
+    needed = {
+        site.region: max((pool.nodes_most for pool in site.pools), default=0) for site in sites
+    }
+    common = [count for name, count in needed.items() if regions[name].max_gpus is None]
+    max_gpus = at_least("nodes.max_gpus", max_gpus, max(common, default=0))
+    for name, region in regions.items():
+        if region.max_gpus is not None:
+            limit = at_least(f"regions.{name}.max_gpus", region.max_gpus, needed[name])
+            regions[name] = region.model_copy(update={"max_gpus": limit})
+    return max_gpus, regions
+
+
+def _reduced_slots(platform: Platform, most_slots: int) -> dict[str, int]:
+    """The settings of slots that are above `most_slots`, with it as their value."""
+    said = {name: getattr(platform.inboxes, name) for name in ("slots", "kept_slots")}
+    return {
+        name: most_slots for name, value in said.items() if value is not None and value > most_slots
+    }
 
 
 def _inboxes_of_region(instances: int, platform: Platform) -> int:

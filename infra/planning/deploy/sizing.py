@@ -191,18 +191,17 @@ def size_workers(
         computed_per_s = requests_per_s * rate.items_per_request * (1 - rate.hit_share)
         load = computed_per_s * service_s / hand.most_busy
         return servers_needed(
-            load,
-            batch * service_s,
-            spare_s,
-            late_share=rates.late_share,
-            places=places,
+            load, batch * service_s, spare_s, late_share=rates.late_share, places=places
         )
+
+    def pods(processes: int) -> int:
+        return max(model.replicas.min, _pods(model, processes))
 
     peak_per_s, mean_per_s = rate.peak * share, rate.mean_per_s * share
     computed_per_s = peak_per_s * rate.items_per_request * (1 - rate.hit_share)
-    computed_requests_per_s = peak_per_s * (1 - rate.hit_share)
     at_peak, at_mean = processes(peak_per_s), processes(mean_per_s)
     load = computed_per_s * service_s / hand.most_busy
+    most = most_workers(load / processes_of(model), peak_per_s * (1 - rate.hit_share))
     wait_s = mean_wait_s(at_peak * places, load * places, batch * service_s)
     return Workers(
         model=model,
@@ -215,13 +214,9 @@ def size_workers(
         batch=batch,
         processes_mean=at_mean,
         processes_peak=at_peak,
-        pods_mean=max(model.replicas.min, _pods(model, at_mean)),
-        pods_peak=max(model.replicas.min, _pods(model, at_peak)),
-        pods_most=max(
-            model.replicas.min,
-            _pods(model, at_peak),
-            most_workers(load / processes_of(model), computed_requests_per_s),
-        ),
+        pods_mean=pods(at_mean),
+        pods_peak=pods(at_peak),
+        pods_most=max(pods(at_peak), most),
         answer_s=trips_s + wait_s + batch * service_s,
         held_jobs=hand.jobs,
         most_busy=hand.most_busy,

@@ -141,8 +141,8 @@ class SimulatedDeployment:
             processes=self.rules.processes,
             placed=self._env.event(),
             is_spread=self.rules.spread_over_nodes,
-            evict=self._evict,
-            lose_gpu=self._lose_gpu,
+            on_evict=self._evict,
+            on_lost_gpu=self._lose_gpu,
         )
 
     def _start(self, worker: SimulatedWorker) -> Steps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -91,109 +91,76 @@ class Node:
         return self.places - len(self.workers)
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedWorker:
     """One pod. It pulls jobs up to its flow control, and runs what it holds in batches."""
 
-    __slots__ = (
-        "ahead",
-        "batch_done",
-        "batches",
-        "busy_average",
-        "busy_parts",
-        "busy_s",
-        "busy_since_s",
-        "computing",
-        "drained",
-        "evict",
-        "held",
-        "held_jobs",
-        "inference_s",
-        "inside",
-        "is_draining",
-        "is_gone",
-        "is_new",
-        "is_ready",
-        "is_spread",
-        "items",
-        "lose_gpu",
-        "lost_gpus",
-        "model",
-        "most_held",
-        "name",
-        "node",
-        "open_at",
-        "placed",
-        "processes",
-        "ready_s",
-        "region",
-        "running",
-        "spare_s",
-        "started_s",
-        "step_time",
-        "work_s",
+    name: str
+    region: str
+    model: str
+    _: KW_ONLY
+    processes: int
+    """Model processes, each with a CPU of its own if there are several."""
+    placed: simpy.Event
+    """Comes when it has a place on a node."""
+    is_spread: bool
+    on_evict: InitVar[Callable[[SimulatedWorker, str], None]]
+    on_lost_gpu: InitVar[Callable[[SimulatedWorker, float], None]]
+    evict: Callable[[str], None] = field(init=False)
+    """Tells its Deployment that its node goes, and why."""
+    lose_gpu: Callable[[float], None] = field(init=False)
+    """Tells its Deployment that its GPU has failed, and after which time it leaves."""
+    lost_gpus: int = 0
+    node: Node | None = None
+    is_ready: bool = False
+    is_draining: bool = False
+    is_gone: bool = False
+    is_new: bool = True
+    """True if it has the newest version of its Deployment."""
+    ready_s: float = -1.0
+    held: tuple[deque[SimulatedJob], deque[SimulatedJob]] = field(
+        default_factory=lambda: (deque(), deque())
     )
+    """Jobs of each priority that wait here: interactive, batch."""
+    held_jobs: list[int] = field(default_factory=lambda: [0, 0])
+    """Of each priority: those that wait or run here, and those whose acks are on their way."""
+    most_held: list[int] = field(default_factory=lambda: [0, 0])
+    """Jobs of each priority that it holds at most."""
+    ahead: tuple[HeldAhead, HeldAhead] = field(default_factory=lambda: (HeldAhead(), HeldAhead()))
+    """What it measures of each priority."""
+    running: list[SimulatedJob] = field(default_factory=list)
+    computing: list[RunningBatch] = field(default_factory=list)
+    """The whole batches of `running`, at most one for each process."""
+    started_s: float = 0.0
+    batch_done: simpy.Event | None = None
+    drained: simpy.Event | None = None
+    open_at: int = -1
+    """Its place among the workers with room."""
+    inside: Inside | None = None
+    """Set if the worker admits items between steps."""
+    step_time: StepTime | None = None
+    """Its estimate of its step times, from its first step on."""
+    inference_s: float = 0.0
+    spare_s: float = 0.0
+    items: int = 0
+    """A counter of its metrics, as `batches` is."""
+    batches: int = 0
+    busy_s: float = 0.0
+    """Seconds in which it computed."""
+    work_s: float = 0.0
+    """Seconds in which a full worker would have done the same work."""
+    busy_parts: tuple[float, float] = (0.0, 0.0)
+    """The share of each priority in what it computes."""
+    busy_average: tuple[float, float] = (0.0, 0.0)
+    busy_since_s: float = 0.0
 
-    def __init__(
+    def __post_init__(
         self,
-        name: str,
-        region: str,
-        model: str,
-        *,
-        processes: int,
-        placed: simpy.Event,
-        is_spread: bool,
-        evict: Callable[[SimulatedWorker, str], None],
-        lose_gpu: Callable[[SimulatedWorker, float], None],
+        on_evict: Callable[[SimulatedWorker, str], None],
+        on_lost_gpu: Callable[[SimulatedWorker, float], None],
     ) -> None:
-        self.name = name
-        self.region = region
-        self.model = model
-        self.processes = processes
-        """Model processes, each with a CPU of its own if there are several."""
-        self.placed = placed
-        """Comes when it has a place on a node."""
-        self.is_spread = is_spread
-        self.evict = partial(evict, self)
-        """Tells its Deployment that its node goes, and why."""
-        self.lose_gpu = partial(lose_gpu, self)
-        """Tells its Deployment that its GPU has failed, and after which time it leaves."""
-        self.lost_gpus = 0
-        self.node: Node | None = None
-        self.is_ready = self.is_draining = self.is_gone = False
-        self.is_new = True
-        """True if it has the newest version of its Deployment."""
-        self.ready_s = -1.0
-        self.held: tuple[deque[SimulatedJob], deque[SimulatedJob]] = (deque(), deque())
-        """Jobs of each priority that wait here: interactive, batch."""
-        self.held_jobs = [0, 0]
-        """Of each priority: those that wait or run here, and those whose acks are on their way."""
-        self.most_held = [0, 0]
-        """Jobs of each priority that it holds at most."""
-        self.ahead = (HeldAhead(), HeldAhead())
-        """What it measures of each priority."""
-        self.running: list[SimulatedJob] = []
-        self.computing: list[RunningBatch] = []
-        """The whole batches of `running`, at most one for each process."""
-        self.started_s = 0.0
-        self.batch_done: simpy.Event | None = None
-        self.drained: simpy.Event | None = None
-        self.open_at = -1
-        """Its place among the workers with room."""
-        self.inside: Inside | None = None
-        """Set if the worker admits items between steps."""
-        self.step_time: StepTime | None = None
-        """Its estimate of its step times, from its first step on."""
-        self.inference_s = self.spare_s = 0.0
-        self.items = self.batches = 0
-        """Counters of its metrics."""
-        self.busy_s = 0.0
-        """Seconds in which it computed."""
-        self.work_s = 0.0
-        """Seconds in which a full worker would have done the same work."""
-        self.busy_parts = (0.0, 0.0)
-        """The share of each priority in what it computes."""
-        self.busy_average = (0.0, 0.0)
-        self.busy_since_s = 0.0
+        self.evict = partial(on_evict, self)
+        self.lose_gpu = partial(on_lost_gpu, self)
 
     def has_room(self, priority: int) -> bool:
         """Returns whether its flow control takes another job."""

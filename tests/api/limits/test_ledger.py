@@ -29,6 +29,7 @@ from api.limits.store import LimitStore
 from api.predictions.follower import PredictionFollower
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Generation, Price
+from shared.charge import cost_usd, price_of
 from shared.errors import Unavailable
 from shared.messages import ItemOutcome, Receipt, ReplyBody, encode_reply_body
 from shared.predictions import Prediction
@@ -39,7 +40,6 @@ from shared.tasks.embedding import TextInput, TokensInput
 from shared.tasks.image import ImageInput
 from shared.tasks.text import GenerationInput
 from shared.tenants.plan import Caller, Plan
-from shared.usage.charge import cost_usd, price_of
 from tests.api.harness import SERVED
 from tests.api.limits.clocks import CLOCK, Clock
 from tests.limits import REDIS_LIMIT_S

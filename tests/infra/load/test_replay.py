@@ -17,7 +17,7 @@ from aiohttp import web
 from infra.load.inputs import REQUEST_FORMS
 from infra.load.ledger import Ledger, LedgerHead, opened_ledger, read_ledger
 from infra.load.replay import Pace, Replay
-from infra.load.tally import Look, Tally
+from infra.load.tally import ReplayProgress, Tally
 from infra.load.target import Target
 from infra.load.trace import Arrival
 from tests.infra.load.api_of_load import FOREIGN, answer_texts, serving
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 RUN = "load-1"
 
 
-def no_show(look: Look, tally: Tally) -> None:
+def no_show(look: ReplayProgress, tally: Tally) -> None:
     pass
 
 

@@ -19,8 +19,8 @@ from infra.kubernetes.autoscaling import (
     own_prometheus,
 )
 from shared.catalog import read_catalog
+from shared.charge import SHARED
 from shared.slo import ENDS
-from shared.usage.charge import SHARED
 from tests.infra.monitoring.promql import asked_by, grafana_queries, queries
 from tests.limits import START_LIMIT_S
 

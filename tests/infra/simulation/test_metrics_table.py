@@ -61,8 +61,8 @@ def worker(processes: int) -> SimulatedWorker:
         processes=processes,
         placed=simpy.Environment().event(),
         is_spread=True,
-        evict=lambda one, why: None,
-        lose_gpu=lambda one, after_s: None,
+        on_evict=lambda one, why: None,
+        on_lost_gpu=lambda one, after_s: None,
     )
 
 

@@ -157,6 +157,27 @@ class PrintedOutput:
             os.close(self._fd)
 
 
+def _started(
+    command: Sequence[str], environment: Mapping[str, str], theirs: socket.socket, folder: Path
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Starts a program in a session of its own. Returns it, and the pipe of what it prints."""
+    output, their_output = os.pipe()
+    try:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=their_output,
+            stderr=their_output,
+            cwd=folder,
+            start_new_session=True,
+        )
+    finally:
+        os.close(their_output)
+    return process, output
+
+
 class RunnerProcess:
     """A process that runs the class of a folder.
 
@@ -190,7 +211,6 @@ class RunnerProcess:
         disk = DiskUse(self._scratch.path, resources.disk_bytes)
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
-        output, their_output = os.pipe()
         program = _PROGRAM.format(
             root=str(_ROOT),
             fd=theirs.fileno(),
@@ -201,20 +221,11 @@ class RunnerProcess:
             inspects_only=inspects_only,
             is_aside=is_aside,
         )
+        variables = runner_environment(self._scratch.path, threads, environment or {})
         with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    [python, "-c", program],
-                    env=runner_environment(self._scratch.path, threads, environment or {}),
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=their_output,
-                    stderr=their_output,
-                    cwd=self._scratch.path,
-                    start_new_session=True,
-                )
-            finally:
-                os.close(their_output)
+            self._process, output = _started(
+                [python, "-c", program], variables, theirs, self._scratch.path
+            )
         self.printed = PrintedOutput(output, passes_on)
         self._reader = FrameReader()
         self._put_back: list[Frame] = []
