@@ -55,6 +55,7 @@ from api.openai import (
     batches,
     conversations,
     embeddings,
+    image_edits,
     images,
     rerank,
     responses,
@@ -81,7 +82,8 @@ from api.openai.conversations import (
     NewItems,
 )
 from api.openai.embeddings import EmbeddingsBody, EmbeddingsReply
-from api.openai.images import EditBody, EditForm, GenerationBody, ImagesReply
+from api.openai.image_edits import EditBody, EditForm, VariationForm
+from api.openai.images import GenerationBody, ImagesReply
 from api.openai.item_pages import ItemsPage
 from api.openai.rerank import RerankBody, RerankReply
 from api.openai.responses_schemas import ResponseBody, ResponseDeleted, ResponseReply
@@ -155,7 +157,7 @@ from shared.usage.row import RowSink
 from shared.webhook_publisher import WebhookPublisher
 
 _BODIES: tuple[type[BaseModel], ...] = (
-    *(EmbeddingsBody, RerankBody, GenerationBody, EditForm, EditBody),
+    *(EmbeddingsBody, RerankBody, GenerationBody, EditForm, EditBody, VariationForm),
     *(TranscriptionForm, TranslationForm, SpeechBody, OcrBody),
     *(ChatBody, CompletionBody, ResponseBody),
     *(ConversationBody, ConversationChange, NewItems),
@@ -323,6 +325,7 @@ def _add_routes(app: FastRouteApp) -> None:
         embeddings,
         rerank,
         images,
+        image_edits,
         audio,
         speech,
         ocr,

@@ -49,6 +49,7 @@ _RULES_OF_PATHS: dict[str, tuple[str, Rule]] = {
     "/rerank": ("POST", Rule("embeddings", "named")),
     "/images/generations": ("POST", Rule("images", "named")),
     "/images/edits": ("POST", Rule("images", "named")),
+    "/images/variations": ("POST", Rule("images", "named")),
     "/audio/transcriptions": ("POST", Rule("audio", "named")),
     "/audio/translations": ("POST", Rule("audio", "named")),
     "/audio/speech": ("POST", Rule("audio", "named")),

@@ -285,8 +285,10 @@ _DESCRIPTIONS = {
 }
 
 
-def inference_body(json: type[BaseModel], form: type[BaseModel] | None = None) -> Described:
-    """Returns the request of an inference route: a JSON body, optionally a form, and headers."""
+def inference_body(
+    json: type[BaseModel] | None = None, form: type[BaseModel] | None = None
+) -> Described:
+    """Returns the request of an inference route: a JSON body, a form or either, and headers."""
     return _request_body(INFERRING, json, form)
 
 
@@ -313,11 +315,12 @@ def form_body(form: type[BaseModel], headers: list[Described]) -> Described:
 
 
 def _request_body(
-    headers: list[Described], json: type[BaseModel], form: type[BaseModel] | None = None
+    headers: list[Described],
+    json: type[BaseModel] | None = None,
+    form: type[BaseModel] | None = None,
 ) -> Described:
-    content = {"application/json": {"schema": ref_to(json)}}
-    if form is not None:
-        content = {"multipart/form-data": {"schema": ref_to(form)}} | content
+    kinds = {"multipart/form-data": form, "application/json": json}
+    content = {kind: {"schema": ref_to(body)} for kind, body in kinds.items() if body is not None}
     return {
         "requestBody": {"required": True, "content": content},
         "parameters": headers,

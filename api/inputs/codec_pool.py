@@ -142,7 +142,7 @@ class CodecClient:
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise await self._death_error() from error
         if isinstance(reply, CodecError):
-            raise error_for_code(reply.code, reply.reason)
+            raise error_for_code(reply.code, reply.reason, reply.field)
         return reply, result
 
     async def _send(self, frame: CodecRequest, data: bytes = b"") -> None:

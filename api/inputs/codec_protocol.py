@@ -2,14 +2,15 @@
 
 A frame has two lengths in bytes (unsigned 32-bit, little-endian), one of the structs below, and the
 bytes of an image, which are never copied into a struct. The API sends a command (PrepareSource,
-EncodeImage or CompareImages). The process answers HeaderRead, waits for Proceed, which comes once
-there is room for the image, and answers SourcePrepared, ImageEncoded or ImagesCompared. CodecError
-may replace each of its answers.
+PrepareMask, EncodeImage or CompareImages). The process answers HeaderRead, waits for Proceed, which
+comes once there is room for the image, and answers SourcePrepared, MaskPrepared, ImageEncoded or
+ImagesCompared. CodecError may replace each of its answers.
 """
 
 from __future__ import annotations
 
 import struct
+from typing import Literal
 
 import msgspec
 
@@ -25,14 +26,39 @@ class SourceLimits(msgspec.Struct):
     largest_pixels: int
 
 
+Padding = tuple[int, int, int, int]
+"""Pixels of the output, to the left, above, to the right and below."""
+UNPADDED: Padding = (0, 0, 0, 0)
+
+
 class PrepareSource(msgspec.Struct, tag="prepare"):
     """Make a source image of the file.
 
-    Without `size` it keeps its aspect ratio, within `limits`.
+    Without `size` it keeps its aspect ratio, within `limits`. `padding` goes around it, filled with
+    the pixels of its edge, and is a part of `size`.
     """
 
     size: tuple[int, int] | None
     limits: SourceLimits
+    padding: Padding = UNPADDED
+
+
+class PrepareMask(msgspec.Struct, tag="mask"):
+    """Make a mask of the file, for a source image that was prepared.
+
+    Without a file only the source's `padding` is masked.
+
+    `redraws`: what is drawn anew, in proportion: what is `transparent`, or what is `white`. `blur`:
+    pixels of the output, the standard deviation of a Gaussian. Its edge is blurred inwards.
+    """
+
+    size: tuple[int, int]
+    """The output width and height."""
+    file_size: tuple[int, int]
+    """The width and height of the upright source image."""
+    redraws: Literal["transparent", "white"]
+    blur: float
+    padding: Padding = UNPADDED
 
 
 class EncodeImage(msgspec.Struct, tag="encode"):
@@ -60,10 +86,15 @@ class HeaderRead(msgspec.Struct, tag="opened"):
 
 
 class SourcePrepared(msgspec.Struct, tag="prepared"):
-    """The source image follows, a PNG of this size."""
+    """The source image follows, a PNG of this size. `file_size` is what it had upright."""
 
     width: int
     height: int
+    file_size: tuple[int, int]
+
+
+class MaskPrepared(msgspec.Struct, tag="masked"):
+    """The mask follows, a gray PNG: 255 is drawn anew, and 0 is the source's own."""
 
 
 class ImageEncoded(msgspec.Struct, tag="encoded"):
@@ -77,15 +108,19 @@ class ImagesCompared(msgspec.Struct, tag="compared"):
 
 
 class CodecError(msgspec.Struct, tag="refused"):
-    """The file was refused: the reason, and its error code as in shared/errors.py."""
+    """The file was refused: the reason, and its error code as in shared/errors.py.
+
+    `field`: of the command, if the file is not the reason.
+    """
 
     code: str
     reason: str
+    field: str | None = None
 
 
-CodecCommand = PrepareSource | EncodeImage | CompareImages
-CodecRequest = PrepareSource | EncodeImage | CompareImages | Proceed
-CodecReply = HeaderRead | SourcePrepared | ImageEncoded | ImagesCompared | CodecError
+CodecCommand = PrepareSource | PrepareMask | EncodeImage | CompareImages
+CodecRequest = PrepareSource | PrepareMask | EncodeImage | CompareImages | Proceed
+CodecReply = HeaderRead | SourcePrepared | MaskPrepared | ImageEncoded | ImagesCompared | CodecError
 
 decode_request = msgspec.msgpack.Decoder(CodecRequest).decode
 decode_reply = msgspec.msgpack.Decoder(CodecReply).decode

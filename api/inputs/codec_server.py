@@ -27,11 +27,21 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from PIL import AvifImagePlugin, ExifTags, Image, ImageChops, ImageCms, ImageStat
+from PIL import (
+    AvifImagePlugin,
+    ExifTags,
+    Image,
+    ImageChops,
+    ImageCms,
+    ImageFilter,
+    ImageOps,
+    ImageStat,
+)
 from PIL.JpegImagePlugin import JpegImageFile
 
 from api.inputs.codec_protocol import (
     LENGTHS,
+    UNPADDED,
     CodecCommand,
     CodecError,
     CodecReply,
@@ -40,6 +50,9 @@ from api.inputs.codec_protocol import (
     HeaderRead,
     ImageEncoded,
     ImagesCompared,
+    MaskPrepared,
+    Padding,
+    PrepareMask,
     PrepareSource,
     Proceed,
     SourceLimits,
@@ -101,6 +114,7 @@ begin with a capital letter: https://www.w3.org/TR/png-3/#5Chunk-naming-conventi
 _TO_8_BITS = [(value * 255 + 32767) // 65535 for value in range(65536)]
 _DEPTHS = {"L;2": 3, "L;4": 15}
 """Highest samples of PNGs whose samples Pillow stretches to 8 bits, by its names."""
+_INNER_HALF = [max(0, 2 * level - 255) for level in range(256)]
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -116,6 +130,14 @@ _SIDEWAYS = (5, 6, 7, 8)
 class _TooLargeError(Exception):
     """Too many pixels, or too much memory."""
 
+    field: str | None = None
+
+
+class _PaddedTooLargeError(_TooLargeError):
+    """The padding makes it too large."""
+
+    field = "padding"
+
 
 class _NotDrawnError(Exception):
     """An image of a kind that can't be drawn right. Says which."""
@@ -127,8 +149,11 @@ def run_command(
     """Runs a command on the image in `data`. Calls `reserve` after reading the image header."""
     try:
         if isinstance(command, PrepareSource):
-            source = _prepared(data, command, reserve)
-            return SourcePrepared(*source.size), _saved(source, "png", compress_level=1)
+            source, file_size = _prepared(data, command, reserve)
+            png = _saved(source, "png", compress_level=1)
+            return SourcePrepared(*source.size, file_size), png
+        if isinstance(command, PrepareMask):
+            return MaskPrepared(), _saved(_mask(data, command, reserve), "png")
         if isinstance(command, CompareImages):
             return ImagesCompared(_psnr_db(data, command.first_bytes, reserve)), b""
         with _opened(data, ("PNG", "WEBP")) as image:
@@ -139,9 +164,8 @@ def run_command(
             options = {} if command.output_format == "png" else {"quality": command.quality}
             return ImageEncoded(), _saved(drawn, command.output_format, **options)
     except (_TooLargeError, MemoryError) as error:
-        return CodecError(
-            "input_too_large", str(error) or "it takes more memory to decode than there is"
-        ), b""
+        reason = str(error) or "it takes more memory to decode than there is"
+        return CodecError("input_too_large", reason, getattr(error, "field", None)), b""
     except _NotDrawnError as error:
         return CodecError("invalid_input", str(error)), b""
     except ConnectionError:  # the API hung up during `reserve`
@@ -174,26 +198,166 @@ def _psnr_db(data: bytes, first_bytes: int, reserve: Callable[[int], None]) -> f
     return EQUAL_DB if error == 0 else min(EQUAL_DB, 10 * math.log10(255**2 / error))
 
 
-def _prepared(data: bytes, command: PrepareSource, reserve: Callable[[int], None]) -> Image.Image:
-    """Returns the image in `data`, upright, in RGB, and resized to the output size."""
+def _prepared(
+    data: bytes, command: PrepareSource, reserve: Callable[[int], None]
+) -> tuple[Image.Image, tuple[int, int]]:
+    """Returns the image in `data`, upright, in RGB, and resized to the output size.
+
+    And the size that it had upright.
+    """
     with _opened(_without_metadata(data), SOURCE_FORMATS) as image:
         shape = image.size
         _scale_transparent_color(image)
         # The orientation of a PNG may follow its pixels. Until it is known, assume upright.
-        target = command.size or size_like(*shape, command.limits)
+        target = _inner(command) or size_like(*shape, command.limits)
         if isinstance(image, JpegImageFile):
             target = _target(image, shape, command)
             width, height = _unturned(target, image)
             # The decoder skips what the target does not need.
             image.draft(None, (2 * width, 2 * height))
-        reserve(_cost_bytes(image, shape, target))
+        # If it is turned later on, the other side may be the longer one.
+        padded_bytes = max(_padded_bytes(one, command.padding) for one in (target, target[::-1]))
+        reserve(_cost_bytes(image, shape, target) + padded_bytes)
         image.load()
         if image.format == "TIFF":  # Pillow has turned it
             shape = image.size
         target = _target(image, shape, command)
+        _check_padded(target, command)
         drawn = _in_srgb(_reduced(image, _unturned(target, image)), image)
         turn = _TURNS.get(_orientation(image))
-        return drawn if turn is None else drawn.transpose(turn)
+        upright = drawn if turn is None else drawn.transpose(turn)
+        return _with_edges(upright, command.padding), _unturned(shape, image)
+
+
+def _inner(command: PrepareSource | PrepareMask) -> tuple[int, int] | None:
+    """Returns the output size without its padding."""
+    if command.size is None:
+        return None
+    left, above, right, below = command.padding
+    return command.size[0] - left - right, command.size[1] - above - below
+
+
+def _padded_bytes(size: tuple[int, int], padding: Padding) -> int:
+    """Returns the memory of an image with its padding."""
+    if padding == UNPADDED:
+        return 0
+    left, above, right, below = padding
+    return 4 * (size[0] + left + right) * (size[1] + above + below)
+
+
+def _check_padded(size: tuple[int, int], command: PrepareSource) -> None:
+    """Raises _PaddedTooLargeError if a model does not draw so much with its padding."""
+    left, above, right, below = command.padding
+    width, height = size[0] + left + right, size[1] + above + below
+    if command.padding != UNPADDED and width * height > command.limits.largest_pixels:
+        raise _PaddedTooLargeError(
+            f"with it the image has {width}x{height} pixels; at most "
+            f"{command.limits.largest_pixels} are allowed"
+        )
+
+
+def _with_edges(image: Image.Image, padding: Padding) -> Image.Image:
+    """Returns the image with its outermost pixels repeated outwards."""
+    if padding == UNPADDED:
+        return image
+    left, above, right, below = padding
+    (width, height), (across, down) = image.size, (left + right, above + below)
+    padded = Image.new(image.mode, (width + across, height + down))
+    padded.paste(image, (left, above))
+    # First to the left and right of it, then whole rows.
+    columns = ((left, 0, 0), (right, width - 1, left + width))
+    rows = ((above, above, 0), (below, above + height - 1, above + height))
+    for count, source, target in columns:
+        if count:
+            edge = image.crop((source, 0, source + 1, height))
+            padded.paste(edge.resize((count, height)), (target, above))
+    for count, source, target in rows:
+        if count:
+            edge = padded.crop((0, source, padded.width, source + 1))
+            padded.paste(edge.resize((padded.width, count)), (0, target))
+    return padded
+
+
+def _mask(data: bytes, command: PrepareMask, reserve: Callable[[int], None]) -> Image.Image:
+    """Returns how much of each pixel of a source is drawn anew, upright, from 0 to 255.
+
+    Raises:
+        _NotDrawnError: it has another size than the source, no transparency, or nothing to draw.
+    """
+    inner = _inner(command) or command.size
+    border = _padded_bytes(inner, command.padding)
+    if data:
+        mask = _mask_in(data, command, inner, lambda cost_bytes: reserve(cost_bytes + border))
+    else:
+        reserve(WORKING_BYTES + border)
+        mask = Image.new("L", inner)
+    mask = ImageOps.expand(mask, command.padding, fill=255)
+    if mask.getbbox() is None:
+        raise _NotDrawnError(f"nothing in it is {command.redraws}, so there is nothing to draw")
+    return _blurred_inwards(mask, command.blur)
+
+
+def _mask_in(
+    data: bytes,
+    command: PrepareMask,
+    size: tuple[int, int],
+    reserve: Callable[[int], None],
+) -> Image.Image:
+    """Returns the mask in `data`, upright and resized."""
+    with _opened(_without_metadata(data), SOURCE_FORMATS) as image:
+        _scale_transparent_color(image)
+        reserve(_cost_bytes(image, image.size, size) + image.width * image.height)
+        image.load()
+        have = _unturned(image.size, image)
+        if have != command.file_size:
+            raise _NotDrawnError(
+                f"{have[0]}x{have[1]} pixels, and the image has "
+                f"{command.file_size[0]}x{command.file_size[1]}; send a mask of the same size"
+            )
+        levels = _levels(image, command.redraws)
+        # The share of each pixel, so that what is whole stays whole.
+        mask = levels.resize(_unturned(size, image), Image.Resampling.BOX)
+        turn = _TURNS.get(_orientation(image))
+        return mask if turn is None else mask.transpose(turn)
+
+
+def _levels(image: Image.Image, redraws: str) -> Image.Image:
+    """Returns how transparent or how white each pixel is, from 0 to 255. Works in strips."""
+    levels = Image.new("L", image.size)
+    rows = max(1, STRIP_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        strip = image.crop((0, top, image.width, min(image.height, top + rows)))
+        levels.paste(_transparent(strip) if redraws == "transparent" else _white(strip), (0, top))
+    return levels
+
+
+def _transparent(strip: Image.Image) -> Image.Image:
+    strip = _with_8_bits(strip) if strip.mode.startswith("I;16") else strip
+    if not strip.has_transparency_data:
+        raise _NotDrawnError("without an alpha channel; what is transparent is drawn anew")
+    return ImageChops.invert(strip.convert("RGBA").getchannel("A"))
+
+
+def _white(strip: Image.Image) -> Image.Image:
+    return _flat(strip).convert("L")
+
+
+def _blurred_inwards(mask: Image.Image, radius: float) -> Image.Image:
+    """Returns the mask with soft edges, and 0 where it had 0.
+
+    Half of a Gaussian's edge lies inside. It is stretched, so that a straight edge is 0 at the
+    boundary, and 255 from three radiuses on.
+
+    Raises:
+        _NotDrawnError: nothing is left.
+    """
+    if not radius:
+        return mask
+    soft = mask.filter(ImageFilter.GaussianBlur(radius)).point(_INNER_HALF)
+    blurred = ImageChops.darker(mask, soft)
+    if blurred.getbbox() is None:
+        raise _NotDrawnError(f"mask_blur {radius:g} leaves nothing of it; use less")
+    return blurred
 
 
 def size_like(width: int, height: int, limits: SourceLimits) -> tuple[int, int]:
@@ -285,7 +449,7 @@ def _orientation(image: Image.Image) -> int:
 def _target(image: Image.Image, shape: tuple[int, int], command: PrepareSource) -> tuple[int, int]:
     """Returns the output width and height, in the displayed orientation."""
     width, height = _unturned(shape, image)
-    return command.size or size_like(width, height, command.limits)
+    return _inner(command) or size_like(width, height, command.limits)
 
 
 def _unturned(size: tuple[int, int], image: Image.Image) -> tuple[int, int]:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import binascii
+from typing import Literal, NamedTuple
 
 from api.inputs.codec_pool import CodecPool
 from api.inputs.codec_protocol import (
+    UNPADDED,
     CompareImages,
     EncodeImage,
     ImagesCompared,
+    MaskPrepared,
+    Padding,
+    PrepareMask,
     PrepareSource,
     SourceLimits,
     SourcePrepared,
@@ -31,6 +36,16 @@ BASE64_CHUNK = 256 * 1024
 4."""
 
 
+class PreparedSource(NamedTuple):
+    """A source image as models take it."""
+
+    image: Blob
+    size: tuple[int, int]
+    """Its width and height in pixels."""
+    file_size: tuple[int, int]
+    """Those of its file, upright."""
+
+
 class ImageCodec:
     """Converts images in the processes of `pool`."""
 
@@ -45,7 +60,8 @@ class ImageCodec:
         deadline_s: float,
         *,
         tenant: str,
-    ) -> tuple[Blob, tuple[int, int]]:
+        padding: Padding = UNPADDED,
+    ) -> PreparedSource:
         """Returns a source image as models take it: an upright RGB PNG of the output size.
 
         Args:
@@ -55,9 +71,8 @@ class ImageCodec:
             defaults: the defaults of the model.
             deadline_s: Unix time at which the work is stopped.
             tenant: who sent it. Tenants take turns.
-
-        Returns:
-            The image, and its (width, height).
+            padding: what goes around it, filled with the pixels of its edge: a part of `size`, and
+                beyond the default pixel count.
 
         Raises:
             BadInput: the file is not such an image, or it is broken.
@@ -71,17 +86,59 @@ class ImageCodec:
         )
         try:
             reply, png = await self._pool.run(
-                PrepareSource(size, limits),
+                PrepareSource(size, limits, padding),
                 data,
                 tenant=tenant,
                 deadline_s=deadline_s,
                 is_new=True,
             )
         except BadInput as error:
-            raise type(error)(f"image: {error.message}", field="image") from error
+            field = error.field or "image"
+            raise type(error)(f"{field}: {error.message}", field=field) from error
         if not isinstance(reply, SourcePrepared):
             raise PenstockError(f"a codec process answered {type(reply).__name__}; this is a bug")
-        return Blob(MEDIA_TYPES["png"], data=png), (reply.width, reply.height)
+        size = reply.width, reply.height
+        return PreparedSource(Blob(MEDIA_TYPES["png"], data=png), size, reply.file_size)
+
+    async def prepare_mask(
+        self,
+        data: bytes,
+        source: PreparedSource,
+        redraws: Literal["transparent", "white"],
+        blur: float,
+        deadline_s: float,
+        *,
+        tenant: str,
+        padding: Padding = UNPADDED,
+    ) -> Blob:
+        """Returns the mask of a source as models take it: an upright gray PNG of the output size.
+
+        255 is drawn anew, 0 stays the source's own, and what is between is mixed.
+
+        Args:
+            data: a file of one of the formats in codec_server.py, of the size of the source's.
+                Empty: only the padding is drawn anew.
+            source: what it is the mask of.
+            redraws: what is drawn anew.
+            blur: how soft its edge is, inwards: a Gaussian's standard deviation in pixels.
+            deadline_s: Unix time at which the work is stopped.
+            tenant: who sent it. Tenants take turns.
+            padding: of the source, which is drawn anew.
+
+        Raises:
+            BadInput: the file is not such an image, of another size, or masks nothing.
+            InputTooLarge: as `prepare_source`, as are Overloaded, DeadlineExceeded and Unavailable.
+        """
+        command = PrepareMask(source.size, source.file_size, redraws, blur, padding)
+        try:
+            reply, png = await self._pool.run(
+                command, data, tenant=tenant, deadline_s=deadline_s, is_new=True
+            )
+        except BadInput as error:
+            raise type(error)(f"mask: {error.message}", field="mask") from error
+        if not isinstance(reply, MaskPrepared):
+            raise PenstockError(f"a codec process answered {type(reply).__name__}; this is a bug")
+        return Blob(MEDIA_TYPES["png"], data=png)
 
     async def encode(
         self,

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import mimetypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 from urllib.parse import parse_qsl, unquote
 
 from api.bodies import MAX_URL_CHARS
 from api.errors import NotFound
+from api.inputs.codec_protocol import UNPADDED, Padding
 from api.inputs.files import Files
-from api.inputs.image_codec import ImageCodec, data_of_uri
+from api.inputs.image_codec import ImageCodec, PreparedSource, data_of_uri
 from api.inputs.storage import StorageQuota
 from api.inputs.url_fetcher import MAX_BYTES, FetchedInput, UrlFetcher
 from shared.blob import Blob
@@ -128,6 +129,25 @@ class SourceImages:
             data = await self._objects.get(blob.object_key, MAX_BYTES)
         return FetchedFile(data or b"", blob.media_type, fetched.name)
 
+    async def fetch_images(
+        self, wanted: Mapping[str, str], caller: ImageCaller
+    ) -> dict[str, FetchedFile]:
+        """Fetches the files of images at the same time. Raises as `fetch_image`.
+
+        Args:
+            wanted: their URLs, by the field that names each.
+            caller: the owner of files.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {
+                    field: group.create_task(self.fetch_image(url, caller, field))
+                    for field, url in wanted.items()
+                }
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
+        return {field: task.result() for field, task in tasks.items()}
+
     async def fetch_elsewhere(
         self, wanted: Iterable[tuple[str, str]], caller: ImageCaller
     ) -> dict[str, FetchedInput]:
@@ -232,17 +252,40 @@ class SourceImages:
         size: tuple[int, int] | None,
         limits: ImageDefaults,
         caller: ImageCaller,
-    ) -> tuple[Blob, tuple[int, int]]:
-        """Returns the image as models take it, and its size.
+        padding: Padding = UNPADDED,
+    ) -> PreparedSource:
+        """Returns the image as models take it.
 
         Args:
             data: the image file.
             size: the output size. None: the aspect ratio of the source, within `limits`.
             limits: the limits of the model.
             caller: the tenant and deadline.
+            padding: what goes around it, as in ImageCodec.prepare_source.
         """
         return await self._image_codec.prepare_source(
-            data, size, limits, caller.deadline_s, tenant=caller.tenant
+            data, size, limits, caller.deadline_s, tenant=caller.tenant, padding=padding
+        )
+
+    async def prepare_mask(
+        self,
+        data: bytes,
+        source: PreparedSource,
+        blur: float,
+        caller: ImageCaller,
+        padding: Padding = UNPADDED,
+    ) -> Blob:
+        """Returns a mask of a source as models take it: what is white is drawn anew.
+
+        Args:
+            data: the file of the mask. Empty: only the padding is drawn anew.
+            source: what it is the mask of.
+            blur: how soft its edge is, as in ImageCodec.prepare_mask.
+            caller: the tenant and deadline.
+            padding: of the source.
+        """
+        return await self._image_codec.prepare_mask(
+            data, source, "white", blur, caller.deadline_s, tenant=caller.tenant, padding=padding
         )
 
     async def keep(self, file: FetchedFile, caller: ImageCaller, name: str = "image") -> str:

@@ -1,7 +1,6 @@
-"""POST /v1/images/generations (from a prompt) and POST /v1/images/edits (from an image).
+"""POST /v1/images/generations: from a body to inputs, and from results to a reply.
 
-From a body to inputs, and from results to a reply, in OpenAI's shape. An edit request is a form
-with a file, or JSON with a data: URI.
+In OpenAI's shape. What starts from an image (image_edits.py) is answered in the same way.
 """
 
 from __future__ import annotations
@@ -11,22 +10,19 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal, cast
 
 import msgspec
 from fastapi import APIRouter
 from pydantic import (
     ConfigDict,
     Field,
-    field_validator,
     model_validator,
 )
-from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
 from api.bodies import (
-    _WHITE,
     MAX_PROMPT_CHARS,
     MAX_SEED,
     Body,
@@ -40,16 +36,14 @@ from api.errors import WrongField
 from api.http.fast_route import StreamedRoute
 from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses, streamed
 from api.http.request import ApiRequest, open_request, while_connected
-from api.http.upload_form import MAX_EDIT_FIELDS, closed_form, form_asks_for_stream
-from api.inputs.image_codec import data_of_uri
-from api.inputs.source_images import ACCEPTED, ImageCaller
+from api.http.upload_form import MAX_EDIT_FIELDS, form_asks_for_stream
 from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
 from api.openai.image_stream import ImagePosition, ImageStream
 from api.predictions.creation import digest_of
 from api.predictions.event_stream import HeldResponse
 from api.predictions.generation_stream import behind
 from api.tasks.base import Inputs
-from api.tasks.image import check_strength, first_image, results_of, size_of
+from api.tasks.image import first_image, results_of, size_of
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
 from shared.diffusion_schedulers import SCHEDULER_NAMES
@@ -82,7 +76,9 @@ class ImagesReply(msgspec.Struct):
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
 
-class _ImageBody(Body):
+class ImageBody(Body):
+    """What all requests for images have."""
+
     prompt: str = Field(min_length=1, max_length=MAX_PROMPT_CHARS)
     model: str | None = Field(None, description="Default: the first image model of the catalog.")
     n: Annotated[int, null_is(1)] = Field(1, ge=1, le=10)
@@ -124,7 +120,7 @@ class _ImageBody(Body):
     )
 
     @model_validator(mode="after")
-    def _is_streamed_as_base64(self) -> _ImageBody:
+    def _is_streamed_as_base64(self) -> ImageBody:
         if self.stream and self.response_format == "url":
             raise WrongField("response_format", "a stream has images as b64_json; leave it out")
         if self.partial_images and not self.stream:
@@ -132,7 +128,7 @@ class _ImageBody(Body):
         return self
 
     @model_validator(mode="after")
-    def _png_has_no_quality(self) -> _ImageBody:
+    def _png_has_no_quality(self) -> ImageBody:
         if self.output_compression is not None and self.output_format == "png":
             raise WrongField(
                 "output_compression", "is for output_format jpeg and webp; leave it out"
@@ -140,7 +136,7 @@ class _ImageBody(Body):
         return self
 
 
-class GenerationBody(_ImageBody):
+class GenerationBody(ImageBody):
     """A prompt to draw images from."""
 
     model_config = ConfigDict(
@@ -152,141 +148,6 @@ class GenerationBody(_ImageBody):
             }
         },
     )
-
-
-class SourceImage(Body):
-    """A source image inside a JSON body."""
-
-    image_url: str = Field(
-        description=(
-            "A base64 data: URI, an https URL, or the URL of a file or result of this API."
-        ),
-        json_schema_extra={"pattern": "^(data:|https?://)"},
-    )
-
-    @field_validator("image_url")
-    @classmethod
-    def _is_url(cls, value: str) -> str:
-        if not value.startswith(("data:", "https://", "http://")):
-            raise ValueError(ACCEPTED)
-        return value
-
-
-def _as_form(schema: dict[str, Any]) -> None:
-    known = schema["properties"]
-    schema["properties"] = {
-        name: field for name, field in known.items() if field.get("type") != "null"
-    }
-    for field in schema["properties"].values():
-        # A form has no null. Absent fields are not sent.
-        kinds = [kind for kind in field.pop("anyOf", ()) if kind["type"] != "null"]
-        field |= kinds[0] if kinds else {}
-        if "enum" in field:
-            field["enum"] = [value for value in field["enum"] if value is not None]
-        if field.get("default", "") is None:
-            del field["default"]
-    schema["properties"]["image"] = {
-        "type": "string",
-        "format": "binary",
-        "description": (
-            "PNG, JPEG, WebP, AVIF, GIF, TIFF or BMP. Of several images, the first is taken."
-        ),
-    }
-    schema["required"].append("image")
-
-
-class EditForm(_ImageBody):
-    """A prompt and a source image, as a form. The file is the field `image`."""
-
-    model_config = ConfigDict(json_schema_extra=_as_form)
-
-    strength: Annotated[float, null_is(0.8)] = Field(
-        0.8, gt=0, le=1, description="Extension: 1 ignores the source image."
-    )
-    input_fidelity: Option | None = Field(None, description="Accepted, without effect.")
-
-
-class EditBody(EditForm):
-    """A prompt and a source image, as JSON."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {
-                "prompt": "a large blue circle on a white background",
-                "images": [{"image_url": _WHITE}],
-                "strength": 0.6,
-            }
-        },
-    )
-
-    images: list[SourceImage] = Field(
-        min_length=1, max_length=1, description="Exactly one source image."
-    )
-
-
-IMAGE_FIELDS = ("image", "image[]")
-IMAGE_URL = "images[0].image_url"
-MASK_FIELDS = ("mask", "markup")
-NO_MASK = "masks are not supported; the whole image is redrawn, as much as `strength` says"
-_FORM_LIMITS = {"max_files": 4, "max_fields": MAX_EDIT_FIELDS, "max_part_size": 256 * 1024}
-
-
-async def read_edit(call: ApiRequest) -> tuple[EditForm, bytes | str]:
-    """Returns the validated fields of an edit request, and the bytes of its source image.
-
-    Or the URL of it, if it has to be fetched.
-
-    Raises:
-        ValidationError: a field is wrong.
-        BadInput: there is not exactly one image, there is a mask, or the body is neither form nor
-            JSON.
-    """
-    kind = call.http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == "multipart/form-data":
-        return await _read_form(call)
-    if kind in ("application/json", ""):
-        body = await call.read_json(EditBody)
-        url = body.images[0].image_url
-        if not url.startswith("data:"):
-            return body, url
-        return body, await data_of_uri(url, IMAGE_URL, field="images")
-    raise BadInput(
-        f"content-type: {kind!r} is neither multipart/form-data nor application/json",
-        field="content-type",
-    )
-
-
-async def _read_form(call: ApiRequest) -> tuple[EditForm, bytes]:
-    call.check_charset()
-    async with closed_form(call.http, **_FORM_LIMITS) as form:
-        data = await _only_image(form)
-        # A form has no null; clients and pages write an empty field for it.
-        fields = {
-            name: value for name, value in form.items() if name not in IMAGE_FIELDS and value != ""
-        }
-        _check_files(fields)
-        # Every field of a form is text, so numbers may be strings here.
-        return EditForm.model_validate(fields), data
-
-
-def _check_files(fields: dict[str, UploadFile | str]) -> None:
-    for name, value in fields.items():
-        if isinstance(value, UploadFile):
-            is_known = name in EditForm.model_fields
-            reason = "this field is not a file" if is_known else "unknown parameter"
-            raise BadInput(f"{name}: {reason}", field=name)
-
-
-async def _only_image(form: FormData) -> bytes:
-    for name in MASK_FIELDS:
-        if form.get(name, "") != "":
-            raise BadInput(f"{name}: {NO_MASK}", field=name)
-    images = [value for name in IMAGE_FIELDS for value in form.getlist(name)]
-    if len(images) != 1:
-        raise BadInput(f"image: exactly one file is needed, not {len(images)}", field="image")
-    if not isinstance(images[0], UploadFile):
-        raise BadInput("image: a file is needed, not text", field="image")
-    return await images[0].read()
 
 
 RESULT_LIMIT_BYTES = 64 * 1024 * 1024
@@ -333,7 +194,7 @@ class GenerationsEndpoint(Endpoint):
         return msgspec.json.encode(ImagesReply(items, request.model.name, size, body.output_format))
 
 
-def model_of(body: GenerationBody | EditForm, catalog: Catalog) -> Model:
+def model_of(body: ImageBody, catalog: Catalog) -> Model:
     """Returns the model that a body names, or the first image model of the catalog.
 
     Raises:
@@ -344,7 +205,7 @@ def model_of(body: GenerationBody | EditForm, catalog: Catalog) -> Model:
     return catalog.find(body.model, "image")
 
 
-def size_in(body: GenerationBody | EditForm, model: Model) -> tuple[int, int] | None:
+def size_in(body: ImageBody, model: Model) -> tuple[int, int] | None:
     """Returns the requested width and height. None for `auto`.
 
     Raises:
@@ -385,17 +246,20 @@ async def read_blob(objects: ObjectStore, blob: Blob, noun: str) -> bytes:
         raise Unavailable(f"the {noun} no longer exists; send the request again") from error
 
 
-class _ImageRoute(StreamedRoute):
+FORM_LIMITS = {"max_files": 4, "max_fields": MAX_EDIT_FIELDS, "max_part_size": 256 * 1024}
+
+
+class ImageRoute(StreamedRoute):
     """A route whose body or form may ask for a stream."""
 
     async def asks_for_stream(self, request: Request) -> bool:
         """Returns whether it does."""
         if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
             return await super().asks_for_stream(request)
-        return await form_asks_for_stream(request, **_FORM_LIMITS)
+        return await form_asks_for_stream(request, **FORM_LIMITS)
 
 
-router = APIRouter(route_class=_ImageRoute)
+router = APIRouter(route_class=ImageRoute)
 
 
 @router.post(
@@ -415,66 +279,23 @@ async def create_images(request: Request) -> Response:
     """
     call = open_request(request)
     body = await call.read_json(GenerationBody)
-    model = _find_model(call, body)
-    return await _answer(call, body, model, first_of(body, model))
+    model = model_for(call, body)
+    return await answer_with(call, body, model, first_of(body, model))
 
 
-@router.post(
-    "/v1/images/edits",
-    summary="Create images from an image and a prompt",
-    description=(
-        "Image-to-image: the source is resized to the output size "
-        "and changed as much as `strength` says."
-    ),
-    openapi_extra=inference_body(EditBody, form=EditForm),
-    responses=streamed(
-        inference_responses(ImagesReply, "X-Penstock-Seed", "X-Penstock-Truncated-Tokens")
-    ),
-)
-async def edit_image(request: Request) -> Response:
-    """Image-to-image: the source is resized, and changed as much as `strength` says."""
-    call = open_request(request)
-    body, source_image = await read_edit(call)
-    model = _find_model(call, body)
-    call.check_room(model, body.n)
-    data = source_image
-    if isinstance(data, str):
-        data = await while_connected(request, _fetched_image(call, model, data))
-    image_codec, deadline_s = (
-        call.dependencies.image_codec,
-        call.answer_by_s(model),
-    )
-    preparing = image_codec.prepare_source(
-        data, size_in(body, model), model.image, deadline_s, tenant=call.tenant
-    )
-    source, size = await while_connected(request, preparing)
-    first = first_image(body, model, size)
-    check_strength(first.steps, body.strength)
-    return await _answer(
-        call, body, model, msgspec.structs.replace(first, image=source, strength=body.strength)
-    )
+def model_for(call: ApiRequest, body: ImageBody) -> Model:
+    """Returns the model that a body names, as the one that the request uses.
 
-
-async def _fetched_image(call: ApiRequest, model: Model, url: str) -> bytes:
-    """Returns the bytes of an image that is named by its URL."""
-    caller = ImageCaller(
-        call.tenant, call.storage_quota("images"), call.base_url, call.answer_by_s(model), keep_s=0
-    )
-    try:
-        file = await call.dependencies.source_images.fetch_image(url, caller, IMAGE_URL)
-    except BadInput as error:
-        raise type(error)(error.message, field="images") from error
-    return file.data
-
-
-def _find_model(call: ApiRequest, body: GenerationBody | EditForm) -> Model:
+    Raises:
+        UnknownModel: the image model does not exist.
+    """
     model = model_of(body, call.dependencies.catalog)
     call.use(model)
     return model
 
 
-async def _answer(
-    call: ApiRequest, body: GenerationBody | EditForm, model: Model, first: ImageInput
+async def answer_with(
+    call: ApiRequest, body: ImageBody, model: Model, first: ImageInput
 ) -> Response:
     """Computes n images with consecutive seeds, and answers with them."""
     if body.stream:
@@ -496,13 +317,11 @@ async def _answer(
     return Response(msgspec.json.encode(reply), media_type="application/json")
 
 
-async def _stream(
-    call: ApiRequest, body: GenerationBody | EditForm, model: Model, first: ImageInput
-) -> Response:
+async def _stream(call: ApiRequest, body: ImageBody, model: Model, first: ImageInput) -> Response:
     """Returns the events of the images, from the one behind `Last-Event-ID` on."""
     dependencies = call.dependencies
     position = ImagePosition.from_id(call.http.headers.get("last-event-id", ""), body.n)
-    kind = "image_edit" if isinstance(body, EditForm) else "image_generation"
+    kind = "image_generation" if first.image is None else "image_edit"
     with ExitStack() as held:
         held.enter_context(dependencies.event_streams.reserved(call.tenant))
         new = await _recorded(call, body, model, first)
@@ -538,16 +357,17 @@ async def _stream(
 
 
 async def _recorded(
-    call: ApiRequest, body: GenerationBody | EditForm, model: Model, first: ImageInput
+    call: ApiRequest, body: ImageBody, model: Model, first: ImageInput
 ) -> InferenceRequest:
     """Returns the request for a prediction of the images."""
     path = call.http.scope["route"].path
-    shown = body.model_dump(mode="json", exclude_unset=True, exclude={"images"})
+    shown = body.model_dump(mode="json", exclude_unset=True, exclude={"images", "mask"})
     asked: list[object] = [path, model.name, shown]
-    if first.image is not None:
-        source = await call.dependencies.source_images.stored(first.image)
-        first = msgspec.structs.replace(first, image=source)
-        asked.append(source.object_key or hashlib.sha256(source.data or b"").hexdigest())
+    if first.sources:
+        images = call.dependencies.source_images
+        sources = [await images.stored(source) for source in first.sources]
+        first = first.with_sources(sources)
+        asked += [one.object_key or hashlib.sha256(one.data or b"").hexdigest() for one in sources]
     read = Inputs(
         consecutive(first, first.seed, body.n),
         shown,
@@ -564,7 +384,7 @@ _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 async def _encode(
     call: ApiRequest,
-    body: GenerationBody | EditForm,
+    body: ImageBody,
     result: ImageResult,
     deadline_s: float,
     *,

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import msgspec
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from api.bodies import MAX_PROMPT_CHARS, MAX_SEED, Body, SchedulerName
+from api.errors import WrongField
+from api.inputs.codec_protocol import UNPADDED, Padding
 from api.inputs.source_images import ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs
 from shared.catalog import Model
@@ -123,6 +125,15 @@ def check_strength(steps: int, strength: float) -> None:
 
 
 USUAL_STRENGTH = 0.8
+MAX_MASK_BLUR = 64.0
+"""Pixels."""
+MAX_PADDING = 4096
+"""Pixels of a side."""
+
+
+def _or_one_number(schema: dict[str, Any]) -> None:
+    sides = schema["anyOf"][0]
+    schema["anyOf"].insert(0, sides["items"] | {"minimum": 1})
 
 
 class ImagePredictionInput(Body):
@@ -143,6 +154,29 @@ class ImagePredictionInput(Body):
     size: str | None = Field(
         None, pattern=r"^[1-9]\d{0,4}x[1-9]\d{0,4}$", description="WIDTHxHEIGHT, in one."
     )
+    mask: str | None = Field(
+        None,
+        description=(
+            "Where `image` is drawn anew: what is white in this image, which has the size of "
+            "`image`. What is black keeps the pixels of `image`. Named as `image` is."
+        ),
+    )
+    mask_blur: float | None = Field(
+        None,
+        ge=0,
+        le=MAX_MASK_BLUR,
+        description="How soft the edge of the mask is, inwards: a standard deviation in pixels.",
+    )
+    padding: list[Annotated[int, Field(ge=0, le=MAX_PADDING)]] | None = Field(
+        None,
+        min_length=4,
+        max_length=4,
+        description=(
+            "Pixels that are drawn around `image`: on each side, or as [left, top, right, bottom]. "
+            "They are a part of width and height."
+        ),
+        json_schema_extra=_or_one_number,
+    )
     num_outputs: int = Field(1, ge=1, le=4, description="Image i uses seed + i.")
     num_inference_steps: int | None = Field(None, ge=1)
     guidance_scale: float | None = Field(None, ge=0, le=100)
@@ -160,6 +194,35 @@ class ImagePredictionInput(Body):
             raise ValueError("give either strength or prompt_strength, not both")
         return self
 
+    @model_validator(mode="after")
+    def _masks_an_image(self) -> ImagePredictionInput:
+        if self.mask is not None and self.image is None:
+            raise WrongField("mask", "is for image; give the image that it masks")
+        if self.padding is not None and self.image is None:
+            raise WrongField("padding", "is for image; give the image that it goes around")
+        if self.mask_blur is not None and self.mask is None and self.padding is None:
+            raise WrongField("mask_blur", "is for mask and padding; leave it out")
+        return self
+
+    @field_validator("padding", mode="before")
+    @classmethod
+    def _on_each_side(cls, value: object) -> object:
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        return [value] * 4 if is_number else value
+
+    @field_validator("padding")
+    @classmethod
+    def _pads(cls, value: list[int] | None) -> list[int] | None:
+        if value is not None and not any(value):
+            raise ValueError("no side has a pixel; leave it out")
+        return value
+
+    @property
+    def sides(self) -> Padding:
+        """The padding to the left, above, to the right and below."""
+        left, above, right, below = self.padding or UNPADDED
+        return left, above, right, below
+
 
 class ImageApi(ApiTask):
     """The output is a list of URLs."""
@@ -176,20 +239,68 @@ class ImageApi(ApiTask):
         if parsed.image is None:
             first = first_image(parsed, model, size or (model.image.width, model.image.height))
         else:
-            strength = parsed.strength or parsed.prompt_strength or USUAL_STRENGTH
-            file = await images.fetch_image(parsed.image, caller)
-            source, size = await images.prepare(file.data, size, model.image, caller)
-            first = first_image(parsed, model, size)
-            check_strength(first.steps, strength)
-            source = await images.stored(source)
-            first = msgspec.structs.replace(first, image=source, strength=strength)
-            if parsed.image.startswith("data:"):
-                shown = raw_input | {"image": await images.keep(file, caller)}
+            first, kept = await _from_image(parsed, parsed.image, model, caller, images)
+            shown = raw_input | kept
         inputs = [
             msgspec.structs.replace(first, seed=first.seed + number)
             for number in range(parsed.num_outputs)
         ]
         return Inputs(inputs, shown, True, parsed.seed is not None, parsed.output_format)
+
+
+async def _from_image(
+    parsed: ImagePredictionInput,
+    url: str,
+    model: Model,
+    caller: ImageCaller,
+    images: SourceImages,
+) -> tuple[ImageInput, dict[str, str]]:
+    """Returns the first image, which starts from the one at `url`, maybe within a mask.
+
+    And the URLs of files that were in the input itself, by field.
+    """
+    sides = parsed.sides
+    is_masked = parsed.mask is not None or sides != UNPADDED
+    strength = parsed.strength or parsed.prompt_strength or USUAL_STRENGTH
+    urls = {"image": url} | ({} if parsed.mask is None else {"mask": parsed.mask})
+    files = await images.fetch_images(urls, caller)
+    size = _size(parsed, model)
+    _check_padding(sides, size, model)
+    source = await images.prepare(files["image"].data, size, model.image, caller, sides)
+    first = first_image(parsed, model, source.size)
+    check_strength(first.steps, strength)
+    first = msgspec.structs.replace(first, image=source.image, strength=strength)
+    if is_masked:
+        data = files["mask"].data if "mask" in files else b""
+        mask = await images.prepare_mask(data, source, parsed.mask_blur or 0.0, caller, sides)
+        first = msgspec.structs.replace(first, mask=mask)
+    first = first.with_sources([await images.stored(blob) for blob in first.sources])
+    kept = {
+        name: await images.keep(files[name], caller, name)
+        for name, one in urls.items()
+        if one.startswith("data:")
+    }
+    return first, kept
+
+
+def _check_padding(sides: Padding, size: tuple[int, int] | None, model: Model) -> None:
+    """Validates that a padding leaves something of the image, in a size that the model draws.
+
+    Raises:
+        BadInput: it does not.
+    """
+    across, down = sides[0] + sides[2], sides[1] + sides[3]
+    if size is None:
+        # Without it, the size is a multiple already.
+        if across % model.image.multiple or down % model.image.multiple:
+            reason = (
+                f"left and right together, and top and bottom together, are multiples of "
+                f"{model.image.multiple} for {model.name}, if there is no size"
+            )
+            raise BadInput(f"padding: {reason}", field="padding")
+    elif across >= size[0] or down >= size[1]:
+        reason = f"it leaves nothing of the image in {size[0]}x{size[1]} pixels"
+        raise BadInput(f"padding: {reason}", field="padding")
 
 
 def _size(parsed: ImagePredictionInput, model: Model) -> tuple[int, int] | None:

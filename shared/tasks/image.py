@@ -27,7 +27,10 @@ from shared.tasks.base import (
 
 
 class ImageInput(TaskInput, tag="image"):
-    """One image to draw. With `image`, image-to-image at `strength`."""
+    """One image to draw. With `image`, image-to-image at `strength`.
+
+    `mask`: a gray image of the size to draw. Only where it is not black, `image` is drawn anew.
+    """
 
     prompt: str
     width: int
@@ -39,15 +42,17 @@ class ImageInput(TaskInput, tag="image"):
     negative_prompt: str = ""
     image: Blob | None = None
     strength: float | None = None
+    mask: Blob | None = None
 
     @property
     def sources(self) -> Sequence[Blob]:
-        """The image to start from."""
-        return () if self.image is None else (self.image,)
+        """The image to start from, and its mask."""
+        return tuple(blob for blob in (self.image, self.mask) if blob is not None)
 
     def with_sources(self, sources: Sequence[Blob]) -> Self:
-        """The same input with the image in another place."""
-        return msgspec.structs.replace(self, image=sources[0])
+        """The same input with the image and its mask in other places."""
+        names = [name for name in ("image", "mask") if getattr(self, name) is not None]
+        return msgspec.structs.replace(self, **dict(zip(names, sources, strict=True)))
 
     def estimate_work(self, entry: CatalogEntry) -> int:
         """Pixel-steps. With a source only a part of the steps is run."""
@@ -55,14 +60,16 @@ class ImageInput(TaskInput, tag="image"):
         return self.width * self.height * max(1, int(self.steps * share))
 
     def cache_form(self) -> tuple[object, ...]:
-        """Every parameter. 7 and 7.0 are one guidance scale. A source counts by its digest."""
+        """Every parameter. 7 and 7.0 are one guidance scale. Source and mask count by digest."""
         size = (self.width, self.height, self.steps)
         guidance = float(self.guidance_scale)
         drawn = (guidance, self.seed, self.scheduler, self.prompt, self.negative_prompt)
         if self.image is None:
             return ("image", size, drawn)
         strength = None if self.strength is None else float(self.strength)
-        return ("image", size, drawn, self.image.identity, strength)
+        source = (self.image.identity, strength)
+        masked = () if self.mask is None else (self.mask.identity,)
+        return ("image", size, drawn, *source, *masked)
 
 
 class ImageResult(TaskResult, tag="image"):

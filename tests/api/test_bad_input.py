@@ -157,6 +157,11 @@ def _png(image: Image.Image) -> bytes:
 
 
 WHOLE = _png(Image.radial_gradient("L"))
+HOLE_OF_ANOTHER_SIZE = _png(Image.new("RGBA", (64, 64)))
+NO_HOLE = _png(Image.new("RGBA", (256, 256), "white"))
+_speck = Image.new("RGBA", (256, 256), "white")
+_speck.putpixel((40, 40), (0, 0, 0, 0))
+SPECK = _png(_speck)
 # A real PNG of 100 megapixels: 12 kB on the wire, 100 to 400 MB decoded.
 BOMB = _png(Image.new("1", (10_000, 10_000)))
 
@@ -169,7 +174,16 @@ BOMB = _png(Image.new("1", (10_000, 10_000)))
         ({"image": WHOLE[:5000]}, {}, "image", "broken"),
         ({"image": WHOLE[:4000] + bytes(2000) + WHOLE[6000:]}, {}, "image", "broken"),
         ({"image": BOMB}, {}, "image", "10000x10000 pixels; at most 25 megapixels are allowed"),
-        ({"image": WHOLE, "mask": WHOLE}, {}, "mask", "not supported"),
+        ({"image": WHOLE, "mask": WHOLE}, {}, "mask", "without an alpha channel"),
+        ({"image": WHOLE, "mask": HOLE_OF_ANOTHER_SIZE}, {}, "mask", "64x64 pixels, and the image"),
+        ({"image": WHOLE, "mask": NO_HOLE}, {}, "mask", "nothing in it is transparent"),
+        ({"image": WHOLE, "mask": SPECK}, {"mask_blur": "8"}, "mask", "mask_blur 8 leaves nothing"),
+        ({"image": WHOLE, "mask": BOMB}, {}, "mask", "at most 25 megapixels are allowed"),
+        ({"image": WHOLE, "mask": WHOLE[:5000]}, {}, "mask", "broken"),
+        ({"image": WHOLE, "mask": b"no image"}, {}, "mask", "not a PNG, JPEG, WebP, AVIF"),
+        ({"image": WHOLE}, {"mask": "a"}, "mask", "a file is needed, not text"),
+        ({"image": WHOLE}, {"mask_blur": "2"}, "mask_blur", "is for a mask"),
+        ({"image": WHOLE, "mask": SPECK}, {"mask_blur": "65"}, "mask_blur", "less than or equal"),
         ({"photo": WHOLE}, {}, "image", "exactly one file is needed, not 0"),
         ({"image": WHOLE, "image[]": WHOLE}, {}, "image", "not 2"),
         ({"image": WHOLE}, {"strength": "0"}, "strength", "greater than 0"),

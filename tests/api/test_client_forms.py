@@ -108,8 +108,7 @@ async def test_each_field_of_the_client_is_taken_or_refused_by_name(
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("mask", "are not supported"),
-        ("markup", "are not supported"),
+        ("markup", "is not supported"),
         ("photo", "unknown parameter"),
         ("prompt", "this field is not a file"),
     ],

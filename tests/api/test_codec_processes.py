@@ -40,7 +40,7 @@ try:
             continue
         sum(range(200_000))
         os.unlink(lock)
-        connection.sendall(frame_header(SourcePrepared(*order.size)))
+        connection.sendall(frame_header(SourcePrepared(*order.size, order.size)))
 except ConnectionError:
     pass
 """

@@ -100,7 +100,10 @@ def test_broken_image_is_refused_or_drawn_never_worse(
         broken[start : start + len(patch)] = patch
     answer, drawn = _prepared(bytes(broken[: int(keep * len(broken))]), (8, 8))
     assert isinstance(answer, CodecError) or (
-        answer == SourcePrepared(8, 8) and drawn is not None and drawn.size == (8, 8)
+        isinstance(answer, SourcePrepared)
+        and (answer.width, answer.height) == (8, 8)
+        and drawn is not None
+        and drawn.size == (8, 8)
     )
 
 
@@ -189,7 +192,7 @@ def test_large_image_is_drawn_as_if_resampled_whole(kind: str, mode: str, turn: 
     if turn == 6:
         flat = flat.transpose(Image.Transpose.ROTATE_270)
     answer, drawn = _prepared(buffer.getvalue(), (64, 40))
-    assert answer == SourcePrepared(64, 40)
+    assert answer == SourcePrepared(64, 40, file_size=(700, 900) if turn == 6 else (900, 700))
     assert drawn is not None
     expected = np.asarray(flat.resize((64, 40), Image.Resampling.LANCZOS), dtype=int)
     # Where the gradients' ends meet, two filters ring a little differently.

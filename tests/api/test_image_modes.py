@@ -37,7 +37,8 @@ def drawn_or_refused(data: bytes) -> Pixels | CodecError:
     answer, png = run_command(PrepareSource((WIDTH, HEIGHT), LIMITS), data, lambda cost: None)
     if isinstance(answer, CodecError):
         return answer
-    assert answer == SourcePrepared(WIDTH, HEIGHT)
+    assert isinstance(answer, SourcePrepared)
+    assert (answer.width, answer.height) == (WIDTH, HEIGHT)
     pixels: Pixels = np.asarray(Image.open(io.BytesIO(png)))
     return pixels
 

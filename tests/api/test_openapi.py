@@ -11,7 +11,8 @@ import pytest
 
 from api.errors import ERROR_MAPPINGS
 from api.openai.embeddings import EmbeddingsBody
-from api.openai.images import EditBody, GenerationBody
+from api.openai.image_edits import EditBody
+from api.openai.images import GenerationBody
 from api.openai.rerank import RerankBody
 from shared.catalog import Catalog
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
@@ -104,7 +105,8 @@ async def test_examples_are_taken_as_they_stand(api: ApiUnderTest, page: dict[st
 
 async def test_forms_are_described(page: dict[str, Any]) -> None:
     audio = ("/v1/audio/transcriptions", "/v1/audio/translations")
-    for path in ("/v1/images/edits", "/v1/files", *audio):
+    images = ("/v1/images/edits", "/v1/images/variations")
+    for path in (*images, "/v1/files", *audio):
         assert "multipart/form-data" in page["paths"][path]["post"]["requestBody"]["content"]
     for path in ("/v1/predictions", "/v1/models/{owner}/{name}/predictions"):
         assert {"200", "201"} <= page["paths"][path]["post"]["responses"].keys()

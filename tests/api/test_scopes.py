@@ -291,6 +291,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "/rerank": {"model": TEXT_MODEL.name, "query": "a", "documents": ["b"]},
     "/images/generations": DRAWING,
     "/images/edits": DRAWING,
+    "/images/variations": {"model": IMAGE_MODEL.name},
     "/audio/transcriptions": {"model": "writer"},
     "/audio/translations": {"model": "writer"},
     "/audio/speech": {"model": "writer", "input": "a"},
@@ -313,7 +314,12 @@ NAMED: dict[str, dict[str, Any]] = {
 }
 
 
-FORMS = {"/images/edits": "image", "/audio/transcriptions": "file", "/audio/translations": "file"}
+FORMS = {
+    "/images/edits": "image",
+    "/images/variations": "image",
+    "/audio/transcriptions": "file",
+    "/audio/translations": "file",
+}
 """The routes that take a form, with the name of its file."""
 
 

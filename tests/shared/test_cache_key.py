@@ -97,6 +97,12 @@ def test_key_covers_source_image_and_strength() -> None:
     assert len({cache_key(MODEL, input, "t") for input in drawn_from}) == len(drawn_from)
 
 
+def test_key_covers_the_mask() -> None:
+    other = Blob("image/png", data=b"others")
+    masked = [drawing(image=PNG, strength=1.0, mask=mask) for mask in (None, PNG, other)]
+    assert len({cache_key(MODEL, input, "t") for input in masked}) == len(masked)
+
+
 def test_key_ignores_what_changes_no_pixel() -> None:
     without_source = drawing(strength=0.9)
     whole_number = drawing(guidance_scale=7)

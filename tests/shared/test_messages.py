@@ -56,6 +56,7 @@ inputs = st.one_of(
         ImageInput, prompt=texts, width=counts, height=counts, steps=counts,
         guidance_scale=st.floats(0, 50), seed=st.integers(0, 2**63 - 1), scheduler=names,
         negative_prompt=texts, image=st.none() | blobs, strength=st.none() | st.floats(0, 1),
+        mask=st.none() | blobs,
     ),
 )  # fmt: skip
 items = st.lists(

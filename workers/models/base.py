@@ -49,7 +49,9 @@ class PreparedText(Prepared, tag="text", omit_defaults=True):
 class PreparedImage(Prepared, tag="image", omit_defaults=True):
     """One image to draw.
 
-    `source`: the image to start from, width x height RGB pixels of 3 bytes, row by row.
+    `source`: the image to start from, width x height RGB pixels of 3 bytes, row by row. `mask`:
+    width x height bytes, how much of each pixel is drawn anew. 0: the source's own, 255: nothing
+    of it.
     """
 
     prompt: str
@@ -62,6 +64,7 @@ class PreparedImage(Prepared, tag="image", omit_defaults=True):
     scheduler: str
     strength: float | None = None
     source: bytes | None = None
+    mask: bytes | None = None
 
 
 class PreparedPair(Prepared, tag="pair"):

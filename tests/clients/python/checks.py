@@ -17,6 +17,7 @@ import threading
 import traceback
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -230,3 +231,19 @@ def fresh(count: int = 3) -> list[str]:
 def assert_png(data: bytes) -> None:
     """Fails unless these are the bytes of a PNG file."""
     assert data.startswith(PNG), data[:20]
+
+
+def half_png(side: int = 64) -> bytes:
+    """A square PNG of `side` pixels. Its left half is black, the right one white and transparent.
+
+    As a mask, it gives the right half to the model, whichever of the two the API reads.
+    """
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        checksum = zlib.crc32(kind + data)
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", checksum)
+
+    row = b"\0" + b"\0\0\0\xff" * (side // 2) + b"\xff\xff\xff\0" * (side // 2)
+    header = struct.pack(">IIBBBBB", side, side, 8, 6, 0, 0, 0)
+    chunks = {b"IHDR": header, b"IDAT": zlib.compress(row * side), b"IEND": b""}
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*pair) for pair in chunks.items())

@@ -23,6 +23,7 @@ from tests.clients.python.checks import (
     check,
     decoded,
     fresh,
+    half_png,
     main,
     needs_keys,
     post,
@@ -130,6 +131,34 @@ def image_edited() -> None:
         extra_body={"strength": 0.6},
     )
     assert images(answer) != [circle]
+
+
+@check
+def image_redrawn_within_a_mask() -> None:
+    asked: dict[str, Any] = {"model": PAINTER, "size": "64x64"}
+    (circle,) = images(client.images.generate(prompt=PROMPT, **asked))
+    edit: dict[str, Any] = {
+        "model": PAINTER,
+        "image": ("circle.png", circle, "image/png"),
+        "prompt": "a blue square on the right",
+        "extra_body": {"mask_blur": 2, "seed": 1},
+    }
+    redrawn = images(client.images.edit(**edit, mask=("mask.png", half_png(), "image/png"), n=2))
+    assert len({circle, *redrawn}) == 3
+    with raises(openai.BadRequestError) as caught:
+        client.images.edit(**edit, mask=("mask.png", half_png(32), "image/png"))
+    assert caught.error.param == "mask", caught.error
+    assert "32x32" in caught.error.message, caught.error
+
+
+@check
+def image_varied() -> None:
+    asked: dict[str, Any] = {"model": PAINTER, "size": "64x64"}
+    (circle,) = images(client.images.generate(prompt=PROMPT, **asked))
+    answer = client.images.create_variation(
+        image=("circle.png", circle, "image/png"), n=2, response_format="b64_json", **asked
+    )
+    assert len({circle, *images(answer)}) == 3
 
 
 @check

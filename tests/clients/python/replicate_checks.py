@@ -21,6 +21,7 @@ from tests.clients.python.checks import (
     assert_same,
     check,
     fresh,
+    half_png,
     main,
     needs_keys,
     needs_same_machine,
@@ -135,6 +136,19 @@ def file_as_input() -> None:
     blue = "a large blue circle on a white background"
     images = client.run(IMAGE_REF, input={"prompt": blue, "image": source, "prompt_strength": 0.6})
     assert_png(images[0].read())
+
+
+@check
+def image_redrawn_within_a_mask() -> None:
+    source = io.BytesIO(client.run(IMAGE_REF, input=SMALL)[0].read())
+    source.name = "circle.png"
+    mask = io.BytesIO(half_png())
+    mask.name = "mask.png"
+    wish = {"prompt": "a blue square on the right", "image": source, "mask": mask, "mask_blur": 2}
+    (image,) = client.run(IMAGE_REF, input=wish)
+    redrawn = image.read()
+    assert_png(redrawn)
+    assert redrawn != source.getvalue()
 
 
 @check

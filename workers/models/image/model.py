@@ -22,7 +22,7 @@ import torch
 from shared.blob import Blob
 from shared.catalog import Model
 from shared.diffusion_schedulers import OWN_SCHEDULER, SCHEDULERS
-from shared.errors import BadInput, ModelFailed, PenstockError
+from shared.errors import BadInput, ConfigurationError, ModelFailed, PenstockError
 from shared.settings import ModelSettings, read_settings
 from shared.tasks import Result
 from shared.tasks.image import ImageResult
@@ -30,6 +30,7 @@ from workers.models.base import OnStep, OutOfMemory, PreparedImage, PreparedItem
 from workers.models.device import Device, memory_errors
 from workers.models.image.codec import encode_all, sources_on, to_host
 from workers.models.image.compilation import cheapest_cover, only_what_is_compiled
+from workers.models.image.masks import is_trained_with_masks
 from workers.models.image.pipeline import draws_text, load_pipelines
 from workers.models.image.plan import capability_of, plan_for
 from workers.models.image.preview import draw_previews
@@ -144,6 +145,8 @@ class ImageModel:
 
     device_name = ""
     pads = True
+    draws_masks = False
+    """Whether it draws within masks. Only images that join between steps are."""
 
     def __init__(
         self, entry: Model, folder: Path, device: Device, *, warmup_limit_s: float = WARMUP_LIMIT_S
@@ -160,14 +163,20 @@ class ImageModel:
         """Loads the pipeline, of any class, without its safety checker.
 
         Raises:
-            ConfigurationError: the folder is not a text-to-image pipeline, or a required package is
-                missing.
+            ConfigurationError: the folder is not a text-to-image pipeline, it was trained with
+                masks and can't step, or a required package is missing.
         """
         self._device, self.device_name = self._requested_device.open()
         self._plan = plan_for(self._entry, capability_of(self._device))
         self._text_to_image, self._image_to_image = load_pipelines(
             self._folder, self._device, self._plan
         )
+        self._needs_mask = is_trained_with_masks(self._text_to_image)
+        if self._needs_mask and not self.draws_masks:
+            raise ConfigurationError(
+                f"{self._folder}: it draws within masks only, which needs image.join auto",
+                field="image.join",
+            )
         if self._plan.is_compiled:
             folder = read_settings(ModelSettings).kernels_dir
             self._kernels = KernelStore(folder, self._entry.name, self._device)
@@ -259,6 +268,8 @@ class ImageModel:
 
     def refusal(self, item: PreparedImage) -> BadInput | None:
         """Returns why this model can't draw an item. None if it can."""
+        if item.mask is not None and not self.draws_masks:
+            return BadInput("this model takes no mask", field="mask")
         if item.source is not None and self._image_to_image is None:
             return BadInput("this model draws from text only", field="image")
         if item.source is None and not self._draws_text:

@@ -54,6 +54,21 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> tuple
     return pipeline, image_to_image
 
 
+def inpainting(pipeline: Any, image_to_image: Any) -> Any:
+    """The pipeline for masks with the components of the other two. It takes no memory.
+
+    Args:
+        pipeline: the one for text, of Stable Diffusion or Stable Diffusion XL.
+        image_to_image: the one for images.
+    """
+    settings = {}
+    if "requires_aesthetics_score" in image_to_image.config:
+        settings["requires_aesthetics_score"] = image_to_image.config.requires_aesthetics_score
+    for_masks: Any = diffusers.AutoPipelineForInpainting.from_pipe(pipeline, **settings)
+    for_masks.set_progress_bar_config(disable=True)
+    return for_masks
+
+
 def draws_text(image_to_image: Any | None) -> bool:
     """Returns whether a pipeline draws from text alone. An SDXL refiner does not."""
     return image_to_image is None or not image_to_image.config.get("requires_aesthetics_score")

@@ -29,8 +29,10 @@ SEED_LIMIT = 2**63
 STEPPED_PIPELINES = (
     "StableDiffusionPipeline",
     "StableDiffusionImg2ImgPipeline",
+    "StableDiffusionInpaintPipeline",
     "StableDiffusionXLPipeline",
     "StableDiffusionXLImg2ImgPipeline",
+    "StableDiffusionXLInpaintPipeline",
 )
 """Classes in model_index.json whose pipelines for text are in workers.models.image.stepped."""
 
@@ -106,8 +108,10 @@ def can_step(folder: Path) -> bool:
 
 
 def _prepared(value: ImageInput, usual_steps: int, *, is_stepped: bool) -> PreparedImage:
-    strength = source = None
+    strength = source = mask = None
     steps_run = value.steps
+    if value.mask is not None:
+        mask = _read_mask(value)
     if value.image is not None:
         strength = DEFAULT_STRENGTH if value.strength is None else value.strength
         steps_run = image_to_image_steps(value.steps, strength)
@@ -131,6 +135,7 @@ def _prepared(value: ImageInput, usual_steps: int, *, is_stepped: bool) -> Prepa
         scheduler=value.scheduler,
         strength=strength,
         source=source,
+        mask=mask,
     )
 
 
@@ -150,26 +155,43 @@ def image_to_image_steps(steps: int, strength: float) -> int:
 
 def _read_source(blob: Blob, width: int, height: int) -> bytes:
     """The source image as width x height RGB pixels, rotated as its EXIF data says."""
-    if not blob.data:
-        raise BadInput("the image has no data", field="image")
-    try:
-        with Image.open(io.BytesIO(blob.data), formats=SOURCE_FORMATS) as image:
-            if image.width * image.height > SOURCE_MAX_PIXELS:
-                raise _too_many_pixels()
-            upright = ImageOps.exif_transpose(image).convert("RGB")
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise _too_many_pixels() from error
-    except UnidentifiedImageError as error:
-        raise BadInput(
-            f"the image is not one of {', '.join(SOURCE_FORMATS)}", field="image"
-        ) from error
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
-        # What Pillow's decoders raise for broken files: which one depends on where the file breaks.
-        raise BadInput(f"the image can't be decoded: {error}", field="image") from error
+    upright = _decoded(blob, "RGB", "image")
     if upright.size != (width, height):
         upright = upright.resize((width, height), Image.Resampling.LANCZOS)
     return upright.tobytes()
 
 
-def _too_many_pixels() -> InputTooLarge:
-    return InputTooLarge(f"the image has more than {SOURCE_MAX_PIXELS} pixels", field="image")
+def _read_mask(value: ImageInput) -> bytes:
+    """The mask of an input as width x height bytes."""
+    if value.image is None or value.mask is None:
+        raise BadInput("a mask needs an image", field="mask")
+    mask = _decoded(value.mask, "L", "mask")
+    if mask.size != (value.width, value.height):
+        raise BadInput("the mask has another size than the image", field="mask")
+    if mask.getbbox() is None:
+        raise BadInput("the mask leaves nothing to draw", field="mask")
+    return mask.tobytes()
+
+
+def _decoded(blob: Blob, mode: str, field: str) -> Image.Image:
+    """The image in a mode of Pillow's, rotated as its EXIF data says. Errors name the field."""
+    if not blob.data:
+        raise BadInput(f"the {field} has no data", field=field)
+    try:
+        with Image.open(io.BytesIO(blob.data), formats=SOURCE_FORMATS) as image:
+            if image.width * image.height > SOURCE_MAX_PIXELS:
+                raise _too_many_pixels(field)
+            return ImageOps.exif_transpose(image).convert(mode)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise _too_many_pixels(field) from error
+    except UnidentifiedImageError as error:
+        raise BadInput(
+            f"the {field} is not one of {', '.join(SOURCE_FORMATS)}", field=field
+        ) from error
+    except (OSError, SyntaxError, ValueError, EOFError) as error:
+        # What Pillow's decoders raise for broken files: which one depends on where the file breaks.
+        raise BadInput(f"the {field} can't be decoded: {error}", field=field) from error
+
+
+def _too_many_pixels(field: str) -> InputTooLarge:
+    return InputTooLarge(f"the {field} has more than {SOURCE_MAX_PIXELS} pixels", field=field)

@@ -17,16 +17,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import diffusers
+import msgspec
 import numpy as np
 import torch
 
-from shared.errors import PenstockError
+from shared.errors import BadInput, PenstockError
 from shared.tasks import Result
 from shared.tasks.text import TokenChunk
 from workers.models.base import OutOfMemory, PreparedImage, PreparedItem, RgbImage, StepEnd
 from workers.models.device import memory_errors
 from workers.models.image.codec import sources_on, to_host
+from workers.models.image.masks import (
+    MaskedStart,
+    pasted,
+    start_masked,
+)
 from workers.models.image.model import ImageModel
+from workers.models.image.pipeline import inpainting
 from workers.models.image.preview import draw_previews
 from workers.models.image.vae import decode, own_type, spare_memory
 
@@ -111,6 +118,7 @@ class _Drawing:
     scale: torch.Tensor | None
     """The guidance scale as the UNet of a distilled model takes it, [1, width]."""
     for_scheduler: dict[str, Any]
+    masked: MaskedStart | None
     done: int = 0
     """Its steps so far."""
 
@@ -124,10 +132,27 @@ class _Drawing:
         """Pixels that the UNet computes of it in a step."""
         return self.item.height * self.item.width * len(self.prompt)
 
+    def unet_input(self, time: torch.Tensor) -> torch.Tensor:
+        """What the UNet gets at a timestep, [1, channels, height, width]."""
+        scaled: torch.Tensor = self.scheduler.scale_model_input(self.latents, time)
+        return scaled if self.masked is None else self.masked.unet_input(scaled)
+
+    def take_step(self, noise: torch.Tensor, time: torch.Tensor) -> None:
+        """Takes a step along the noise that the UNet sees, [1, channels, height, width]."""
+        self.latents = self.scheduler.step(
+            noise, time, self.latents, **self.for_scheduler, return_dict=False
+        )[0]
+        self.done += 1
+        if self.masked is not None:
+            is_last = self.done == len(self.timesteps)
+            next_time = None if is_last else self.timesteps[self.done]
+            self.latents = self.masked.blended(self.latents, self.scheduler, next_time)
+
 
 class SteppedImageModel(ImageModel):
     """An ImageModel of a known family that also computes step by step. See SteppedModel."""
 
+    draws_masks = True
     _drawings: dict[int, _Drawing]
 
     def setup(self) -> None:
@@ -135,6 +160,31 @@ class SteppedImageModel(ImageModel):
         super().setup()
         self._drawings = {}
         self._family = FAMILIES[type(self._text_to_image)]
+        self._inpainting = inpainting(self._text_to_image, self._image_to_image)
+
+    def refusal(self, item: PreparedImage) -> BadInput | None:
+        """Returns why this model can't draw an item. None if it can."""
+        if self._needs_mask and item.mask is None:
+            return BadInput("this model draws only within the mask of an image", field="mask")
+        return super().refusal(item)
+
+    def _usual_item(self, *, from_image: bool) -> PreparedImage:
+        usual = super()._usual_item(from_image=from_image or self._needs_mask)
+        if not self._needs_mask:
+            return usual
+        return msgspec.structs.replace(usual, mask=b"\xff" * (usual.width * usual.height))
+
+    def _warm(self, items: Sequence[PreparedImage]) -> None:
+        if not self._needs_mask:
+            super()._warm(items)
+            return
+        # Not within `settled`: compilation is allowed only here.
+        with torch.inference_mode(), memory_errors():
+            drawings = [self._begin(item) for item in items]
+            for _ in drawings[0].timesteps:
+                self._step_together(drawings)
+            for drawing in drawings:
+                self._decode(drawing)
 
     def admit(self, slot: int, item: PreparedItem) -> None:
         """Encodes the prompts and the source, and draws the noise."""
@@ -187,12 +237,18 @@ class SteppedImageModel(ImageModel):
 
     def _begin(self, item: PreparedImage) -> _Drawing:
         pipeline: Any = self._text_to_image if item.source is None else self._image_to_image
+        if item.mask is not None:
+            pipeline = self._inpainting
         scheduler = pipeline.scheduler = self._scheduler(item.scheduler)
         generator = torch.Generator("cpu").manual_seed(item.seed)
         texts = self._prompts.arguments([item])
         scheduler.set_timesteps(item.steps, device=self._device)
         prompt = torch.cat([texts["negative_prompt_embeds"], texts["prompt_embeds"]])
-        timesteps, latents = self._start(pipeline, item, generator, prompt.dtype)
+        masked = None
+        if item.mask is None:
+            timesteps, latents = self._start(pipeline, item, generator, prompt.dtype)
+        else:
+            timesteps, latents, masked = start_masked(pipeline, item, generator, prompt.dtype)
         conditions = self._family.conditions(pipeline, item, texts)
         scale = self._scale(pipeline, item, latents)
         rows = 2 if item.guidance_scale > 1 and scale is None else 1
@@ -206,6 +262,7 @@ class SteppedImageModel(ImageModel):
             conditions={name: both[-rows:] for name, both in conditions.items()},
             scale=scale,
             for_scheduler=pipeline.prepare_extra_step_kwargs(generator, 0.0),
+            masked=masked,
         )
 
     def _start(
@@ -249,10 +306,7 @@ class SteppedImageModel(ImageModel):
         """One call of the UNet, then the scheduler of each item."""
         rows = len(drawings[0].prompt)
         times = [drawing.timesteps[drawing.done] for drawing in drawings]
-        scaled = [
-            drawing.scheduler.scale_model_input(drawing.latents, time)
-            for drawing, time in zip(drawings, times, strict=True)
-        ]
+        scaled = [drawing.unet_input(time) for drawing, time in zip(drawings, times, strict=True)]
         # A compiled size is filled up with the last item again.
         fill = len(self._padded([drawing.item for drawing in drawings])) - len(drawings)
         slots = [*range(len(drawings)), *[len(drawings) - 1] * fill]
@@ -275,10 +329,7 @@ class SteppedImageModel(ImageModel):
             if rows == 2:
                 without, with_prompt = own.chunk(2)
                 own = without + drawing.item.guidance_scale * (with_prompt - without)
-            drawing.latents = drawing.scheduler.step(
-                own, time, drawing.latents, **drawing.for_scheduler, return_dict=False
-            )[0]
-            drawing.done += 1
+            drawing.take_step(own, time)
 
     def _end(self, drawing: _Drawing) -> Result | PenstockError:
         try:
@@ -303,7 +354,8 @@ class SteppedImageModel(ImageModel):
         drawn = pipeline.image_processor.postprocess(
             decode(pipeline, drawing.latents), output_type="pt", do_denormalize=[True]
         )
-        return to_host(drawn)[0]
+        (image,) = to_host(drawn)
+        return image if image is None or drawing.masked is None else pasted(image, drawing.item)
 
 
 def _together(parts: Sequence[torch.Tensor], slots: Sequence[int]) -> torch.Tensor:

@@ -1,0 +1,350 @@
+"""POST /v1/images/edits and /v1/images/variations: from an image, and maybe within a mask.
+
+An edit has a prompt, as a form with files or as JSON. With a mask, only what is transparent in it
+is drawn anew. A variation is image-to-image without a prompt. images.py makes the answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from fastapi import APIRouter
+from pydantic import ConfigDict, Field, field_validator, model_validator
+from starlette.datastructures import FormData, UploadFile
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.bodies import _WHITE, Body, Option, null_is
+from api.errors import WrongField
+from api.http.openapi import inference_body, inference_responses, streamed
+from api.http.request import ApiRequest, open_request, while_connected
+from api.http.upload_form import closed_form
+from api.inputs.image_codec import data_of_uri
+from api.inputs.source_images import ACCEPTED, ImageCaller
+from api.openai.images import (
+    FORM_LIMITS,
+    ImageBody,
+    ImageRoute,
+    ImagesReply,
+    answer_with,
+    model_for,
+    size_in,
+)
+from api.tasks.image import (
+    MAX_MASK_BLUR,
+    USUAL_STRENGTH,
+    check_strength,
+    first_image,
+)
+from shared.catalog import Model
+from shared.errors import BadInput
+from shared.tasks.image import ImageInput
+
+
+class SourceImage(Body):
+    """A source image, or a mask, inside a JSON body."""
+
+    image_url: str = Field(
+        description=(
+            "A base64 data: URI, an https URL, or the URL of a file or result of this API."
+        ),
+        json_schema_extra={"pattern": "^(data:|https?://)"},
+    )
+
+    @field_validator("image_url")
+    @classmethod
+    def _is_url(cls, value: str) -> str:
+        if not value.startswith(("data:", "https://", "http://")):
+            raise ValueError(ACCEPTED)
+        return value
+
+
+def _as_form(schema: dict[str, Any]) -> None:
+    known = schema["properties"]
+    schema["properties"] = {
+        name: field for name, field in known.items() if field.get("type") != "null"
+    }
+    for field in schema["properties"].values():
+        # A form has no null. Absent fields are not sent.
+        kinds = [kind for kind in field.pop("anyOf", ()) if kind["type"] != "null"]
+        field |= kinds[0] if kinds else {}
+        if "enum" in field:
+            field["enum"] = [value for value in field["enum"] if value is not None]
+        if field.get("default", "") is None:
+            del field["default"]
+    schema["properties"]["image"] = {
+        "type": "string",
+        "format": "binary",
+        "description": (
+            "PNG, JPEG, WebP, AVIF, GIF, TIFF or BMP. Of several images, the first is taken."
+        ),
+    }
+    schema["required"] = [*schema.get("required", ()), "image"]
+
+
+MASK = "What is transparent in it is drawn anew. It has the width and height of the image."
+
+
+def _as_edit_form(schema: dict[str, Any]) -> None:
+    _as_form(schema)
+    schema["properties"]["mask"] = {"type": "string", "format": "binary", "description": MASK}
+
+
+class EditForm(ImageBody):
+    """A prompt and a source image, as a form. The files are the fields `image` and `mask`."""
+
+    model_config = ConfigDict(json_schema_extra=_as_edit_form)
+
+    strength: Annotated[float, null_is(USUAL_STRENGTH)] = Field(
+        USUAL_STRENGTH, gt=0, le=1, description="Extension: 1 ignores the source image."
+    )
+    mask_blur: float | None = Field(
+        None,
+        ge=0,
+        le=MAX_MASK_BLUR,
+        description=(
+            "Extension: how soft the edge of the mask is, inwards: a standard deviation in pixels."
+        ),
+    )
+    input_fidelity: Option | None = Field(None, description="Accepted, without effect.")
+
+
+class EditBody(EditForm):
+    """A prompt and a source image, as JSON."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "prompt": "a large blue circle on a white background",
+                "images": [{"image_url": _WHITE}],
+                "strength": 0.6,
+            }
+        },
+    )
+
+    images: list[SourceImage] = Field(
+        min_length=1, max_length=1, description="Exactly one source image."
+    )
+    mask: SourceImage | None = Field(None, description=MASK)
+
+    @model_validator(mode="after")
+    def _blurs_a_mask(self) -> EditBody:
+        if self.mask_blur is not None and self.mask is None:
+            raise WrongField("mask_blur", NO_MASK)
+        return self
+
+
+VARIED_STRENGTH = 0.6
+"""Of a variation: what is large stays, and what is small is drawn anew."""
+UNGUIDED = 1.0
+"""The guidance scale of a variation: without a prompt, there is nothing to be guided by."""
+
+
+def _as_variation_form(schema: dict[str, Any]) -> None:
+    _as_form(schema)
+    del schema["properties"]["prompt"]
+
+
+class VariationForm(ImageBody):
+    """A source image, as a form. The file is the field `image`."""
+
+    model_config = ConfigDict(json_schema_extra=_as_variation_form)
+
+    prompt: str = ""
+    strength: Annotated[float, null_is(VARIED_STRENGTH)] = Field(
+        VARIED_STRENGTH, gt=0, le=1, description="Extension: how much of the image may change."
+    )
+
+    @field_validator("prompt")
+    @classmethod
+    def _has_none(cls, value: str) -> str:
+        if value:
+            raise ValueError("a variation has none; send it to /v1/images/edits")
+        return value
+
+
+IMAGE_FIELDS = ("image", "image[]")
+IMAGE_URL = "images[0].image_url"
+MASK_URL = "mask.image_url"
+NO_MASK = "is for a mask; leave it out"
+NO_MARKUP = "markup is not supported; send a mask, whose transparent parts are drawn anew"
+Form = TypeVar("Form", EditForm, VariationForm)
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a request starts from: the bytes of files, or the URL of one that has to be fetched."""
+
+    image: bytes | str
+    mask: bytes | str | None = None
+
+
+async def read_edit(call: ApiRequest) -> tuple[EditForm, Sources]:
+    """Returns the validated fields of an edit request, its source image and its mask.
+
+    Raises:
+        ValidationError: a field is wrong.
+        BadInput: there is not exactly one image, or the body is neither form nor JSON.
+    """
+    kind = call.http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "multipart/form-data":
+        return await _read_form(call, EditForm)
+    if kind in ("application/json", ""):
+        body = await call.read_json(EditBody)
+        image = await _bytes_or_url(body.images[0].image_url, IMAGE_URL, "images")
+        if body.mask is None:
+            return body, Sources(image)
+        return body, Sources(image, await _bytes_or_url(body.mask.image_url, MASK_URL, "mask"))
+    raise BadInput(
+        f"content-type: {kind!r} is neither multipart/form-data nor application/json",
+        field="content-type",
+    )
+
+
+async def _bytes_or_url(url: str, where: str, field: str) -> bytes | str:
+    return await data_of_uri(url, where, field=field) if url.startswith("data:") else url
+
+
+async def _read_form(call: ApiRequest, kind: type[Form]) -> tuple[Form, Sources]:
+    call.check_charset()
+    async with closed_form(call.http, **FORM_LIMITS) as form:
+        image = await _only_image(form)
+        mask = await _mask(form) if kind is EditForm else None
+        known = (*IMAGE_FIELDS, "mask") if kind is EditForm else IMAGE_FIELDS
+        # A form has no null; clients and pages write an empty field for it.
+        fields = {name: value for name, value in form.items() if name not in known and value != ""}
+        _check_files(fields, kind)
+        if mask is None and "mask_blur" in fields:
+            raise BadInput(f"mask_blur: {NO_MASK}", field="mask_blur")
+        # Every field of a form is text, so numbers may be strings here.
+        return kind.model_validate(fields), Sources(image, mask)
+
+
+def _check_files(fields: dict[str, UploadFile | str], kind: type[EditForm | VariationForm]) -> None:
+    for name, value in fields.items():
+        if isinstance(value, UploadFile):
+            is_known = name in kind.model_fields
+            reason = "this field is not a file" if is_known else "unknown parameter"
+            raise BadInput(f"{name}: {reason}", field=name)
+
+
+async def _only_image(form: FormData) -> bytes:
+    if form.get("markup", "") != "":
+        raise BadInput(f"markup: {NO_MARKUP}", field="markup")
+    images = [value for name in IMAGE_FIELDS for value in form.getlist(name)]
+    if len(images) != 1:
+        raise BadInput(f"image: exactly one file is needed, not {len(images)}", field="image")
+    if not isinstance(images[0], UploadFile):
+        raise BadInput("image: a file is needed, not text", field="image")
+    return await images[0].read()
+
+
+async def _mask(form: FormData) -> bytes | None:
+    masks = [value for value in form.getlist("mask") if value != ""]
+    if not masks:
+        return None
+    if len(masks) > 1:
+        raise BadInput(f"mask: one file at most, not {len(masks)}", field="mask")
+    if not isinstance(masks[0], UploadFile):
+        raise BadInput("mask: a file is needed, not text", field="mask")
+    return await masks[0].read()
+
+
+async def _first_image(
+    call: ApiRequest,
+    body: EditForm | VariationForm,
+    model: Model,
+    sources: Sources,
+) -> ImageInput:
+    """Returns the first image of a request, which starts from its sources."""
+    codec, deadline_s = call.dependencies.image_codec, call.answer_by_s(model)
+    image, mask = await _fetched(call, model, sources)
+    source = await codec.prepare_source(
+        image, size_in(body, model), model.image, deadline_s, tenant=call.tenant
+    )
+    first = first_image(body, model, source.size)
+    check_strength(first.steps, body.strength)
+    first = msgspec.structs.replace(first, image=source.image, strength=body.strength)
+    if mask is None or not isinstance(body, EditForm):
+        return first
+    prepared = await codec.prepare_mask(
+        mask, source, "transparent", body.mask_blur or 0.0, deadline_s, tenant=call.tenant
+    )
+    return msgspec.structs.replace(first, mask=prepared)
+
+
+async def _fetched(call: ApiRequest, model: Model, sources: Sources) -> tuple[bytes, bytes | None]:
+    """Returns the bytes of the image and of its mask. Fetches those that are named by their URLs.
+
+    Raises:
+        BadInput: one can't be had.
+    """
+    places = {IMAGE_URL: sources.image, MASK_URL: sources.mask}
+    urls = {place: url for place, url in places.items() if isinstance(url, str)}
+    caller = ImageCaller(
+        call.tenant, call.storage_quota("images"), call.base_url, call.answer_by_s(model), keep_s=0
+    )
+    try:
+        files = await call.dependencies.source_images.fetch_images(urls, caller)
+    except BadInput as error:
+        field = "mask" if error.field == MASK_URL else "images"
+        raise type(error)(error.message, field=field) from error
+    image, mask = (
+        files[place].data if isinstance(source, str) else source for place, source in places.items()
+    )
+    assert image is not None, "a request has an image; this is a bug"
+    return image, mask
+
+
+router = APIRouter(route_class=ImageRoute)
+
+
+@router.post(
+    "/v1/images/edits",
+    summary="Create images from an image and a prompt",
+    description=(
+        "Image-to-image: the source is resized to the output size "
+        "and changed as much as `strength` says. With a `mask`, only what is transparent in it is "
+        "drawn anew, and all other pixels are those of the source."
+    ),
+    openapi_extra=inference_body(EditBody, form=EditForm),
+    responses=streamed(
+        inference_responses(ImagesReply, "X-Penstock-Seed", "X-Penstock-Truncated-Tokens")
+    ),
+)
+async def edit_image(request: Request) -> Response:
+    """Image-to-image: the source is resized, and changed as much as `strength` says."""
+    call = open_request(request)
+    body, sources = await read_edit(call)
+    model = model_for(call, body)
+    call.check_room(model, body.n)
+    reading = _first_image(call, body, model, sources)
+    first = await while_connected(request, reading)
+    return await answer_with(call, body, model, first)
+
+
+@router.post(
+    "/v1/images/variations",
+    summary="Create variations of an image",
+    description=(
+        "Image-to-image with an empty prompt, at `strength`: what is large in the source stays, "
+        "and what is small is drawn anew. A form, as OpenAI's clients send it."
+    ),
+    openapi_extra=inference_body(form=VariationForm),
+    responses=streamed(
+        inference_responses(ImagesReply, "X-Penstock-Seed", "X-Penstock-Truncated-Tokens")
+    ),
+)
+async def vary_image(request: Request) -> Response:
+    """Image-to-image with an empty prompt."""
+    call = open_request(request)
+    body, sources = await _read_form(call, VariationForm)
+    model = model_for(call, body)
+    call.check_room(model, body.n)
+    reading = _first_image(call, body, model, sources)
+    first = await while_connected(request, reading)
+    if body.guidance_scale is None and not body.negative_prompt:
+        first = msgspec.structs.replace(first, guidance_scale=UNGUIDED)
+    return await answer_with(call, body, model, first)
