@@ -49,7 +49,7 @@ from api.inputs.storage import Storage
 from api.inputs.url_fetcher import UrlFetcher
 from api.limits.limiter import Limiter, open_limiter
 from api.mistral import ocr
-from api.mistral.ocr import OcrBody, OcrErrorReply, OcrReply
+from api.mistral.ocr_schemas import OcrBody, OcrErrorReply, OcrReply
 from api.openai import (
     audio,
     batches,

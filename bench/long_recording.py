@@ -1,8 +1,10 @@
 """A recording of an hour through the whole stack, and by faster-whisper called directly.
 
 It has five sentences of LibriVox again and again, in changing order, loudness and distance, so no
-two windows are equal and no cache helps. Both compute on one thread. CPU time is compared, because
-the machine has other load: real-time factors are CPU seconds per second of sound.
+two windows are equal and no cache helps. The stack reads it twice: by the class alone on one
+worker, and as a flow whose windows spread over two workers, of which one is killed in the middle
+and started again. All compute on one thread each. CPU time is compared, because the machine has
+other load: real-time factors are CPU seconds per second of sound.
 
 Needs Debian's pocketsphinx-testdata for the sentences: BENCH_RECORDINGS names the folder with them.
 BENCH_MINUTES: another length.
@@ -15,6 +17,8 @@ import os
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +26,27 @@ import httpx
 import openai
 import yaml
 
-from bench.pipeline import BROKER, Part, say_nothing
+from bench.pipeline import BROKER, READY_LIMIT_S, Part, another, say_nothing
 from bench.report import Figure, Outcome
 from examples.show import EXAMPLES, KEPT, fetch_weights
 from infra.local.interfaces import refresh_interfaces
 from infra.local.ports import Ports
+from infra.local.process import Process, answers, free_port
 from infra.local.stack import Stack
+from infra.local.supervision import Supervisor
 from infra.local.up import served_stack
 from workers.models.custom.environments import python_for
 
 MINUTES = float(os.environ.get("BENCH_MINUTES", "60"))
 RECORDINGS = Path(os.environ.get("BENCH_RECORDINGS", KEPT / "transcribe" / "recordings"))
-NAME = "transcribe"
+NAME, FLOW = "transcribe", "transcribe-long"
+STEPS = {"windows": {"work": {"max": 7200}}, "transcript": {}}
+"""The other classes of the flow, and what is in their entries."""
 LIMIT_S = 3600.0
 MAX_RATIO = 1.1
 POLL_S = 0.5
+STREAM_LIMIT_S = 60.0
+"""Without a byte of a stream. It has a heartbeat every 10 s."""
 
 
 def run() -> Outcome:
@@ -49,34 +59,56 @@ def run() -> Outcome:
         if not sentences:
             return Outcome([], failure=f"no recordings in {RECORDINGS}")
         _oracle(python, "longer", recording, str(MINUTES), *sentences)
-        ours = _through_the_stack(Path(folder), recording)
+        alone, killed = _through_the_stack(Path(folder), recording)
         direct = {
             kind: json.loads(_oracle(python, "direct", kind, recording))
-            for kind in ("windows", "batched", "sequence")
+            for kind in ("windows", "sequence", "batched")
         }
+    transcripts = {"class": alone["text"], "flow": killed["text"]} | {
+        kind: one.pop("text") for kind, one in direct.items()
+    }
+    wrong = [kind for kind in ("class", "flow") if transcripts[kind] != transcripts["windows"]]
+    failure = f"not the transcript of faster-whisper: {', '.join(wrong)}" if wrong else ""
+    characters = {kind: len(text) for kind, text in transcripts.items()}
+    details = {"class": alone, "flow": killed, "direct": direct, "characters": characters} | {
+        "load_after": round(os.getloadavg()[0], 2)
+    }
+    for one in (alone, killed):
+        one.pop("text")
+    return Outcome(_figures(alone, killed, direct), details, failure)
+
+
+def _figures(
+    alone: dict[str, Any], killed: dict[str, Any], direct: dict[str, dict[str, Any]]
+) -> list[Figure]:
     sound_s = MINUTES * 60
-    ratio = ours["cpu_s"] / direct["windows"]["cpu_s"]
-    figures = [
-        Figure("CPU seconds per second of sound, whole stack", ours["cpu_s"] / sound_s, ""),
-        Figure("the same, worker and class alone", ours["worker_cpu_s"] / sound_s, ""),
-        *(
-            Figure(f"the same, faster-whisper: {kind}", one["cpu_s"] / sound_s, "")
-            for kind, one in direct.items()
-        ),
-        Figure("whole stack over faster-whisper: windows", ratio, "", "<=", MAX_RATIO),
-        Figure("the most memory of the class", ours["class_mib"], "MiB"),
-        *(
-            Figure(f"the most memory, faster-whisper: {kind}", one["mib"], "MiB")
-            for kind, one in direct.items()
-        ),
-        Figure("seconds until the first segment", ours["first_s"], "s"),
-        Figure("seconds until the last one", ours["wall_s"], "s"),
+    ours = {"class alone": alone, "flow, a worker killed": killed}
+    figures = [Figure("seconds of sound", sound_s, "s")]
+    for kind, one in ours.items():
+        figures += [
+            Figure(f"CPU seconds per second of sound, {kind}", one["cpu_s"] / sound_s, ""),
+            Figure(f"seconds per second of sound, {kind}", one["wall_s"] / sound_s, ""),
+        ]
+    for kind, one in direct.items():
+        shown = f"faster-whisper: {kind}"
+        figures += [
+            Figure(f"CPU seconds per second of sound, {shown}", one["cpu_s"] / sound_s, ""),
+            Figure(f"seconds per second of sound, {shown}", one["wall_s"] / sound_s, ""),
+            Figure(f"the most memory, {shown}", one["mib"], "MiB"),
+        ]
+    for kind, one in ours.items():
+        for other in ("windows", "sequence"):
+            ratio = one["cpu_s"] / direct[other]["cpu_s"]
+            name = f"CPU, {kind}, over faster-whisper: {other}"
+            figures.append(Figure(name, ratio, "", "<=", MAX_RATIO))
+    return [
+        *figures,
+        Figure("the most memory of the class", alone["class_mib"], "MiB"),
+        Figure("seconds until the first segment, class alone", alone["first_s"], "s"),
+        Figure("seconds until the first segment, flow", killed["first_s"], "s"),
+        Figure("windows", killed["windows"], ""),
+        Figure("windows that were there at the kill", killed["at_kill"], ""),
     ]
-    is_equal = ours["text"] == direct["windows"]["text"]
-    failure = "" if is_equal else "the transcript is not that of faster-whisper"
-    texts = {kind: one.pop("text") for kind, one in direct.items()}
-    details = {"direct": direct, "characters": {kind: len(one) for kind, one in texts.items()}}
-    return Outcome(figures, details, failure)
 
 
 def _oracle(python: str, *arguments: str | Path) -> str:
@@ -86,58 +118,177 @@ def _oracle(python: str, *arguments: str | Path) -> str:
     return done.stdout
 
 
-def _through_the_stack(folder: Path, recording: Path) -> dict[str, Any]:
+def _catalog() -> dict[str, Any]:
+    """The class, and the flow of docs/how-to/speech.md."""
     (entry,) = yaml.safe_load((EXAMPLES / NAME / "models.yaml").read_text())["models"]
-    entry |= {"source": f"local:{EXAMPLES / NAME}", "deadline": {"default_s": LIMIT_S}}
-    entry["deadline"]["longest_s"] = LIMIT_S
+    deadline = {"default_s": LIMIT_S, "longest_s": LIMIT_S}
+    entry |= {"source": f"local:{EXAMPLES / NAME}", "deadline": deadline}
+    others = [
+        {"name": name, "task": "custom", "source": f"local:{EXAMPLES / name}"}
+        | {"deterministic": True, "deadline": deadline}
+        | fields
+        for name, fields in STEPS.items()
+    ]
+    joined = {"windows": {"segments": "$read", "parts": "$cut.parts"}, "duration": "$cut.duration"}
+    steps = [
+        {"id": "cut", "model": "windows", "input": {"file": "$input.file"}},
+        {
+            "id": "read",
+            "model": NAME,
+            "for_each": "$cut.windows",
+            "input": {"file": "$item", "vad_filter": False},
+            "retries": 1,
+        },
+        {"id": "join", "model": "transcript", "input": joined},
+    ]
+    flow = {"name": FLOW, "api": "transcription", "input": {"file": "file"}, "steps": steps}
+    flow |= {"output": "$join", "deadline": deadline}
+    return {"models": [entry, *others], "flows": [flow]}
+
+
+def _through_the_stack(folder: Path, recording: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the class alone, and the flow with a worker that is killed, gave and took."""
     models_file = folder / "models.yaml"
-    models_file.write_text(yaml.safe_dump({"models": [entry]}))
+    models_file.write_text(yaml.safe_dump(_catalog()))
     refresh_interfaces(models_file, lambda line: None)
     variables = {"PENSTOCK_MODELS_FILE": str(models_file), "PENSTOCK_PROCESSES": "1"}
     variables["OMP_NUM_THREADS"] = "1"
     with served_stack(folder / "state", Ports.free(), variables, say_nothing, BROKER) as stack:
-        return _transcribed(stack, recording)
+        client = openai.OpenAI(base_url=f"{stack.api_url}/v1", api_key="any", timeout=LIMIT_S)
+        upload = client.files.create(file=recording, purpose="user_data")
+        alone = _transcribed(stack, upload.id)
+        port = free_port()
+        own = {"PENSTOCK_MODEL": NAME, "PENSTOCK_HEALTH_PORT": str(port)}
+        with another(stack, "another-worker", "workers", port, own) as second:
+            return alone, _killed(stack, upload.id, second)
 
 
-def _transcribed(stack: Stack, recording: Path) -> dict[str, Any]:
-    """The transcript by a prediction, and what it took."""
-    client: Any = openai.OpenAI(base_url=f"{stack.api_url}/v1", api_key="any", timeout=LIMIT_S)
-    upload = client.files.create(file=recording, purpose="user_data")
-    worker = Part(stack.ports.health[0])
-    parts = [Part(stack.ports.api), worker, Part(stack.ports.redis)]
-    broker = stack.ports.rabbitmq if stack.broker == "rabbitmq" else stack.ports.pubsub
-    parts.append(Part(broker))
-    before_s, before_class_s = _cpu_s(parts), worker.cpu_s() + worker.children_cpu_s()
-    taken = _followed(client, stack, upload.id, worker)
-    return taken | {
-        "cpu_s": _cpu_s(parts) - before_s,
-        "worker_cpu_s": worker.cpu_s() + worker.children_cpu_s() - before_class_s,
-    }
+@dataclass
+class Cost:
+    """CPU seconds of the parts of a stack, also of those that were killed and started again."""
+
+    ports: list[int]
+    before_s: dict[int, float] = field(default_factory=dict)
+    dead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.before_s = {port: self._of(port) for port in self.ports}
+
+    @staticmethod
+    def _of(port: int) -> float:
+        part = Part(port)
+        return part.cpu_s() + part.children_cpu_s()
+
+    def note_death(self, port: int) -> None:
+        """Keeps what a part has taken, just before it dies."""
+        self.dead_s += self._of(port) - self.before_s[port]
+        self.before_s[port] = 0.0
+
+    def total_s(self) -> float:
+        """What all have taken since this began."""
+        return self.dead_s + sum(self._of(port) - self.before_s[port] for port in self.ports)
 
 
-def _cpu_s(parts: list[Part]) -> float:
-    return sum(one.cpu_s() + one.children_cpu_s() for one in parts)
+def _ports(stack: Stack, *workers: int) -> list[int]:
+    """The ports of the parts that have something to do."""
+    ports = stack.ports
+    broker = ports.rabbitmq if stack.broker == "rabbitmq" else ports.pubsub
+    return [ports.api, ports.redis, broker, *workers]
 
 
-def _followed(client: Any, stack: Stack, file_id: str, worker: Part) -> dict[str, Any]:
-    """Waits for a prediction, and looks at what it prints and how much memory it takes."""
-    began_s, first_s, most_bytes = time.monotonic(), 0.0, 0
-    http = httpx.Client(base_url=stack.api_url, timeout=LIMIT_S)
-    body = {"version": NAME, "input": {"file": file_id}}
-    created = http.post("/v1/predictions", json=body).raise_for_status().json()
-    while True:
-        shown = http.get(f"/v1/predictions/{created['id']}").raise_for_status().json()
-        most_bytes = max(most_bytes, worker.tree_rss_bytes())
-        if shown["logs"] and not first_s:
-            first_s = time.monotonic() - began_s
-        if shown["status"] not in ("starting", "processing"):
-            break
-        time.sleep(POLL_S)
-    if shown["status"] != "succeeded":
+def _created(http: httpx.Client, version: str, file_id: str) -> str:
+    body = {"version": version, "input": {"file": file_id}}
+    return str(http.post("/v1/predictions", json=body).raise_for_status().json()["id"])
+
+
+def _shown(http: httpx.Client, prediction: str) -> dict[str, Any]:
+    shown: dict[str, Any] = http.get(f"/v1/predictions/{prediction}").raise_for_status().json()
+    if shown["status"] not in ("starting", "processing", "succeeded"):
         raise RuntimeError(shown["error"])
+    return shown
+
+
+def _text(shown: dict[str, Any]) -> str:
+    return "".join(one["text"] for one in shown["output"]).strip()
+
+
+def _transcribed(stack: Stack, file_id: str) -> dict[str, Any]:
+    """The transcript of the class alone, and what it took."""
+    cost, worker = Cost(_ports(stack, stack.ports.health[0])), Part(stack.ports.health[0])
+    began_s, first_s, most_bytes = time.monotonic(), 0.0, 0
+    with httpx.Client(base_url=stack.api_url, timeout=LIMIT_S) as http:
+        prediction = _created(http, NAME, file_id)
+        while (shown := _shown(http, prediction))["status"] != "succeeded":
+            most_bytes = max(most_bytes, worker.tree_rss_bytes())
+            if shown["logs"] and not first_s:
+                first_s = time.monotonic() - began_s
+            time.sleep(POLL_S)
     return {
-        "text": "".join(one["text"] for one in shown["output"]).strip(),
+        "text": _text(shown),
         "first_s": first_s,
         "wall_s": time.monotonic() - began_s,
         "class_mib": most_bytes / 1024 / 1024,
+        "cpu_s": cost.total_s(),
     }
+
+
+def _killed(stack: Stack, file_id: str, second: Part) -> dict[str, Any]:
+    """The transcript of the flow by two workers of which one is killed, and what it took."""
+    port, worker = stack.ports.health[0], stack.processes[f"worker-{NAME}"]
+    cost = Cost(_ports(stack, *stack.ports.health[: 1 + len(STEPS)], second.port))
+    supervisor = Supervisor(stack.parts, stack.report)
+    began_s, first_s, done, windows, at_kill = time.monotonic(), 0.0, 0, 0, 0
+    with httpx.Client(base_url=stack.api_url, timeout=STREAM_LIMIT_S) as http:
+        prediction = _created(http, FLOW, file_id)
+        for event in _events(http, prediction, supervisor):
+            if event.get("step") == "cut":
+                windows = len(event["output"]["windows"])
+            elif event.get("step") == "read":
+                done, first_s = done + 1, first_s or time.monotonic() - began_s
+                if not at_kill and done >= windows / 2:
+                    at_kill = done
+                    _kill(worker, port, cost)
+        shown, wall_s = _shown(http, prediction), time.monotonic() - began_s
+    until_s = time.monotonic() + READY_LIMIT_S
+    while not answers(port, "/readyz") and time.monotonic() < until_s:
+        supervisor.look()
+        time.sleep(POLL_S)
+    return {
+        "text": _text(shown),
+        "first_s": first_s,
+        "wall_s": wall_s,
+        "cpu_s": cost.total_s(),
+        "windows": windows,
+        "at_kill": at_kill,
+        "steps": shown["metrics"]["steps"],
+    }
+
+
+def _kill(worker: Process, port: int, cost: Cost) -> None:
+    cost.note_death(port)
+    worker.kill()
+
+
+def _events(
+    http: httpx.Client, prediction: str, supervisor: Supervisor
+) -> Iterator[dict[str, Any]]:
+    """Yields the outputs of a run in order. A stream ends after 290 s, and goes on behind an id.
+
+    Meanwhile parts that died are started again.
+    """
+    url, last_id, kind = f"/v1/predictions/{prediction}/stream", "", ""
+    while True:
+        headers = {"accept": "text/event-stream", "last-event-id": last_id}
+        with http.stream("GET", url, headers=headers) as answer:
+            for line in answer.raise_for_status().iter_lines():
+                if failure := supervisor.look():
+                    raise RuntimeError(failure)
+                name, _, value = line.partition(": ")
+                if name == "event":
+                    kind = value
+                elif name == "id":
+                    last_id = value
+                elif name == "data" and kind == "output":
+                    yield json.loads(value)
+                elif name == "data" and kind in ("done", "error"):
+                    return

@@ -17,6 +17,7 @@ from examples.oracles import fetched, photograph
 from examples.show import EXAMPLES, KEPT, curl_line, extract, main, names, usual_input
 from shared.errors import ConfigurationError
 from tests.limits import START_LIMIT_S
+from workers.models.custom.sources import asked_packages
 
 ROOT = EXAMPLES.parent
 slow = pytest.mark.slow(about_s=60)
@@ -34,6 +35,15 @@ def shown(name: str, *words: str) -> subprocess.CompletedProcess[str]:
         timeout=3 * START_LIMIT_S,
         check=False,
     )
+
+
+def test_each_class_has_its_requirements_in_its_folder() -> None:
+    folders = sorted(path.parent for path in EXAMPLES.glob("*/cog.yaml"))
+    asking = [one.name for one in folders if asked_packages(one)]
+    assert {"ocr", "pages", "transcribe", "windows"} <= {*asking}
+    for name in ("requirements.txt", "overrides.txt"):
+        ours = [(EXAMPLES / folder / name).read_text() for folder in ("transcribe", "windows")]
+        assert ours[0] == ours[1], "both get one environment"
 
 
 def test_a_model_that_takes_long_gets_a_small_photograph(tmp_path: Path) -> None:

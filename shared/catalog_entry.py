@@ -365,8 +365,8 @@ class FlowEntry(FlowPlan):
     """Of all steps together."""
     max_in_flight: Positive = 512
     """As of a model: the runs that an API instance is starting."""
-    api: Literal["transcription"] | None = None
-    """The endpoint of OpenAI's API that it serves too."""
+    api: Literal["transcription", "ocr"] | None = None
+    """The endpoint of OpenAI's or Mistral's API that it serves too."""
 
 
 class CatalogEntry(_Entry):

@@ -39,6 +39,7 @@ from shared.slo import counts_toward_slo
 from shared.stores.cache import cache_key
 from shared.tasks import Input, Result
 
+CACHE_HEADER = "x-penstock-cache"
 COST_HEADER, DEVICE_HEADER = "x-penstock-cost-usd", "x-penstock-device-ms"
 REVISION_HEADER = "x-penstock-revision"
 """The revision that computed the results. Several, if a canary answered only for a part of them."""
@@ -254,12 +255,11 @@ class InferenceResponse:
         or `joined` if all items agree, and `partial` otherwise. Device time and cost are sums.
         """
         receipts = [outcome.receipt for outcome in self.outcomes]
-        sources = {_SOURCES.get(receipt.cache, "miss") for receipt in receipts}
         batch_ms = max((receipt.batch_wait_ms or 0.0 for receipt in receipts), default=0.0)
         inference_ms = max((receipt.inference_ms or 0.0 for receipt in receipts), default=0.0)
         device_ms = sum(device_s(self.price, receipt) for receipt in receipts) * 1000
         return {
-            "x-penstock-cache": sources.pop() if len(sources) == 1 else "partial",
+            CACHE_HEADER: _cache_of(receipts),
             "x-penstock-queue-ms": f"{self.queue_ms:.2f}",
             "x-penstock-batch-ms": f"{batch_ms:.2f}",
             "x-penstock-inference-ms": f"{inference_ms:.2f}",
@@ -289,6 +289,21 @@ def shown_usd(usd: float) -> str:
 
 
 _SOURCES = {"memory": "hit", "redis": "hit", "joined": "joined"}
+
+
+def _cache_of(receipts: Sequence[Receipt]) -> str:
+    sources = {_SOURCES.get(receipt.cache, "miss") for receipt in receipts}
+    return sources.pop() if len(sources) == 1 else "partial"
+
+
+def headers_of_run(prediction: Prediction, outcomes: Sequence[ItemOutcome]) -> dict[str, str]:
+    """Returns the response headers of a flow: its cost, and what the cache had of all its items."""
+    priced = [(prediction.price_of(outcome), outcome) for outcome in outcomes]
+    usd = sum(cost_usd(price, outcome) for price, outcome in priced if price is not None)
+    return {
+        CACHE_HEADER: _cache_of([outcome.receipt for outcome in outcomes]),
+        COST_HEADER: shown_usd(usd),
+    }
 
 
 def _error_of(outcome: ItemOutcome, *, several: bool) -> PenstockError:

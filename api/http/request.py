@@ -31,6 +31,7 @@ from api.dispatch.request import (
     InferenceResponse,
     NewRecord,
     RequestOptions,
+    headers_of_run,
 )
 from api.errors import ClientGone
 from api.http.auth import Access, check_access, check_model, may_see
@@ -50,13 +51,13 @@ from api.predictions.event_stream import EventStreams
 from api.predictions.follower import PredictionFollower
 from api.predictions.generation_stream import GenerationStreams
 from api.predictions.results import ResultFetcher
-from api.predictions.service import Predictions
+from api.predictions.service import GRACE_S, Predictions
 from api.tasks.base import Inputs
 from api.usage.service import ReportService, UsageService
 from shared.catalog import Catalog, Model, unknown_model
 from shared.catalog_entry import ServedApi
 from shared.charge import price_of, step_prices_of
-from shared.errors import BadInput, PenstockError
+from shared.errors import BadInput, DeadlineExceeded, PenstockError
 from shared.predictions import Prediction
 from shared.settings import ApiSettings
 from shared.stores.objects import ObjectStore
@@ -321,6 +322,35 @@ class ApiRequest:
                 yield creation
                 if creation.is_new and (reply := creation.snapshot.record.reply) is not None:
                     limited.settle(request.price, reply.outcomes)
+
+    async def run_flow(self, request: InferenceRequest) -> PredictionSnapshot:
+        """Runs a flow whose end the caller waits for. It is canceled if nobody does any more.
+
+        Args:
+            request: from `recorded`.
+
+        Returns:
+            Its prediction, which has succeeded or failed.
+
+        Raises:
+            PenstockError: as `created` does. DeadlineExceeded: it took too long.
+            ClientGone: the caller hung up.
+        """
+        async with self.created(request, waits=True) as creation:
+            limit_s = request.deadline_s - time.time() + GRACE_S
+            prediction = creation.snapshot.prediction
+            try:
+                await while_connected(self.http, creation.wait(limit_s), self.check_key)
+            except BaseException:
+                await self.dependencies.predictions.cancel(prediction.tenant, prediction.id)
+                raise
+        record = creation.snapshot.record
+        if not record.is_over:
+            raise DeadlineExceeded
+        if record.reply is not None:
+            self.context.headers |= headers_of_run(prediction, record.reply.outcomes)
+        self.context.headers["location"] = f"/v1/predictions/{prediction.id}"
+        return creation.snapshot
 
     def recorded(
         self, model: Model, read: Inputs, *, digest: str, own_id: str = "", **shown: Any

@@ -3,32 +3,28 @@
 A model of one's own reads it, whose entry says so (`api: ocr`). What it takes and gives is in
 shared/tasks/custom.py. It yields pages, so as a prediction a document is also a stream. Its unit of
 work is a page. https://docs.mistral.ai/api/endpoint/ocr
+
+A flow may read it too, with an item for each page: its output has what was read of each as a
+document of its own, and the numbers of the pages.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, cast
+from typing import cast
 
 import msgspec
 from fastapi import APIRouter
 from fastapi.exceptions import RequestValidationError
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    field_validator,
-)
+from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from api.bodies import Body, ItemId
 from api.errors import (
     ERROR_MAPPINGS,
     ClientGone,
@@ -42,325 +38,40 @@ from api.http.openapi import inference_body, inference_responses
 from api.http.request import ApiRequest, open_request, while_connected
 from api.inputs.source_images import ACCEPTED, ImageCaller, SourceImages
 from api.inputs.storage import StorageQuota
+from api.mistral.ocr_schemas import (
+    OcrBody,
+    OcrErrorReply,
+    OcrFieldError,
+    OcrPage,
+    OcrReply,
+    OcrUsage,
+    PagesApart,
+)
 from api.openai.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
 from api.openai.images import read_blob
+from api.predictions.creation import digest_of
 from api.problem_details import UNPROCESSABLE
+from api.tasks.base import Inputs
 from api.tasks.custom import FileInput, add_files, in_fields, input_of_fields
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
-from shared.errors import BadInput, ModelFailed, PenstockError
+from shared.errors import BadInput, ModelFailed, PenstockError, error_for_code
+from shared.flow_plan import MAX_STEP_ITEMS, step_of
 from shared.messages import ItemOutcome
 from shared.stores.objects import ObjectStore
+from shared.tasks import Result
 from shared.tasks.custom import CustomInput, CustomResult, FilePlace
 
 DOCUMENT, SIZE_METRIC = "document", "doc_size_bytes"
-MAX_PAGE_RANGES = 1000
 MAX_IMAGES_BYTES = 48 * 1024 * 1024
 """Of all images of an answer. In base64 they are a third more."""
-_RANGES = re.compile(r"\d{1,5}(?:-\d{1,5})?(?:,\d{1,5}(?:-\d{1,5})?)*")
 _REPLY_BYTES, _REPLY_WITH_IMAGES_BYTES = 256 * 1024, 4 * 1024 * 1024
 _ID_REFERENCE = re.compile(r"(!?)\[([^\]\s]{1,100})\]\(\2\)")
 """A reference in markdown to an image or a table, by its id."""
 _LINE_URLS = ("data:", "https://", "http://", "/v1/files/")
+_PAGE_OF_ONE = re.compile(r"(?:document: )?(?:page 0: )?")
+"""In front of what is wrong with a document of one page."""
 _encode = msgspec.json.Encoder().encode
-
-
-class DocumentUrl(Body):
-    """A document by its URL."""
-
-    type: Literal["document_url"] = "document_url"
-    document_url: str = Field(
-        min_length=1,
-        description="An https URL, a `data:` URI, or the URL of a file of this API.",
-    )
-    document_name: str | None = Field(None, description="Accepted, without effect.")
-
-
-class ImageAddress(Body):
-    """The URL of an image."""
-
-    url: str = Field(min_length=1)
-    detail: str | None = Field(None, description="Accepted, without effect.")
-
-
-class ImageUrl(Body):
-    """An image by its URL."""
-
-    type: Literal["image_url"] = "image_url"
-    image_url: Annotated[
-        Annotated[str, Tag("text:"), Field(min_length=1)] | Annotated[ImageAddress, Tag("object:")],
-        Discriminator(lambda value: "text:" if isinstance(value, str) else "object:"),
-    ]
-
-
-class UploadedDocument(Body):
-    """A file of this API."""
-
-    type: Literal["file"] = "file"
-    file_id: ItemId
-
-
-def _kind_of(value: Any) -> str | None:
-    """Returns the kind of a document. Its type may be left out."""
-    if not isinstance(value, dict):
-        return None
-    kinds = ("document_url", "image_url", "file")
-    by_field = {"document_url": "document_url", "image_url": "image_url", "file_id": "file"}
-    kind = value.get("type") or next((by_field[name] for name in by_field if name in value), None)
-    return f"{kind}:" if kind in kinds else None
-
-
-_Document = Annotated[
-    Annotated[DocumentUrl, Tag("document_url:")]
-    | Annotated[ImageUrl, Tag("image_url:")]
-    | Annotated[UploadedDocument, Tag("file:")],
-    Discriminator(
-        _kind_of,
-        custom_error_type="document_type",
-        custom_error_message="type must be document_url, image_url or file, with that field",
-    ),
-]
-
-
-def _refuse_annotation(value: object) -> None:
-    if value is not None:
-        raise ValueError(
-            "annotations are made by a language model that sees images, and none is served "
-            "here; leave it out, or send null"
-        )
-
-
-_NoAnnotation = Annotated[None, BeforeValidator(_refuse_annotation)]
-_Page = Annotated[int, Field(ge=0, le=99_999)]
-_Pages = Annotated[
-    Annotated[list[_Page], Field(max_length=10_000), Tag("list:")] | Annotated[str, Tag("text:")],
-    Discriminator(lambda value: "list:" if isinstance(value, list) else "text:"),
-]
-
-
-class OcrBody(Body):
-    """A document that is read."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {
-                "model": "ocr",
-                "document": {
-                    "type": "document_url",
-                    "document_url": "https://example.com/report.pdf",
-                },
-                "pages": "0-3,5",
-            }
-        }
-    )
-
-    model: str | None = Field(
-        None, description="Default: the first model of the catalog with `api: ocr`."
-    )
-    document: _Document = Field(description="PDF, PNG, JPEG, TIFF or WebP.")
-    id: ItemId | None = Field(None, description="Accepted, without effect.")
-    pages: _Pages | None = Field(
-        None, description="Which pages, counted from 0: a list, or `0-3,5`. Default: all."
-    )
-    table_format: Literal["markdown", "html"] | None = Field(
-        None, description="Of tables beside the markdown. Default: they are in it."
-    )
-    include_image_base64: bool | None = Field(
-        None, description="Whether images are in the answer, as `data:` URIs."
-    )
-    image_limit: int | None = Field(
-        None, ge=0, le=10_000, description="The most images of all pages together."
-    )
-    image_min_size: int | None = Field(
-        None, ge=1, le=10_000, description="The least width and height of an image, in pixels."
-    )
-    include_blocks: bool | None = Field(
-        None, description="Whether each page has its parts with their places."
-    )
-    confidence_scores_granularity: Literal["page", "block", "word"] | None = None
-    extract_header: bool | None = Field(
-        None, description="Whether headers are beside the markdown."
-    )
-    extract_footer: bool | None = Field(
-        None, description="Whether footers are beside the markdown."
-    )
-    bbox_annotation_format: _NoAnnotation = None
-    document_annotation_format: _NoAnnotation = None
-    document_annotation_prompt: _NoAnnotation = None
-
-    @field_validator("pages")
-    @classmethod
-    def _are_ranges(cls, value: list[int] | str | None) -> list[int] | str | None:
-        if isinstance(value, str):
-            plain = value.replace(" ", "")
-            if plain.count(",") >= MAX_PAGE_RANGES or not _RANGES.fullmatch(plain):
-                raise ValueError("numbers from 0 on and ranges are needed, as 0-3,5")
-        return value
-
-    @property
-    def wanted_pages(self) -> str | None:
-        """The pages as a class takes them: equal ones are written alike. None: all."""
-        if not self.pages:
-            return None
-        return _ranges_of(self.pages)
-
-    @property
-    def url(self) -> str:
-        """Where the document is. Files of this API are below `/v1/files/`."""
-        match self.document:
-            case DocumentUrl():
-                return self.document.document_url
-            case ImageUrl():
-                address = self.document.image_url
-                return address if isinstance(address, str) else address.url
-            case UploadedDocument():
-                return f"/v1/files/{self.document.file_id}"
-
-
-def _ranges_of(pages: Sequence[int] | str) -> str:
-    """Returns numbers and ranges in order, each page once: `0-3,5`."""
-    spans = [(page, page) for page in pages if isinstance(page, int)]
-    if isinstance(pages, str):
-        parts = [part.partition("-") for part in pages.replace(" ", "").split(",")]
-        spans = [(int(first), int(last or first)) for first, _, last in parts]
-    merged: list[tuple[int, int]] = []
-    for first, last in sorted(spans):
-        if merged and merged[-1][1] + 1 >= first and last >= first:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], last))
-        else:
-            merged.append((first, last))
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in merged)
-
-
-class OcrDimensions(msgspec.Struct):
-    """The size of a page as it was looked at. Coordinates are its pixels."""
-
-    dpi: int
-    height: int
-    width: int
-
-
-class _Place(msgspec.Struct, kw_only=True):
-    top_left_x: int
-    top_left_y: int
-    bottom_right_x: int
-    bottom_right_y: int
-
-
-class OcrImage(_Place, kw_only=True):
-    """An image on a page. In the markdown is a reference to its id."""
-
-    id: str
-    image_base64: str | None = None
-    image_annotation: None = None
-
-
-class OcrWordScore(msgspec.Struct):
-    """How sure a word is, from 0 to 1, and where it begins in the markdown."""
-
-    text: str
-    confidence: float
-    start_index: int
-
-
-class OcrPageScores(msgspec.Struct, omit_defaults=True):
-    """How sure a page is, by its words."""
-
-    average_page_confidence_score: float
-    minimum_page_confidence_score: float
-    word_confidence_scores: list[OcrWordScore] | None = None
-
-
-class OcrBlockScores(msgspec.Struct):
-    """How sure a block is, by its words. Null: it has none."""
-
-    average_content_confidence_score: float | None = None
-    minimum_content_confidence_score: float | None = None
-    block_type_confidence_score: float | None = None
-
-
-class OcrTable(msgspec.Struct):
-    """A table beside the markdown, where a reference to its id is."""
-
-    id: str
-    content: str
-    format: Literal["markdown", "html"]
-
-
-_BlockKind = Literal[
-    "text",
-    "title",
-    "list",
-    "table",
-    "image",
-    "header",
-    "footer",
-    "caption",
-    "equation",
-    "code",
-    "references",
-    "aside_text",
-    "signature",
-]
-
-
-class OcrBlock(_Place, kw_only=True, omit_defaults=True):
-    """A part of a page, with its place."""
-
-    type: _BlockKind
-    content: str
-    image_id: str | None = None
-    table_id: str | None = None
-    confidence_scores: OcrBlockScores | None = None
-
-
-class OcrPage(msgspec.Struct, omit_defaults=True):
-    """A page that was read."""
-
-    index: int
-    markdown: str
-    images: list[OcrImage]
-    dimensions: OcrDimensions | None
-    tables: list[OcrTable] | None = None
-    hyperlinks: list[str] | None = None
-    header: str | None = None
-    footer: str | None = None
-    confidence_scores: OcrPageScores | None = None
-    blocks: list[OcrBlock] | None = None
-
-
-class OcrUsage(msgspec.Struct):
-    """What a document counts as: the pages that were read."""
-
-    pages_processed: int
-    doc_size_bytes: int | None
-
-
-class OcrReply(msgspec.Struct):
-    """A document that was read."""
-
-    pages: list[OcrPage]
-    model: str
-    usage_info: OcrUsage
-    document_annotation: None = None
-
-
-class OcrFieldError(msgspec.Struct):
-    """A field that is wrong."""
-
-    loc: list[str]
-    msg: str
-    type: str
-
-
-class OcrErrorReply(msgspec.Struct, omit_defaults=True):
-    """The body of every error. A wrong field is in `detail` too, as Mistral's client reads it."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str
-    detail: list[OcrFieldError] | None = None
 
 
 def ocr_error(error: Exception) -> tuple[PenstockError, int, bytes]:
@@ -436,15 +147,21 @@ async def _with_document(
     return custom_input
 
 
-async def _reply(outcomes: Sequence[ItemOutcome], model: Model, objects: ObjectStore) -> OcrReply:
+async def _reply(
+    result: Result | None, model: Model, objects: ObjectStore, body: OcrBody
+) -> OcrReply:
     """Returns the answer.
+
+    Args:
+        result: of the class or the flow.
+        model: that.
+        objects: have its images.
+        body: of the request.
 
     Raises:
         ModelFailed: what the class gave are no pages, or their images are too large.
         Unavailable: the object store is out of reach.
     """
-    (outcome,) = outcomes
-    result = outcome.result
     if not isinstance(result, CustomResult):
         raise PenstockError(f"{model.name} returned a result that is not its own; a bug")
     images, size = [], 0
@@ -460,20 +177,44 @@ async def _reply(outcomes: Sequence[ItemOutcome], model: Model, objects: ObjectS
         images.append(Blob(blob.media_type, data=data))
     output = result.with_blobs(images).to_output("", lambda key, media_type="": "")
     try:
-        pages = msgspec.convert(output, list[OcrPage])
+        if isinstance(output, dict):
+            apart = msgspec.convert(output, PagesApart)
+            pages, doc_size_bytes = _joined(apart), apart.doc_size_bytes
+        else:
+            pages = msgspec.convert(output, list[OcrPage])
+            doc_size_bytes = result.metrics.get(SIZE_METRIC)
     except msgspec.ValidationError as error:
         raise ModelFailed(f"the model gave no pages: {error}") from error
-    _number(pages)
-    doc_size_bytes = result.metrics.get(SIZE_METRIC)
-    usage = OcrUsage(result.work, doc_size_bytes if isinstance(doc_size_bytes, int) else None)
+    _number(pages, body.image_limit)
+    count_of_pages = result.work if model.flow is None else len(pages)
+    usage = OcrUsage(count_of_pages, doc_size_bytes if isinstance(doc_size_bytes, int) else None)
     return OcrReply(pages, model.name, usage)
 
 
-def _number(pages: Sequence[OcrPage]) -> None:
-    """Numbers images and tables from page to page. A class numbers those of each page from 0."""
-    images, tables = count(), count()
+def _joined(apart: PagesApart) -> list[OcrPage]:
+    """Returns the pages of documents of one page, with their numbers.
+
+    Raises:
+        ModelFailed: there are more or fewer.
+    """
+    if [len(pages) for pages in apart.pages] != [1] * len(apart.numbers):
+        raise ModelFailed("the flow did not give each page once")
+    pages = [page for (page,) in apart.pages]
+    for page, number in zip(pages, apart.numbers, strict=True):
+        page.index = number
+    return pages
+
+
+def _number(pages: Sequence[OcrPage], max_images: int | None) -> None:
+    """Numbers images and tables from page to page. A class numbers those of each page from 0.
+
+    Images beyond `max_images` are left out: a flow counts those of each page for itself.
+    """
+    images, tables, left = count(), count(), sys.maxsize if max_images is None else max_images
     for page in pages:
-        names = {one.id: f"img-{next(images)}{PurePath(one.id).suffix}" for one in page.images}
+        names = {one.id: "" for one in page.images[left:]}
+        page.images, left = page.images[:left], left - len(page.images[:left])
+        names |= {one.id: f"img-{next(images)}{PurePath(one.id).suffix}" for one in page.images}
         for table in page.tables or ():
             names[table.id] = f"tbl-{next(tables)}{PurePath(table.id).suffix}"
         if any(name != new for name, new in names.items()):
@@ -481,13 +222,14 @@ def _number(pages: Sequence[OcrPage]) -> None:
 
 
 def _rename(page: OcrPage, names: Mapping[str, str]) -> None:
-    """Gives images and tables other ids, also where the page refers to them."""
+    """Gives images and tables other ids, also where the page refers to them. Empty: it has none."""
     shifts: list[tuple[int, int]] = []
 
     def renamed(match: re.Match[str]) -> str:
         name = names.get(match[2], match[2])
-        shifts.append((match.start(), 2 * (len(name) - len(match[2]))))
-        return f"{match[1]}[{name}]({name})"
+        reference = f"{match[1]}[{name}]({name})" if name else ""
+        shifts.append((match.start(), len(reference) - len(match[0])))
+        return reference
 
     page.markdown = _ID_REFERENCE.sub(renamed, page.markdown)
     scores = page.confidence_scores and page.confidence_scores.word_confidence_scores
@@ -497,6 +239,8 @@ def _rename(page: OcrPage, names: Mapping[str, str]) -> None:
         image.id = names[image.id]
     for table in page.tables or ():
         table.id = names[table.id]
+    if page.blocks:
+        page.blocks = [one for one in page.blocks if names.get(one.image_id or "") != ""]
     for block in page.blocks or ():
         block.content = _ID_REFERENCE.sub(renamed, block.content)
         block.image_id = names.get(block.image_id or "", block.image_id)
@@ -534,7 +278,9 @@ class OcrEndpoint(Endpoint):
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
         """Returns the pages."""
-        return _encode(await _reply(outcomes, request.model, tools.objects))
+        (outcome,) = outcomes
+        body = cast(OcrBody, request.body)
+        return _encode(await _reply(outcome.result, request.model, tools.objects, body))
 
 
 router = APIRouter(route_class=OcrRoute)
@@ -550,7 +296,7 @@ async def create_ocr(request: Request) -> Response:
     """Answers when all pages are read.
 
     As a prediction of the same model, `GET /v1/predictions/{id}/stream` has each page as soon as it
-    is read.
+    is read. If a flow reads the document, `location` names its prediction.
     """
     call = open_request(request)
     body = await call.read_json(OcrBody)
@@ -559,10 +305,53 @@ async def create_ocr(request: Request) -> Response:
         checked = _checked(body, model)
         call.check_room(model, 1)
         loading = _with_document(checked, _owner(call, model), call.dependencies.source_images)
-        one = await while_connected(request, loading)
-        async with call.inferred(model, [one], is_repeatable=model.deterministic) as response:
-            reply = await _reply(response.outcomes, model, call.dependencies.objects)
+        one, objects = await while_connected(request, loading), call.dependencies.objects
+        if model.flow is not None:
+            reply = await _reply(await _run(call, model, one, body), model, objects, body)
+        else:
+            async with call.inferred(model, [one], is_repeatable=model.deterministic) as response:
+                reply = await _reply(response.outcomes[0].result, model, objects, body)
     return Response(_encode(reply), media_type="application/json")
+
+
+async def _run(call: ApiRequest, model: Model, one: CustomInput, body: OcrBody) -> Result | None:
+    """Returns the output of a flow. What is wrong with a page is wrong with the document.
+
+    Raises:
+        PenstockError: it failed.
+    """
+    fields = body.model_dump(mode="json", exclude_unset=True, exclude={DOCUMENT})
+    shown = fields | {DOCUMENT: {"type": body.document.type}}
+    read = Inputs([one], shown, is_list=False, is_repeatable=model.deterministic)
+    digest = digest_of(json.dumps([model.name, OcrEndpoint.path, repr(one.cache_form())]))
+    new = call.recorded(model, read, digest=digest, endpoint=OcrEndpoint.path)
+    snapshot = await call.run_flow(new)
+    reply = snapshot.record.reply
+    if snapshot.record.state != "succeeded" or reply is None:
+        _raise_wrong_page(reply.outcomes if reply is not None else (), model, body)
+        raise snapshot.failure
+    return reply.output
+
+
+def _raise_wrong_page(outcomes: Sequence[ItemOutcome], model: Model, body: OcrBody) -> None:
+    """Raises what a step of a flow says of the document, with the number of its page.
+
+    Raises:
+        BadInput: a step says so.
+    """
+    assert model.flow is not None, "only flows have steps; this is a bug"
+    for outcome in outcomes:
+        error = outcome.error
+        if error is None or error.field not in (DOCUMENT, "pages"):
+            continue
+        known = error_for_code(error.code, error.message, error.field)
+        if not isinstance(known, BadInput):
+            continue
+        if model.flow.steps[step_of(outcome.index)].for_each is not None:
+            number = body.number_of(outcome.index % MAX_STEP_ITEMS)
+            reason = _PAGE_OF_ONE.sub("", error.message)
+            known = BadInput(f"{DOCUMENT}: page {number}: {reason}", field=DOCUMENT)
+        raise known
 
 
 def _owner(call: ApiRequest, model: Model) -> ImageCaller:

@@ -71,12 +71,11 @@ from api.predictions.generation_stream import (
     StreamTooLong,
     seen_from_id,
 )
-from api.predictions.service import GRACE_S
 from api.tasks.base import Inputs
 from api.tasks.custom import add_files, in_fields, input_of_fields
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
-from shared.errors import BadInput, DeadlineExceeded, ModelFailed, PenstockError
+from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.flow_plan import MAX_STEP_ITEMS
 from shared.messages import ItemOutcome, ReplyBody
 from shared.predictions import EVENTS_TYPE
@@ -524,24 +523,12 @@ def _new(
 async def _run(
     call: ApiRequest, form: TranslationForm, model: Model, one: CustomInput, mode: Task
 ) -> Response:
-    """Answers with the transcript of a flow. Its prediction is canceled if nobody waits for it."""
-    new, predictions = _new(call, form, model, one), call.dependencies.predictions
-    async with call.created(new, waits=True) as creation:
-        limit_s = new.deadline_s - time.time() + GRACE_S
-        prediction = creation.snapshot.prediction
-        try:
-            await while_connected(call.http, creation.wait(limit_s), call.check_key)
-        except BaseException:
-            await predictions.cancel(prediction.tenant, prediction.id)
-            raise
-    record = creation.snapshot.record
-    if not record.is_over:
-        raise DeadlineExceeded
+    """Answers with the transcript of a flow."""
+    snapshot = await call.run_flow(_new(call, form, model, one))
+    record = snapshot.record
     if record.state != "succeeded" or record.reply is None:
-        raise creation.snapshot.failure
-    answer = _answer(form, _Transcript(_outcomes_of(record.reply), model), mode)
-    answer.headers["location"] = f"/v1/predictions/{prediction.id}"
-    return answer
+        raise snapshot.failure
+    return _answer(form, _Transcript(_outcomes_of(record.reply), model), mode)
 
 
 class _WindowEvents:

@@ -11,8 +11,10 @@ Coordinates are pixels of the page as it is rendered, from its upper left corner
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import os
+import re
 import resource
 import select
 import subprocess
@@ -31,6 +33,8 @@ MAX_SIDE_PX = 3000
 MAX_IMAGE_PX = 100_000_000
 """Of an image, or of one in a page: A3 at 600 dots per inch has 70 million."""
 MAX_PAGES = 10_000
+MAX_DIVIDED = 512
+"""The most pages that a document is divided into: as many files as a prediction may give."""
 MAX_OBJECTS = 200_000
 """Texts, lines and images of one page."""
 MEMORY_BYTES = 2 * 1024**3
@@ -43,6 +47,11 @@ HYPHENS = (2, 0xFFFE)
 """PDFium's signs for a hyphen at the end of a line: the word goes on in the next one."""
 IMAGE_OBJECT, PATH_OBJECT = 3, 2
 """FPDF_PAGEOBJ_IMAGE and FPDF_PAGEOBJ_PATH."""
+PAGES = re.compile(r"\s*\d{1,5}\s*(-\s*\d{1,5}\s*)?(,\s*\d{1,5}\s*(-\s*\d{1,5}\s*)?)*")
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
+CLOCK_POLICY = 0
+"""FPDF_POLICY_MACHINETIME_ACCESS: whether new files say when they were made."""
+FILE_ID = re.compile(rb"/ID\s*\[\s*<[0-9A-Fa-f]*>\s*<[0-9A-Fa-f]*>\s*\]")
 PASSWORD_ERROR = 4
 """FPDF_ERR_PASSWORD."""
 
@@ -53,6 +62,33 @@ class WrongInput(ValueError):
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(reason)
         self.field = field
+
+
+def chosen(pages: str, count: int) -> list[int]:
+    """The pages of a document that are asked for, in order and each once.
+
+    Args:
+        pages: as "0,2-4", from 0. Empty: all.
+        count: how many there are.
+
+    Raises:
+        WrongInput: there is no such page, or it is written in another way.
+    """
+    if not pages:
+        return list(range(count))
+    if not PAGES.fullmatch(pages):
+        raise WrongInput("pages", "numbers from 0 on and ranges are needed, as 0,2-4")
+    numbers: set[int] = set()
+    for part in pages.split(","):
+        first, _, last = part.partition("-")
+        if int(last or first) < int(first):
+            raise WrongInput("pages", f"{part.strip()} ends before it begins")
+        numbers |= set(range(int(first), int(last or first) + 1))
+    if max(numbers) >= count:
+        raise WrongInput(
+            "pages", f"there is no page {max(numbers)}: {count} are there, counted from 0"
+        )
+    return sorted(numbers)
 
 
 class Unreadable(Exception):
@@ -107,6 +143,17 @@ class Document:
         head, pixels = self._ask(asked, f"page {page}: ", PAGE_LIMIT_S)
         return Raster(head["width"], head["height"], pixels)
 
+    def alone(self, page: int) -> tuple[str, bytes]:
+        """A page as a document of its own, after the end of its name: the same for equal pages.
+
+        A PDF of a PDF, a PNG of a TIFF, and other images as they are.
+
+        Raises:
+            WrongInput: it can't be read.
+        """
+        head, data = self._ask({"ask": "alone", "page": page}, f"page {page}: ", PAGE_LIMIT_S)
+        return head["suffix"], data
+
     def close(self) -> None:
         """Ends the process."""
         self._process.kill()
@@ -143,6 +190,31 @@ class Document:
         return head, body
 
 
+def divided(path: Path, folder: Path, pages: str) -> Iterator[tuple[int, Path]]:
+    """Divides a document into documents of one page. Yields the number of each, and its file.
+
+    Args:
+        path: of the document.
+        folder: gets the files.
+        pages: which, as `chosen` takes them.
+
+    Raises:
+        WrongInput: the document can't be read, has no such pages, or too many of them.
+    """
+    with Document(path) as document:
+        numbers = chosen(pages, document.pages)
+        if len(numbers) > MAX_DIVIDED:
+            reason = (
+                f"{len(numbers)} are asked for, and at most {MAX_DIVIDED} are read in a request"
+            )
+            raise WrongInput("pages", f"{reason}; ask for some, as 0-{MAX_DIVIDED - 1}")
+        for number in numbers:
+            suffix, data = document.alone(number)
+            page = folder / f"{number}{suffix}"
+            page.write_bytes(data)
+            yield number, page
+
+
 def _reader_until(stream: IO[bytes], until_s: float) -> Callable[[int], bytes]:
     def read(size: int) -> bytes:
         parts = []
@@ -177,6 +249,8 @@ def main(path: Path) -> None:
             elif asked["ask"] == "raster":
                 raster = opened.raster(asked["page"])
                 head, body = {"width": raster.width, "height": raster.height}, raster.pixels
+            elif asked["ask"] == "alone":
+                head["suffix"], body = opened.alone(asked["page"])
         except Unreadable as error:
             head = {"wrong": str(error)}
         except MemoryError:
@@ -263,6 +337,17 @@ class PdfPages:
                 bitmap, page, 0, 0, width, height, 0, self._raw.FPDF_ANNOT
             )
             return Raster(width, height, bitmap.to_pil().convert("RGB").tobytes())
+
+    def alone(self, number: int) -> tuple[str, bytes]:
+        """A PDF of this page alone, and the end of its name."""
+        # PDFium writes the time, and makes the identifier of a file of chance.
+        self._raw.FPDF_SetSandBoxPolicy(CLOCK_POLICY, 0)
+        with self._readable("it is broken"):
+            one, written = self._pdfium.PdfDocument.new(), io.BytesIO()
+            one.import_pages(self._file, [number])
+            one.save(written)
+            one.close()
+        return ".pdf", FILE_ID.sub(b"/ID[<00><00>]", written.getvalue())
 
     def _placer(self, page: Any, width: int, height: int) -> Callable[..., list[int]]:
         """Returns what turns a box of the page, which may be rotated, into one of pixels."""
@@ -402,6 +487,7 @@ class ImagePages:
     def __init__(self, path: Path) -> None:
         from PIL import Image, ImageOps
 
+        self._path = path
         Image.MAX_IMAGE_PIXELS = None  # `_check_size` says how large it may be
         self._upright: Any = ImageOps.exif_transpose
         try:
@@ -445,6 +531,17 @@ class ImagePages:
         resized = image.convert("RGBA").resize((width, height), Image.Resampling.LANCZOS)
         on_white.paste(resized, mask=resized.getchannel("A"))
         return Raster(width, height, on_white.tobytes())
+
+    def alone(self, number: int) -> tuple[str, bytes]:
+        """A PNG of a page of a TIFF, or the file as it is, and the end of its name."""
+        image, dpi = self._upright_image(number)
+        kind = str(self._file.format)
+        if kind != "TIFF":
+            return f".{kind.lower()}", self._path.read_bytes()
+        written = io.BytesIO()
+        plain = image if image.mode in PNG_MODES else image.convert("RGB")
+        plain.save(written, "PNG", dpi=(dpi, dpi))
+        return ".png", written.getvalue()
 
     def _upright_image(self, number: int) -> tuple[Any, float]:
         try:

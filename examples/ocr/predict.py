@@ -30,7 +30,7 @@ from assembly import (
     straightened,
 )
 from cog import BasePredictor, Input, Path
-from document import Document, Raster, WrongInput
+from document import Document, Raster, WrongInput, chosen
 from PIL import Image
 
 MIN_TEXT_CHARS = 32
@@ -47,34 +47,6 @@ MAX_IMAGES = 64
 MIN_REGION_SCORE = 0.5
 TABLE_FORMATS = ["", "markdown", "html"]
 GRANULARITIES = ["", "page", "block", "word"]
-PAGES = re.compile(r"\s*\d{1,5}\s*(-\s*\d{1,5}\s*)?(,\s*\d{1,5}\s*(-\s*\d{1,5}\s*)?)*")
-
-
-def chosen(pages: str, count: int) -> list[int]:
-    """The pages of a document that are asked for, in order and each once.
-
-    Args:
-        pages: as "0,2-4", from 0. Empty: all.
-        count: how many there are.
-
-    Raises:
-        WrongInput: there is no such page, or it is written in another way.
-    """
-    if not pages:
-        return list(range(count))
-    if not PAGES.fullmatch(pages):
-        raise WrongInput("pages", "numbers from 0 on and ranges are needed, as 0,2-4")
-    numbers: set[int] = set()
-    for part in pages.split(","):
-        first, _, last = part.partition("-")
-        if int(last or first) < int(first):
-            raise WrongInput("pages", f"{part.strip()} ends before it begins")
-        numbers |= set(range(int(first), int(last or first) + 1))
-    if max(numbers) >= count:
-        raise WrongInput(
-            "pages", f"there is no page {max(numbers)}: {count} are there, counted from 0"
-        )
-    return sorted(numbers)
 
 
 class Reader:

@@ -7,16 +7,21 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
+from bench.pipeline import another
 from examples.show import EXAMPLES
 from infra.local.interfaces import refresh_interfaces
 from infra.local.ports import Ports
+from infra.local.process import free_port
 from infra.local.stack import Stack
 from shared.errors import ConfigurationError
 from tests.clients.clients import CLIENTS
@@ -35,23 +40,26 @@ from tests.documents import (
     stream,
 )
 from tests.keys import key_for, keys_url
+from tests.limits import TEST_LIMIT_S, WAIT_LIMIT_S
 from workers.models.custom.environments import python_for
 
-pytestmark = pytest.mark.slow(about_s=240)
+pytestmark = pytest.mark.slow(about_s=420)
 
-REPORT_PAGES, SCAN_PAGES = 38, int(os.environ.get("OCR_SCAN_PAGES", "3"))
+REPORT_PAGES, SCAN_PAGES = 38, int(os.environ.get("OCR_SCAN_PAGES", "6"))
 """A scan takes seconds a page. OCR_SCAN_PAGES=40 tries a long one."""
 PAGE_USD, CACHED_SHARE = 0.001, 0.1
 QUICK = ("encrypted", "cut", "many-pages", "gigapixel", "tiff-bomb", "object-stream")
 """Those of the hostile files whose end the client waits for."""
+FLOW = "ocr-pages"
 (CLIENT,) = (one for one in CLIENTS if one.name == "mistral")
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a stack that reads documents. Skips without a package index."""
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A stack that reads documents, as a whole and page by page. Skips without a package index."""
     try:
-        python_for(EXAMPLES / "ocr")
+        for name in ("ocr", "pages"):
+            python_for(EXAMPLES / name)
         install(CLIENT)
     except (ConfigurationError, CannotInstall) as error:
         pytest.skip(f"packages: {str(error)[-300:]}")
@@ -60,14 +68,17 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     entry |= {"source": f"local:{EXAMPLES / 'ocr'}"}
     entry["price"] = {"per_work_usd": PAGE_USD, "cached_share": CACHED_SHARE}
     models = folder / "models.yaml"
-    models.write_text(yaml.safe_dump({"models": [entry]}))
+    pages = {"name": "pages", "task": "custom", "source": f"local:{EXAMPLES / 'pages'}"}
+    flows = yaml.safe_load((EXAMPLES / "flows/ocr-pages.yaml").read_text())["flows"]
+    catalog = {"models": [entry, pages | {"deterministic": True}], "flows": flows}
+    models.write_text(yaml.safe_dump(catalog))
     refresh_interfaces(models, lambda line: None)
     settings = {
         "PENSTOCK_KEYS_URL": keys_url(folder, default="default", other="other"),
         "PENSTOCK_MODELS_FILE": str(models),
     }
-    with Stack(folder, ports=Ports.free(1), settings=settings) as stack:
-        yield stack.api_url
+    with Stack(folder, ports=Ports.free(2), settings=settings) as running:
+        yield running
 
 
 def image_pdf() -> bytes:
@@ -91,6 +102,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "scan.pdf": scan_of(report(scanned)),
         "table.pdf": report([few], has_table=True),
         "image.pdf": image_pdf(),
+        "other.pdf": scan_of(report([scanned[0], few])),
     }
     images = images_of(report([few]))
     for name in ("page.png", "page.jpeg", "page.webp"):
@@ -116,11 +128,72 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_mistrals_client_reads_documents(url: str, expected: Path) -> None:
-    service = Service(url, key_for("default"), "", "", expected=str(expected))
+def check_client(stack: Stack, expected: Path) -> None:
+    service = Service(stack.api_url, key_for("default"), "", "", expected=str(expected))
     outcomes, took_s = run_checks(command_of(CLIENT), service)
     figures = (expected.parent / "figures.txt").read_text()
     print(f"{len(outcomes)} checks in {took_s:.0f} s\n{figures}", file=sys.stderr)
-    failed = [f"{one.check}: {one.reason}" for one in outcomes if one.outcome != "passed"]
+    failed = [f"{one.check}: {one.reason}" for one in outcomes if one.outcome == "failed"]
     assert not failed, "\n".join(failed)
     assert len(outcomes) > 8
+
+
+def test_mistrals_client_reads_documents(stack: Stack, expected: Path) -> None:
+    check_client(stack, expected)
+
+
+def test_mistrals_client_reads_page_by_page_while_a_worker_is_killed(
+    stack: Stack, expected: Path
+) -> None:
+    path = expected.with_name("expected-of-flow.json")
+    facts = json.loads(expected.read_text()) | {"model": FLOW, "is_flow": True}
+    path.write_text(json.dumps(facts))
+    port = free_port()
+    own = {"PENSTOCK_MODEL": "ocr", "PENSTOCK_HEALTH_PORT": str(port)}
+    with (
+        another(stack, "another-worker", "workers", port, own),
+        ThreadPoolExecutor(1) as threads,
+    ):
+        killing = threads.submit(kill_in_the_middle, stack)
+        check_client(stack, path)
+        at_kill, pages = killing.result(WAIT_LIMIT_S)
+    assert 0 < at_kill < SCAN_PAGES, "the worker did not die in the middle"
+    assert pages == list(range(SCAN_PAGES))
+    print(f"{at_kill} of {SCAN_PAGES} pages were read at the kill", file=sys.stderr)
+
+
+def kill_in_the_middle(stack: Stack) -> tuple[int, list[int]]:
+    """Kills a worker once a half of the scan is read.
+
+    Returns how many pages were read then, and the pages in the order of the stream.
+    """
+    headers = {"authorization": f"Bearer {key_for('default')}"}
+    options: dict[str, Any] = {"headers": headers, "timeout": WAIT_LIMIT_S}
+    seen, until_s = set[str](), time.monotonic() + TEST_LIMIT_S
+    with httpx.Client(base_url=stack.api_url, **options) as http:
+        while time.monotonic() < until_s:
+            listed = http.get("/v1/predictions").raise_for_status().json()["results"]
+            ours = [one["id"] for one in listed if one["model"].endswith(FLOW)]
+            for prediction in (one for one in ours if one not in seen):
+                seen.add(prediction)
+                if (killed := followed(http, prediction, stack)) is not None:
+                    return killed
+            time.sleep(0.1)
+    raise AssertionError("nobody has sent the scan")
+
+
+def followed(http: httpx.Client, prediction: str, stack: Stack) -> tuple[int, list[int]] | None:
+    """Follows a run. If it is that of the scan, a worker is killed. None: it is another one."""
+    at_kill, pages = 0, list[int]()
+    headers = {"accept": "text/event-stream"}
+    with http.stream("GET", f"/v1/predictions/{prediction}/stream", headers=headers) as answer:
+        for line in answer.raise_for_status().iter_lines():
+            event = json.loads(line[6:]) if line.startswith('data: {"step"') else {}
+            if event.get("step") == "cut" and len(event["output"]["pages"]) != SCAN_PAGES:
+                return None
+            if event.get("step") == "read":
+                pages.append(event["item"])
+                if not at_kill and len(pages) >= SCAN_PAGES / 2:
+                    at_kill = len(pages)
+                    stack.processes["worker-ocr"].kill()
+    return at_kill, pages

@@ -472,9 +472,13 @@ def _check_api(api: ServedApi, interface: ModelInterface, *, is_flow: bool) -> N
         shape = interface.properties.get(name)
         if shape is not None and (is_kind := _kind(shape)) != kind:
             raise ValueError(f"api: {api}: the input {name!r} must be a {kind}, not a {is_kind}")
+    if is_flow and api == "ocr" and _gives_pages_apart(interface.output):
+        return
     element = interface.output.get("items", {})
     streams = "items" if is_flow and _kind(interface.output) == "array" else interface.streams
     if api in _ELEMENTS and (streams, _kind(element)) != ("items", "object"):
+        if is_flow and api == "ocr":
+            raise ValueError("api: ocr: the flow must give a list of pages, or pages and numbers")
         raise ValueError(
             f"api: {api}: the class must give Iterator[dict[str, Any]], its {_ELEMENTS[api]}"
         )
@@ -483,6 +487,14 @@ def _check_api(api: ServedApi, interface: ModelInterface, *, is_flow: bool) -> N
         raise ValueError(
             f"api: {api}: the class must give a Path, the file with what is said, or Iterator[Path]"
         )
+
+
+def _gives_pages_apart(output: Mapping[str, Any]) -> bool:
+    """Whether a flow gives what was read of each page, and beside it the numbers of the pages."""
+    fields = output.get("properties", {})
+    pages, numbers = (fields.get(name, {}).get("items", {}) for name in ("pages", "numbers"))
+    of_a_page = (_kind(pages), _kind(pages.get("items", {})))
+    return (*of_a_page, _kind(numbers)) == ("array", "object", "integer")
 
 
 def _kind(shape: Mapping[str, Any]) -> str:

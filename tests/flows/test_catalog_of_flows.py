@@ -162,10 +162,40 @@ SHIPPED = (
         },
     ),
     class_entry(
+        "pages",
+        {"document": FILE, "pages": {"type": "string"}},
+        {
+            "type": "object",
+            "properties": {
+                "pages": {"type": "array", "items": FILE},
+                "numbers": {"type": "array", "items": {"type": "integer"}},
+                "size_bytes": {"type": "integer"},
+            },
+        },
+    ),
+    class_entry(
+        "ocr",
+        {
+            "document": FILE,
+            "table_format": {"type": "string", "enum": ["", "markdown", "html"]},
+            "include_image_base64": {"type": "boolean"},
+            "image_limit": {"type": "integer", "minimum": 0},
+            "image_min_size": {"type": "integer", "minimum": 1},
+            "include_blocks": {"type": "boolean"},
+            "confidence_scores_granularity": {
+                "type": "string",
+                "enum": ["", "page", "block", "word"],
+            },
+            "extract_header": {"type": "boolean"},
+            "extract_footer": {"type": "boolean"},
+        },
+        {"type": "array", "items": {"type": "object"}},
+    ),
+    class_entry(
         "upscale", {"image": FILE, "scale": {"type": "number", "minimum": 1, "maximum": 4}}, FILE
     ),
 )
-"""What examples/safety and examples/upscale take and give, as cog writes it."""
+"""What the classes of the folders of these names take and give, as cog writes it."""
 
 
 def test_shipped_flows_fit_their_models() -> None:
@@ -176,6 +206,7 @@ def test_shipped_flows_fit_their_models() -> None:
         for entry in yaml.safe_load(path.read_text())["flows"]
     ]
     flows = [flow_of(entry, Catalog(models)) for entry in entries]
-    assert [flow.name for flow in flows] == ["draw-checked"]
+    assert [flow.name for flow in flows] == ["draw-checked", "ocr-pages"]
+    assert flows[1].api == "ocr"
     assert flows[0].interface is not None
     assert flows[0].interface.output["properties"]["is_safe"] == {"type": "boolean"}

@@ -12,10 +12,11 @@ from typing import Any
 import httpx
 
 from api.testing import running_api
+from shared.catalog import Model
 from shared.errors import PenstockError
 from shared.in_memory_broker import InMemoryBroker
 from shared.tasks import Result
-from shared.tasks.custom import CustomResult
+from shared.tasks.custom import CustomResult, with_places
 from shared.usage.row import Row
 from tests.flows.models import MODELS, Compute, catalog_of
 from tests.limits import WAIT_LIMIT_S
@@ -58,7 +59,9 @@ class ThreadModel:
         for item in batch:
             assert isinstance(item, PreparedCustom)
             try:
-                results.append(CustomResult(self._compute.output(self._name, item.values)))
+                files = {str(one.at[0]): one.data for one in item.files}
+                output = self._compute.output(self._name, item.values | files)
+                results.append(CustomResult(*with_places(output)))
             except PenstockError as error:
                 results.append(error)
         return results
@@ -121,12 +124,18 @@ class World:
 
 
 @asynccontextmanager
-async def world(redis_url: str, *flows: Mapping[str, Any], **settings: Any) -> AsyncIterator[World]:
-    """Serves flows of MODELS. `settings` are of the API."""
-    broker, compute, written = InMemoryBroker(), Compute(), list[list[Row]]()
-    catalog = catalog_of(*flows)
+async def world(
+    redis_url: str,
+    *flows: Mapping[str, Any],
+    models: Sequence[Model] = MODELS,
+    computes: type[Compute] = Compute,
+    **settings: Any,
+) -> AsyncIterator[World]:
+    """Serves flows of models. `settings` are of the API."""
+    broker, compute, written = InMemoryBroker(), computes(), list[list[Row]]()
+    catalog = catalog_of(*flows, models=models)
     async with AsyncExitStack() as opened:
-        for entry in MODELS:
+        for entry in models:
             worker = await opened.enter_async_context(
                 running_worker(
                     broker,
@@ -139,7 +148,7 @@ async def world(redis_url: str, *flows: Mapping[str, Any], **settings: Any) -> A
             )
             written.append(worker.rows)
         api = await opened.enter_async_context(
-            running_api(broker, MODELS, flows=catalog.flows, redis_url=redis_url, **settings)
+            running_api(broker, models, flows=catalog.flows, redis_url=redis_url, **settings)
         )
         http = await opened.enter_async_context(
             httpx.AsyncClient(transport=httpx.ASGITransport(api.app), base_url="http://localhost")

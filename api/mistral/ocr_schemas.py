@@ -1,0 +1,333 @@
+"""The bodies of POST /v1/ocr, and of its answers and errors, in the shape of Mistral's OCR API."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator
+
+from api.bodies import Body, ItemId
+
+MAX_PAGE_RANGES = 1000
+_RANGES = re.compile(r"\d{1,5}(?:-\d{1,5})?(?:,\d{1,5}(?:-\d{1,5})?)*")
+
+
+class DocumentUrl(Body):
+    """A document by its URL."""
+
+    type: Literal["document_url"] = "document_url"
+    document_url: str = Field(
+        min_length=1,
+        description="An https URL, a `data:` URI, or the URL of a file of this API.",
+    )
+    document_name: str | None = Field(None, description="Accepted, without effect.")
+
+
+class ImageAddress(Body):
+    """The URL of an image."""
+
+    url: str = Field(min_length=1)
+    detail: str | None = Field(None, description="Accepted, without effect.")
+
+
+class ImageUrl(Body):
+    """An image by its URL."""
+
+    type: Literal["image_url"] = "image_url"
+    image_url: Annotated[
+        Annotated[str, Tag("text:"), Field(min_length=1)] | Annotated[ImageAddress, Tag("object:")],
+        Discriminator(lambda value: "text:" if isinstance(value, str) else "object:"),
+    ]
+
+
+class UploadedDocument(Body):
+    """A file of this API."""
+
+    type: Literal["file"] = "file"
+    file_id: ItemId
+
+
+def _kind_of(value: Any) -> str | None:
+    """Returns the kind of a document. Its type may be left out."""
+    if not isinstance(value, dict):
+        return None
+    kinds = ("document_url", "image_url", "file")
+    by_field = {"document_url": "document_url", "image_url": "image_url", "file_id": "file"}
+    kind = value.get("type") or next((by_field[name] for name in by_field if name in value), None)
+    return f"{kind}:" if kind in kinds else None
+
+
+_Document = Annotated[
+    Annotated[DocumentUrl, Tag("document_url:")]
+    | Annotated[ImageUrl, Tag("image_url:")]
+    | Annotated[UploadedDocument, Tag("file:")],
+    Discriminator(
+        _kind_of,
+        custom_error_type="document_type",
+        custom_error_message="type must be document_url, image_url or file, with that field",
+    ),
+]
+
+
+def _refuse_annotation(value: object) -> None:
+    if value is not None:
+        raise ValueError(
+            "annotations are made by a language model that sees images, and none is served "
+            "here; leave it out, or send null"
+        )
+
+
+_NoAnnotation = Annotated[None, BeforeValidator(_refuse_annotation)]
+_Page = Annotated[int, Field(ge=0, le=99_999)]
+_Pages = Annotated[
+    Annotated[list[_Page], Field(max_length=10_000), Tag("list:")] | Annotated[str, Tag("text:")],
+    Discriminator(lambda value: "list:" if isinstance(value, list) else "text:"),
+]
+
+
+class OcrBody(Body):
+    """A document that is read."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "model": "ocr",
+                "document": {
+                    "type": "document_url",
+                    "document_url": "https://example.com/report.pdf",
+                },
+                "pages": "0-3,5",
+            }
+        }
+    )
+
+    model: str | None = Field(
+        None, description="Default: the first model of the catalog with `api: ocr`."
+    )
+    document: _Document = Field(description="PDF, PNG, JPEG, TIFF or WebP.")
+    id: ItemId | None = Field(None, description="Accepted, without effect.")
+    pages: _Pages | None = Field(
+        None, description="Which pages, counted from 0: a list, or `0-3,5`. Default: all."
+    )
+    table_format: Literal["markdown", "html"] | None = Field(
+        None, description="Of tables beside the markdown. Default: they are in it."
+    )
+    include_image_base64: bool | None = Field(
+        None, description="Whether images are in the answer, as `data:` URIs."
+    )
+    image_limit: int | None = Field(
+        None, ge=0, le=10_000, description="The most images of all pages together."
+    )
+    image_min_size: int | None = Field(
+        None, ge=1, le=10_000, description="The least width and height of an image, in pixels."
+    )
+    include_blocks: bool | None = Field(
+        None, description="Whether each page has its parts with their places."
+    )
+    confidence_scores_granularity: Literal["page", "block", "word"] | None = None
+    extract_header: bool | None = Field(
+        None, description="Whether headers are beside the markdown."
+    )
+    extract_footer: bool | None = Field(
+        None, description="Whether footers are beside the markdown."
+    )
+    bbox_annotation_format: _NoAnnotation = None
+    document_annotation_format: _NoAnnotation = None
+    document_annotation_prompt: _NoAnnotation = None
+
+    @field_validator("pages")
+    @classmethod
+    def _are_ranges(cls, value: list[int] | str | None) -> list[int] | str | None:
+        if isinstance(value, str):
+            plain = value.replace(" ", "")
+            if plain.count(",") >= MAX_PAGE_RANGES or not _RANGES.fullmatch(plain):
+                raise ValueError("numbers from 0 on and ranges are needed, as 0-3,5")
+        return value
+
+    @property
+    def wanted_pages(self) -> str | None:
+        """The pages as a class takes them: equal ones are written alike. None: all."""
+        if not self.pages:
+            return None
+        return _ranges_of(self.pages)
+
+    def number_of(self, position: int) -> int:
+        """The number of a page by its position among those that are asked for."""
+        for part in (self.wanted_pages or "").split(",") if self.pages else ():
+            first, _, last = part.partition("-")
+            count = int(last or first) - int(first) + 1
+            if position < count:
+                return int(first) + position
+            position -= count
+        return position
+
+    @property
+    def url(self) -> str:
+        """Where the document is. Files of this API are below `/v1/files/`."""
+        match self.document:
+            case DocumentUrl():
+                return self.document.document_url
+            case ImageUrl():
+                address = self.document.image_url
+                return address if isinstance(address, str) else address.url
+            case UploadedDocument():
+                return f"/v1/files/{self.document.file_id}"
+
+
+def _ranges_of(pages: Sequence[int] | str) -> str:
+    """Returns numbers and ranges in order, each page once: `0-3,5`."""
+    spans = [(page, page) for page in pages if isinstance(page, int)]
+    if isinstance(pages, str):
+        parts = [part.partition("-") for part in pages.replace(" ", "").split(",")]
+        spans = [(int(first), int(last or first)) for first, _, last in parts]
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(spans):
+        if merged and merged[-1][1] + 1 >= first and last >= first:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], last))
+        else:
+            merged.append((first, last))
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in merged)
+
+
+class OcrDimensions(msgspec.Struct):
+    """The size of a page as it was looked at. Coordinates are its pixels."""
+
+    dpi: int
+    height: int
+    width: int
+
+
+class _Place(msgspec.Struct, kw_only=True):
+    top_left_x: int
+    top_left_y: int
+    bottom_right_x: int
+    bottom_right_y: int
+
+
+class OcrImage(_Place, kw_only=True):
+    """An image on a page. In the markdown is a reference to its id."""
+
+    id: str
+    image_base64: str | None = None
+    image_annotation: None = None
+
+
+class OcrWordScore(msgspec.Struct):
+    """How sure a word is, from 0 to 1, and where it begins in the markdown."""
+
+    text: str
+    confidence: float
+    start_index: int
+
+
+class OcrPageScores(msgspec.Struct, omit_defaults=True):
+    """How sure a page is, by its words."""
+
+    average_page_confidence_score: float
+    minimum_page_confidence_score: float
+    word_confidence_scores: list[OcrWordScore] | None = None
+
+
+class OcrBlockScores(msgspec.Struct):
+    """How sure a block is, by its words. Null: it has none."""
+
+    average_content_confidence_score: float | None = None
+    minimum_content_confidence_score: float | None = None
+    block_type_confidence_score: float | None = None
+
+
+class OcrTable(msgspec.Struct):
+    """A table beside the markdown, where a reference to its id is."""
+
+    id: str
+    content: str
+    format: Literal["markdown", "html"]
+
+
+_BlockKind = Literal[
+    "text",
+    "title",
+    "list",
+    "table",
+    "image",
+    "header",
+    "footer",
+    "caption",
+    "equation",
+    "code",
+    "references",
+    "aside_text",
+    "signature",
+]
+
+
+class OcrBlock(_Place, kw_only=True, omit_defaults=True):
+    """A part of a page, with its place."""
+
+    type: _BlockKind
+    content: str
+    image_id: str | None = None
+    table_id: str | None = None
+    confidence_scores: OcrBlockScores | None = None
+
+
+class OcrPage(msgspec.Struct, omit_defaults=True):
+    """A page that was read."""
+
+    index: int
+    markdown: str
+    images: list[OcrImage]
+    dimensions: OcrDimensions | None
+    tables: list[OcrTable] | None = None
+    hyperlinks: list[str] | None = None
+    header: str | None = None
+    footer: str | None = None
+    confidence_scores: OcrPageScores | None = None
+    blocks: list[OcrBlock] | None = None
+
+
+class PagesApart(msgspec.Struct):
+    """The output of a flow that reads each page as a document of its own."""
+
+    pages: list[list[OcrPage]]
+    """Of each of these documents."""
+    numbers: list[int]
+    """Of the pages in the document that was sent."""
+    doc_size_bytes: int | None = None
+
+
+class OcrUsage(msgspec.Struct):
+    """What a document counts as: the pages that were read."""
+
+    pages_processed: int
+    doc_size_bytes: int | None
+
+
+class OcrReply(msgspec.Struct):
+    """A document that was read."""
+
+    pages: list[OcrPage]
+    model: str
+    usage_info: OcrUsage
+    document_annotation: None = None
+
+
+class OcrFieldError(msgspec.Struct):
+    """A field that is wrong."""
+
+    loc: list[str]
+    msg: str
+    type: str
+
+
+class OcrErrorReply(msgspec.Struct, omit_defaults=True):
+    """The body of every error. A wrong field is in `detail` too, as Mistral's client reads it."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+    detail: list[OcrFieldError] | None = None
