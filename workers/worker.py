@@ -155,8 +155,7 @@ class Worker:
         self._busy = BusyRatio(len(pool.processes))
         self._times = times or ProcessTimes()
         self._flow_controls: dict[JobConsumer, list[FlowControl]] = {}
-        self._idle: list[asyncio.Future[None]] = []
-        """Of each process that has nothing to do, the last one to run last."""
+        self._queued = asyncio.Event()
         self._running: dict[PooledProcess, tuple[JobConsumer, list[QueuedItem]]] = {}
         self._runs: set[StepRun] = set()
         self._failed_batches = 0
@@ -231,7 +230,7 @@ class Worker:
         return tasks
 
     def _has_queued(self) -> None:
-        self._wake_idle()
+        self._queued.set()
         for run in self._runs:
             run.admit_waiting()
         self._count_waiting()
@@ -287,27 +286,11 @@ class Worker:
 
     async def _wait(self, idle: Idle) -> None:
         """Waits until an item is queued, or until the given time."""
-        queued: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._idle.append(queued)
+        self._queued.clear()
         left_s = None if idle.until_s is None else max(0.0, idle.until_s - time.time())
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    await queued
-        finally:
-            if queued in self._idle:
-                self._idle.remove(queued)
-
-    def _wake_idle(self) -> None:
-        """Wakes the process first that ran last.
-
-        Its caches are warm, and it has compiled the products of the usual lengths. So requests that
-        come one at a time keep one process warm, instead of each process a little.
-        """
-        idle, self._idle = self._idle, []
-        for queued in reversed(idle):
-            if not queued.done():
-                queued.set_result(None)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(left_s):
+                await self._queued.wait()
 
     def _count_waiting(self) -> None:
         metrics.WAITING.set(sum(queue.waiting for queue in self._queues))

@@ -24,14 +24,7 @@ from shared.topics import (
 )
 from shared.transport import ReceivedMessage
 from tests.limits import WAIT_LIMIT_S
-from tests.workers.worker_harness import (
-    MODEL,
-    HeldCache,
-    LetterPool,
-    LetterPreparer,
-    LetterProcess,
-    running_worker,
-)
+from tests.workers.worker_harness import MODEL, HeldCache, LetterPreparer, running_worker
 from workers.models.base import PreparedText
 
 pytestmark = pytest.mark.anyio
@@ -131,17 +124,6 @@ async def test_what_waits_together_runs_together_whatever_its_length(
         for _ in range(5):
             await harness.reply()
         assert harness.process.batches == [["first"], ["aaaaa", "bbbbb", "c" * 50, "ddddd"]]
-
-
-async def test_jobs_that_come_one_at_a_time_keep_one_process_warm(
-    redis_url: str, tmp_path: Path
-) -> None:
-    pool = LetterPool()
-    pool.processes.append(LetterProcess())
-    async with running_worker(redis_url, tmp_path, pool=pool) as harness:
-        for text in "abcdef":
-            assert await harness.ask(text, request_id=text) == [("succeeded", text.encode())]
-    assert sorted(len(process.batches) for process in pool.processes) == [0, 6]
 
 
 @pytest.mark.parametrize("text", ["4", "!"])
