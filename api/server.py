@@ -24,7 +24,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from api import metrics
 from api.errors import HeadTooLarge, TooSlow, error_response
-from api.http.request import CLOSED
 from shared.errors import BadInput, ConfigurationError, Overloaded, PenstockError
 from shared.settings import ApiSettings
 
@@ -71,7 +70,6 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Counts the connection. If there are too many, closes the longest idle one."""
         super().connection_made(transport)
-        self._closed: asyncio.Future[None] = self.loop.create_future()
         opened = transport.get_extra_info("socket")
         if (
             opened is not None
@@ -93,8 +91,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Removes the connection from all counts, and tells its request."""
-        self._closed.set_result(None)
+        """Removes the connection from all counts."""
         self.idle.pop(self, None)
         self._leave_unread()
         self._disarm()
@@ -153,7 +150,6 @@ class BoundedHttp(HttpToolsProtocol):
         self._disarm()
         self.idle.pop(self, None)
         self._beside_bytes, self._in_head, self._in_body = 0, False, True
-        self.scope[CLOSED] = self._closed  # type: ignore[literal-required]
         super().on_headers_complete()
         # The parser reports trailers as headers (RFC 9110, 6.5.1). They must not become headers.
         self.headers = []

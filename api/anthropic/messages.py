@@ -350,5 +350,5 @@ async def _stream(
         beginning = streams.begin(
             creation.snapshot, events, [StreamPosition()], call.check_key, has_ids=False
         )
-        sse = await while_connected(call.http, beginning)
+        sse = await while_connected(call.http.receive, beginning)
         return HeldResponse(sse, held.pop_all(), headers=_HEADERS, media_type=EVENTS_TYPE)

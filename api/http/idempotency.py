@@ -83,7 +83,7 @@ async def run_idempotent(
     keyed = IdempotentRequest(digest.hexdigest(), call.tenant, fingerprint)
     wait_s = call.options.limit_s(call.dependencies.catalog.deadline)
     running = call.dependencies.idempotency.run(keyed, compute, wait_s)
-    stored, is_replayed = await while_connected(request, running, call.check_key)
+    stored, is_replayed = await while_connected(request.receive, running, call.check_key)
     if stored.model:  # the first request may have had another key of the tenant
         check_model(call.caller, stored.model)
     return _response(stored, call.context, is_replayed=is_replayed)

@@ -108,22 +108,16 @@ def dependencies_of(request: Request) -> Dependencies:
 
 CHECK_S = 2.0
 """Interval at which a waiting caller is checked again."""
-CLOSED = "penstock.closed"
-"""In the scope of a request: the future that is done when its connection is lost (api/server.py).
-
-Servers of others don't have it. With them a task listens for each request, which takes a twentieth
-of the API's CPU time.
-"""
 T = TypeVar("T")
 
 
 async def while_connected(
-    request: Request, work: Coroutine[Any, Any, T], check: Callable[[], object] = lambda: None
+    receive: Receive, work: Coroutine[Any, Any, T], check: Callable[[], object] = lambda: None
 ) -> T:
     """Awaits `work`, and cancels it as soon as the caller hangs up.
 
     Args:
-        request: its body was already read.
+        receive: the ASGI channel of the request, whose body was already read.
         work: what to await.
         check: is called every CHECK_S. It raises PenstockError once the caller may not wait any
             more, which cancels `work` too.
@@ -134,7 +128,7 @@ async def while_connected(
     """
     task = asyncio.current_task()
     assert task is not None, "routes run in tasks; this is a bug"
-    watch = _Watch(request, check, task)
+    watch = _Watch(receive, check, task)
     try:
         return await work
     except asyncio.CancelledError:
@@ -157,35 +151,40 @@ def _base_url(scheme: str, host: str, server: tuple[str, int | None] | None, roo
 class _Watch:
     """Cancels the task of a request once its caller hangs up, or may not go on.
 
-    It refers to itself through a timer and a callback, which both end with `stop`. Otherwise all
-    objects of a request would stay until the next garbage collection.
+    Begins in the next turn of the loop: what waits for nothing has ended by then. It refers to
+    itself through a handle, a timer and a task, which all end with `stop`. Otherwise all objects of
+    a request would stay until the next garbage collection.
     """
 
     def __init__(
-        self, request: Request, check: Callable[[], object], task: asyncio.Task[Any]
+        self, receive: Receive, check: Callable[[], object], task: asyncio.Task[Any]
     ) -> None:
         self.refused: PenstockError | None = None
         """Why it canceled the task. None: it did not."""
+        self._receive = receive
         self._check = check
         self._task = task
         self._loop = asyncio.get_running_loop()
         self._listening: asyncio.Task[None] | None = None
-        closed: asyncio.Future[None] | None = request.scope.get(CLOSED)
-        if closed is None:
-            closed = self._listening = self._loop.create_task(_until_disconnected(request.receive))
-        self._closed = closed
-        self._closed.add_done_callback(self._on_closed)
-        self._timer = self._loop.call_later(CHECK_S, self._check_again)
+        self._timer: asyncio.Handle | None = self._loop.call_soon(self._begin)
 
     def stop(self) -> None:
         """Cancels nothing after this."""
-        self._timer.cancel()
-        self._closed.remove_done_callback(self._on_closed)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._listening is not None:
+            self._listening.remove_done_callback(self._on_disconnect)
             self._listening.cancel()
+            self._listening = None
 
-    def _on_closed(self, closed: asyncio.Future[None]) -> None:
-        if not closed.cancelled():
+    def _begin(self) -> None:
+        self._listening = self._loop.create_task(_until_disconnected(self._receive))
+        self._listening.add_done_callback(self._on_disconnect)
+        self._timer = self._loop.call_later(CHECK_S, self._check_again)
+
+    def _on_disconnect(self, listening: asyncio.Task[None]) -> None:
+        if not listening.cancelled():
             self._cancel(ClientGone())
 
     def _check_again(self) -> None:
@@ -263,7 +262,7 @@ class ApiRequest:
         request = self._awaited(model, inputs, is_repeatable=is_repeatable)
         async with self.limited(model, inputs) as limited:
             response = await while_connected(
-                self.http, self.dependencies.dispatcher.dispatch(request), self.check_key
+                self.http.receive, self.dependencies.dispatcher.dispatch(request), self.check_key
             )
             context.has_rows = True
             try:
@@ -293,7 +292,7 @@ class ApiRequest:
         due_s = self.answer_by_s(model)
         request = InferenceRequest(facts, model, inputs, due_s, self.options)
         response = await while_connected(
-            self.http, self.dependencies.dispatcher.dispatch(request), self.check_key
+            self.http.receive, self.dependencies.dispatcher.dispatch(request), self.check_key
         )
         with response:
             response.raise_failed()
@@ -340,7 +339,7 @@ class ApiRequest:
             limit_s = request.deadline_s - time.time() + GRACE_S
             prediction = creation.snapshot.prediction
             try:
-                await while_connected(self.http, creation.wait(limit_s), self.check_key)
+                await while_connected(self.http.receive, creation.wait(limit_s), self.check_key)
             except BaseException:
                 await self.dependencies.predictions.cancel(prediction.tenant, prediction.id)
                 raise

@@ -305,7 +305,7 @@ async def create_ocr(request: Request) -> Response:
         checked = _checked(body, model)
         call.check_room(model, 1)
         loading = _with_document(checked, _owner(call, model), call.dependencies.source_images)
-        one, objects = await while_connected(request, loading), call.dependencies.objects
+        one, objects = await while_connected(request.receive, loading), call.dependencies.objects
         if model.flow is not None:
             reply = await _reply(await _run(call, model, one, body), model, objects, body)
         else:

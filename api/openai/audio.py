@@ -500,7 +500,7 @@ async def _transcribe(
                 call.tenant, call.storage_quota(FILE), call.base_url, call.done_by_s(model), 0
             )
             adding = _add_recording(one, "url", form.url, caller, images)
-            await while_connected(call.http, adding)
+            await while_connected(call.http.receive, adding)
         if one.is_streamed:
             return await _stream(call, form, model, one)
         if model.flow is not None:
@@ -611,6 +611,6 @@ async def _stream(
             )
         else:
             beginning = streams.begin(creation.snapshot, shape, seen, call.check_key, **options)
-            sse = await while_connected(call.http, beginning)
+            sse = await while_connected(call.http.receive, beginning)
         headers = {**_HEADERS, "location": f"/v1/predictions/{creation.snapshot.prediction.id}"}
         return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)

@@ -376,7 +376,7 @@ async def _stream(
             beginning = streams.begin(
                 snapshot, shape, seen, call.check_key, has_ids=wants_event_ids(call.http.headers)
             )
-            sse = await while_connected(call.http, beginning)
+            sse = await while_connected(call.http.receive, beginning)
         else:
             sse = streams.follow(snapshot, shape, seen, call.check_key, stays=False, has_ids=True)
         headers = {**_HEADERS, "location": f"{CHAT.path}/{completion_id}"}

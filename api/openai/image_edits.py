@@ -321,7 +321,7 @@ async def edit_image(request: Request) -> Response:
     model = model_for(call, body)
     call.check_room(model, body.n)
     reading = _first_image(call, body, model, sources)
-    first = await while_connected(request, reading)
+    first = await while_connected(request.receive, reading)
     return await answer_with(call, body, model, first)
 
 
@@ -344,7 +344,7 @@ async def vary_image(request: Request) -> Response:
     model = model_for(call, body)
     call.check_room(model, body.n)
     reading = _first_image(call, body, model, sources)
-    first = await while_connected(request, reading)
+    first = await while_connected(request.receive, reading)
     if body.guidance_scale is None and not body.negative_prompt:
         first = msgspec.structs.replace(first, guidance_scale=UNGUIDED)
     return await answer_with(call, body, model, first)

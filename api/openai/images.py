@@ -350,7 +350,7 @@ async def _stream(call: ApiRequest, body: ImageBody, model: Model, first: ImageI
             size,
         )
         events = stream.events(snapshot, model)
-        opening = await while_connected(call.http, anext(events, b""))
+        opening = await while_connected(call.http.receive, anext(events, b""))
         headers = {**_HEADERS, "location": f"/v1/predictions/{snapshot.prediction.id}"}
         sse = behind(opening, events)
         return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
@@ -407,7 +407,7 @@ async def _encode(
         is_new=False,
         tenant=call.tenant,
     )
-    data = await (while_connected(call.http, encoding) if is_awaited else encoding)
+    data = await (while_connected(call.http.receive, encoding) if is_awaited else encoding)
     if body.response_format == "b64_json":
         return ImageItem(result.seed, b64_json=data)
     media_type = MEDIA_TYPES[body.output_format]

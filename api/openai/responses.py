@@ -331,7 +331,7 @@ async def _stream(
         streams, check = call.dependencies.generation_streams, call.check_key
         if is_new:
             beginning = streams.begin(snapshot, events, seen, check, has_ids=False)
-            sse = await while_connected(call.http, beginning)
+            sse = await while_connected(call.http.receive, beginning)
         else:
             sse = streams.follow(snapshot, events, seen, check, stays=stays, has_ids=False)
         response_id = answer_id(RESPONSE_PREFIX, snapshot.prediction.id)

@@ -236,7 +236,7 @@ async def _stream(call: ApiRequest, body: SpeechBody, model: Model, one: CustomI
             )
         else:
             beginning = streams.begin(creation.snapshot, shape, seen, call.check_key, **options)
-            sse = await while_connected(call.http, beginning)
+            sse = await while_connected(call.http.receive, beginning)
         headers = {**_HEADERS, "location": f"/v1/predictions/{creation.snapshot.prediction.id}"}
         sound = _with_sound(sse, call.dependencies.objects)
         return HeldResponse(sound, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)

@@ -142,7 +142,7 @@ async def read_prediction(
         keep_s=keep_s + done_by_s - time.time(),
     )
     reading = read_inputs(body.input, model, caller, call.dependencies.source_images)
-    read = await while_connected(call.http, reading)
+    read = await while_connected(call.http.receive, reading)
     webhook, events = _webhook_of(body, allow_private=call.dependencies.settings.webhooks_private)
     is_repeatable = own_id or call.options.idempotency_key
     return call.recorded(
@@ -401,7 +401,7 @@ async def _create(
         if wait_s:
             # A caller that hangs up leaves here, and the prediction continues.
             waiting = creation.wait(wait_s - call.context.total_ms / 1000)
-            await while_connected(call.http, waiting, call.check_key)
+            await while_connected(call.http.receive, waiting, call.check_key)
     return _created(call.dependencies, creation.snapshot, is_new=creation.is_new)
 
 

@@ -379,7 +379,7 @@ async def get_object(
     dependencies = dependencies_of(request)
     dependencies.url_signer.check(key, type, expires, signature)
     fetching = dependencies.result_fetcher.fetch(key, type, time.time() + MAX_LINK_S)
-    data = await while_connected(request, fetching)
+    data = await while_connected(request.receive, fetching)
     headers = {
         "cache-control": f"private, max-age={VALID_S}, immutable",
         "x-content-type-options": "nosniff",
