@@ -42,23 +42,6 @@ async def test_idle_topic_sends_at_once_and_a_busy_one_together(opened: Opened) 
     ].items()
 
 
-async def test_messages_that_come_one_by_one_share_a_request_while_another_is_under_way(
-    opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client, "PACE_S", 3600.0)
-    script, transport = opened
-    script.gate.clear()
-    sent = [publishing(transport, b"first")]
-    await script.seen("Publish", 1)
-    for number in range(10):
-        sent.append(publishing(transport, b"%d" % number))
-        for _ in range(5):  # turns of the loop, of which each would send
-            await asyncio.sleep(0)
-    script.gate.set()
-    await asyncio.gather(*sent)
-    assert [len(request.messages) for request in script.requests["Publish"]] == [1, 10]
-
-
 async def test_request_holds_a_thousand_messages_at_most(opened: Opened) -> None:
     script, transport = opened
     await asyncio.gather(*(publishing(transport, b"%d" % number) for number in range(2500)))
