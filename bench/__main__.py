@@ -29,6 +29,7 @@ MODULES = {
     "row_outage": "row_outage",
     "batches": "batches",
     "custom_batches": "custom_batches",
+    "shared_flow": "shared_flow",
     "long_recording": "long_recording",
     "tracing": "tracing",
     "keys": "keys",
