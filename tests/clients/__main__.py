@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from infra.local.interfaces import refresh_interfaces
 from infra.local.ports import Ports
 from infra.local.stack import Stack
 from infra.text_table import table
@@ -112,6 +113,8 @@ def _catalog_settings(folder: Path, classes: list[dict[str, Any]]) -> dict[str, 
         model["deadline"] = DEADLINE
     path = folder / "models.yaml"
     path.write_text(yaml.safe_dump(catalog), encoding="utf-8")
+    if classes:
+        refresh_interfaces(path, lambda line: None)
     return {"PENSTOCK_MODELS_FILE": str(path)}
 
 
