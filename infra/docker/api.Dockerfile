@@ -22,8 +22,10 @@ COPY shared shared
 COPY infra infra
 COPY api api
 # Apart from the dependencies, so that a change of ours is a small layer; with its metadata, for the SBOM.
-RUN python -m pip install --disable-pip-version-check --no-cache-dir --no-deps --no-index --no-build-isolation \
-    --target /app .
+RUN python -m pip wheel --disable-pip-version-check --no-cache-dir --no-deps --no-index --no-build-isolation \
+    --wheel-dir /wheels . \
+    && python -m pip --python /opt/venv/bin/python install --disable-pip-version-check --no-cache-dir --no-deps \
+      --no-index --target /app /wheels/*.whl
 
 FROM ${PYTHON_BASE}
 # Cloud Run calls the port that Terraform names. The spool is in the container's own file system there, which is

@@ -37,8 +37,10 @@ prepare() { # IMAGE PATH...
     --constraint constraints.txt --requirement build.txt
   local ours=(.)
   [ "$image" != servers ] || ours+=(./emulators/bigquery ./emulators/pubsub)
-  "$work/builder/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-index \
-    --no-build-isolation --target "$work/$image/app" "${ours[@]}"
+  "$work/builder/bin/python" -m pip wheel --quiet --disable-pip-version-check --no-deps --no-index \
+    --no-build-isolation --wheel-dir "$work/$image/wheels" "${ours[@]}"
+  "$work/builder/bin/python" -m pip --python "$work/$image/venv/bin/python" install --quiet --disable-pip-version-check \
+    --no-deps --no-index --target "$work/$image/app" "$work/$image/wheels/"*.whl
   cd "$work/$image/app"
 }
 inside() { # IMAGE COMMAND...

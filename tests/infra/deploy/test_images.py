@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+import venv
 from pathlib import Path
 
 import grimp
@@ -125,7 +126,7 @@ def test_what_is_installed_has_its_hash_in_the_lock(name: str) -> None:
     """Nothing comes from an index but by a hash of the lock, save what torch brings."""
     text = (FOLDER / f"{name}.Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     text = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
-    installs = re.findall(r"(?:pip|uv pip) install [^&;]*", text)
+    installs = re.findall(r"pip (?:--python \S+ )?(?:install|wheel) [^&;]*", text)
     assert len(installs) >= 2
     for install in installs:
         if "--no-index" in install:
@@ -152,7 +153,34 @@ def test_servers_are_in_the_image_with_what_they_require() -> None:
     assert {"duckdb", "zetasql", "lark", "grpcio-tools"} <= names
     assert not [name for name in names if name.startswith("penstock")]
     installed = stages("servers")[0].all("RUN")
-    assert any(f"--target /app {MEMBERS}" in " ".join(line.split()) for line in installed)
+    assert any(f"--wheel-dir /wheels {MEMBERS} " in " ".join(line.split()) for line in installed)
+
+
+@pytest.mark.parametrize("name", ["api", "functions", "servers"])
+def test_programs_of_ours_run_in_the_python_that_has_the_packages(
+    name: str, tmp_path: Path
+) -> None:
+    """The base's Python, which installs, is in the image too, and has none of them."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    tree = tmp_path / "tree"
+    for file in map(Path, copied_files(name)):
+        # Modules would only be compiled.
+        if file.suffix != ".py" or file.name == "__init__.py":
+            (tree / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, tree / file)
+    (line,) = [line for line in stages(name)[0].all("RUN") if "--target /app" in line]
+    for command in line.split("&&"):
+        if command.split()[:3] == ["python", "-m", "pip"]:
+            for path in ("/app", "/opt/venv", "/wheels"):
+                command = command.replace(f" {path}", f" {tmp_path / Path(path).name}")
+            done = run("sh", "-c", f"cd {tree} && {command.replace('python', sys.executable, 1)}")
+            assert done.returncode == 0, done.stderr
+    programs = [file for file in (tmp_path / "app/bin").iterdir() if file.name != "__pycache__"]
+    assert "penstock" in {program.name for program in programs}
+    for program in programs:
+        # Behind the line that names it, or in the next one if it is long.
+        named = "".join(program.read_text(encoding="utf-8").splitlines()[:2])
+        assert str(tmp_path / "venv/bin/python") in named, program
 
 
 def test_member_whose_folder_is_missing_is_named(tmp_path: Path) -> None:

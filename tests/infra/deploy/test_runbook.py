@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from prometheus_client import REGISTRY
 
 import api.batch_runner.runner
@@ -92,6 +93,7 @@ def test_alerts_off_google_name_a_part_too() -> None:
         assert alert.anchor in ANCHORS, alert.title
 
 
+@pytest.mark.slow
 def test_alerts_link_to_the_runbook_where_it_can_be_read(tmp_path: Path) -> None:
     url = "https://example.com/penstock/docs/operations.md"
     plan = plan_platform(tmp_path, alerts={"runbook_url": url})

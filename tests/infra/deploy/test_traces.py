@@ -40,6 +40,7 @@ def test_without_an_endpoint_nothing_is_set(plan: Plan) -> None:
     assert writers(plan) == set()
 
 
+@pytest.mark.slow
 def test_google_takes_spans_of_all_who_may_write_them(tmp_path: Path) -> None:
     plan = traced_plan(tmp_path, endpoint=GOOGLE)
     given = {
@@ -58,6 +59,7 @@ def test_google_takes_spans_of_all_who_may_write_them(tmp_path: Path) -> None:
     assert {"telemetry.googleapis.com", "cloudtrace.googleapis.com"} <= services
 
 
+@pytest.mark.slow
 def test_process_accepts_what_terraform_sets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

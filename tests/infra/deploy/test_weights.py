@@ -167,6 +167,7 @@ def test_compiled_kernels_are_kept_in_the_bucket_of_the_weights(
     assert found["weights"]["csi"]["readOnly"]
 
 
+@pytest.mark.slow
 def test_workers_write_the_kernels_of_their_own_model_only(tmp_path: Path) -> None:
     file = tmp_path / "models.yaml"
     other = IMAGES | {"name": "Other.Painter", "gpu": {"type": "none"}}
@@ -212,6 +213,7 @@ def test_without_either_nothing_is_there(objects: Objects) -> None:
     assert "gcsfuse" not in json.dumps(objects)
 
 
+@pytest.mark.slow
 def test_terraform_gives_the_token_to_workers_of_hub_models_alone(tmp_path: Path) -> None:
     given = {"hub_token": True, "prefetched": True}
     made = plan_platform(tmp_path, models_file=str(models_file(tmp_path)), weights=given)

@@ -4,10 +4,11 @@ run "workers_of_a_flow_send_each_other_jobs" {
   command = plan
 
   variables {
-    api         = { max_instances = 1 }
-    inboxes     = { per_region = 2, slots = 1 }
-    models_file = "tests/flows.models.yaml"
-    project_id  = "example-project"
+    api               = { max_instances = 1 }
+    inboxes           = { per_region = 2, slots = 1 }
+    models_file       = "tests/flows.models.yaml"
+    project_id        = "example-project"
+    registry_location = "europe"
   }
 
   assert {
