@@ -101,7 +101,7 @@ class StepRow(NamedTuple):
     outcome: ItemOutcome
 
 
-class StepEnd(NamedTuple):
+class JobEnd(NamedTuple):
     """How the items of a job ended, for its rows."""
 
     marked: Marked
@@ -162,7 +162,7 @@ class FlowEngine:
             [(job.envelope.request_id, [item.index for item in job.body.items]) for job in jobs]
         )
 
-    async def mark(self, job: Job, outcomes: Sequence[ItemOutcome]) -> StepEnd:
+    async def mark(self, job: Job, outcomes: Sequence[ItemOutcome]) -> JobEnd:
         """Notes how items of a job ended. The first call for an item counts.
 
         Args:
@@ -182,9 +182,9 @@ class FlowEngine:
             else:  # it came too late
                 is_over = one.status in ("canceled", "expired")
                 counting.append(one if is_over else failure(one.index, Canceled(), one.receipt))
-        return StepEnd(marked, counting)
+        return JobEnd(marked, counting)
 
-    async def advance(self, job: Job, end: StepEnd) -> list[StepRow]:
+    async def advance(self, job: Job, end: JobEnd) -> list[StepRow]:
         """Does what follows from the items of a job. Returns rows to write.
 
         Raises:

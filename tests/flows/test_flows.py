@@ -144,6 +144,7 @@ async def test_cancel_in_the_middle_starts_nothing_more(redis_url: str) -> None:
     assert shown["metrics"]["cost_usd"] == canceled["metrics"]["cost_usd"] == charged_usd(rows)
 
 
+@pytest.mark.slow(about_s=6)  # its deadline passes
 async def test_deadline_in_the_middle_charges_what_was_delivered(redis_url: str) -> None:
     async with world(redis_url, SPELL) as flows:
         flows.compute.gates["slow"] = threading.Event()

@@ -156,16 +156,25 @@ async def test_a_canceled_batch_begins_no_further_step(flows: World, settings: A
     assert run["metrics"]["cost_usd"] == 0.125
 
 
+async def left_by_its_runner(
+    flows: World, settings: ApiSettings, text: str, gate: threading.Event
+) -> Any:
+    """A batch of one line whose step `held` waits for the gate, and whose runner has died."""
+    flows.compute.gates["held"] = gate
+    async with running_runner(flows, settings) as runner:
+        batch = await created(client_of(flows), jsonl([line("a", text)]), endpoint=URL)
+        await flows.until_began("held")
+        runner.cancel()
+        await asyncio.gather(runner, return_exceptions=True)
+    return batch
+
+
+@pytest.mark.slow(about_s=7)  # the lease of the first one ends
 async def test_another_runner_finds_the_run_of_one_that_died(
     flows: World, settings: ApiSettings
 ) -> None:
     client, gate = client_of(flows), threading.Event()
-    flows.compute.gates["held"] = gate
-    async with running_runner(flows, settings) as runner:
-        batch = await created(client, jsonl([line("a", "a held b")]), endpoint=URL)
-        await flows.until_began("held")
-        runner.cancel()
-        await asyncio.gather(runner, return_exceptions=True)
+    batch = await left_by_its_runner(flows, settings, "a held b", gate)
     async with running_runner(flows, settings):
         gate.set()
         done = await until(client, batch)
@@ -181,12 +190,7 @@ async def test_a_batch_canceled_while_no_runner_lives_leaves_no_run(
     flows: World, settings: ApiSettings
 ) -> None:
     client, gate = client_of(flows), threading.Event()
-    flows.compute.gates["held"] = gate
-    async with running_runner(flows, settings) as runner:
-        batch = await created(client, jsonl([line("a", "held")]), endpoint=URL)
-        await flows.until_began("held")
-        runner.cancel()
-        await asyncio.gather(runner, return_exceptions=True)
+    batch = await left_by_its_runner(flows, settings, "held", gate)
     await client.batches.cancel(batch.id)
     async with running_runner(flows, settings):
         done = await until(client, batch)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shared.errors import PenstockError, Unavailable
-from shared.flow_engine import FlowEngine, StepEnd, may_retry
+from shared.flow_engine import FlowEngine, JobEnd, may_retry
 from shared.messages import ItemOutcome
 from shared.stores.record_state import ReleasedClaim
 from shared.stores.records import Records
@@ -98,7 +98,7 @@ class StepJobs:
             await self._engine.retry(pulled.job, again)
         return [one for one in outcomes if one.index not in again]
 
-    async def _mark(self, pulled: PulledJob, outcomes: Sequence[ItemOutcome]) -> StepEnd:
+    async def _mark(self, pulled: PulledJob, outcomes: Sequence[ItemOutcome]) -> JobEnd:
         """Notes the outcomes, as soon as Redis takes them.
 
         Raises:
