@@ -43,9 +43,10 @@ from api.predictions.creation import digest_of
 from api.predictions.event_stream import HeldResponse
 from api.predictions.generation_stream import behind
 from api.tasks.base import Inputs
-from api.tasks.image import first_image, results_of, size_of
+from api.tasks.image import MAX_NAME_CHARS, first_image, results_of, size_of
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
+from shared.catalog_entry import MAX_LORA_SCALE, MIN_LORA_SCALE
 from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.errors import BadInput, PenstockError, Unavailable
 from shared.messages import ItemOutcome
@@ -98,6 +99,17 @@ class ImageBody(Body):
     negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS, description="Extension.")
     scheduler: SchedulerName | None = Field(
         None, description=f"Extension: one of {', '.join(SCHEDULER_NAMES)}."
+    )
+    lora_weights: str | None = Field(
+        None, max_length=MAX_NAME_CHARS, description="Extension: an adapter of the model."
+    )
+    lora_scale: float | None = Field(
+        None,
+        ge=MIN_LORA_SCALE,
+        le=MAX_LORA_SCALE,
+        description=(
+            "Extension: how strongly the adapter counts. Default: as the catalog says, mostly 1."
+        ),
     )
     quality: Option | None = Field(None, description="Accepted, without effect.")
     style: Option | None = Field(None, description="Accepted, without effect.")

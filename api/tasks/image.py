@@ -18,8 +18,10 @@ from api.inputs.codec_protocol import UNPADDED, Padding
 from api.inputs.source_images import ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs
 from shared.catalog import Model
+from shared.catalog_entry import MAX_LORA_SCALE, MIN_LORA_SCALE
 from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.errors import BadInput, PenstockError
+from shared.image_adapters import choose_adapter
 from shared.messages import ItemOutcome
 from shared.tasks.image import ImageInput, ImageResult
 
@@ -50,6 +52,14 @@ class ImageRequest(Protocol):
     @property
     def scheduler(self) -> str | None:
         """One of shared.diffusion_schedulers."""
+
+    @property
+    def lora_weights(self) -> str | None:
+        """An adapter of the model. None: it is drawn without one."""
+
+    @property
+    def lora_scale(self) -> float | None:
+        """How strongly the adapter counts."""
 
 
 def checked_size(width: int, height: int, model: Model) -> tuple[int, int]:
@@ -92,7 +102,7 @@ def first_image(request: ImageRequest, model: Model, size: tuple[int, int]) -> I
     """Builds the first image. The next ones use the following seeds.
 
     Raises:
-        BadInput: more steps than the model allows.
+        BadInput: more steps than the model allows, or an adapter that it has not.
     """
     defaults = model.image
     steps = defaults.steps if request.num_inference_steps is None else request.num_inference_steps
@@ -110,6 +120,7 @@ def first_image(request: ImageRequest, model: Model, size: tuple[int, int]) -> I
         seed=secrets.randbelow(2**32) if request.seed is None else request.seed,
         scheduler=request.scheduler or defaults.scheduler,
         negative_prompt=request.negative_prompt or "",
+        adapter=choose_adapter(model, request.lora_weights, request.lora_scale),
     )
 
 
@@ -129,6 +140,8 @@ MAX_MASK_BLUR = 64.0
 """Pixels."""
 MAX_PADDING = 4096
 """Pixels of a side."""
+MAX_NAME_CHARS = 64
+"""Of an adapter."""
 
 
 def _or_one_number(schema: dict[str, Any]) -> None:
@@ -184,6 +197,15 @@ class ImagePredictionInput(Body):
     scheduler: SchedulerName | None = Field(
         None, description=f"One of {', '.join(SCHEDULER_NAMES)}."
     )
+    lora_weights: str | None = Field(
+        None, max_length=MAX_NAME_CHARS, description="An adapter of the model."
+    )
+    lora_scale: float | None = Field(
+        None,
+        ge=MIN_LORA_SCALE,
+        le=MAX_LORA_SCALE,
+        description="How strongly the adapter counts. Default: as the catalog says, mostly 1.",
+    )
     output_format: Literal["png", "jpg", "jpeg", "webp"] = "png"
 
     @model_validator(mode="after")
@@ -229,6 +251,18 @@ class ImageApi(ApiTask):
 
     input_schema = ImagePredictionInput
     output_schema: ClassVar = {"type": "array", "items": {"type": "string", "format": "uri"}}
+
+    def input_schema_of(self, model: Model) -> dict[str, Any]:
+        """The input of a model, as JSON Schema, with the names of its adapters if it has any."""
+        schema = super().input_schema_of(model)
+        fields, names = schema["properties"], list(model.image.adapters)
+        if names:
+            fields["lora_weights"] |= {
+                "anyOf": [{"enum": names, "type": "string"}, {"type": "null"}]
+            }
+        else:
+            del fields["lora_weights"], fields["lora_scale"]
+        return schema
 
     async def read(
         self, raw_input: dict[str, Any], model: Model, caller: ImageCaller, images: SourceImages

@@ -76,25 +76,29 @@ def weights_of(model: Model, deployment: Deployment, disk_mib: int) -> Weights:
     """The source of one model's weights.
 
     Args:
-        model: only those of the hub need anything.
+        model: only those of the hub, and with adapters of it, need anything.
         deployment: whether they were prefetched, and whether there is a token for the hub.
         disk_mib: the worker's part of the node's disk.
     """
-    if not model.source.startswith(HUB) or deployment.is_outside:
+    adapters = [one for one in model.image.adapters.values() if one.source.startswith(HUB)]
+    is_of_hub = model.source.startswith(HUB)
+    if not (is_of_hub or adapters) or deployment.is_outside:
         return NOTHING
     if deployment.weights_bucket:
-        mounted = _mounted(model.source.removeprefix(HUB), deployment.weights_bucket, disk_mib)
+        # Adapters are in other repositories than their model.
+        folder = "hub" if adapters else f"hub/{model.source.removeprefix(HUB)}"
+        mounted = _mounted(folder, deployment.weights_bucket, disk_mib)
         if not _compiles(model):
             return mounted
         return _with_kernels(mounted, deployment.weights_bucket)
     return _with_token() if deployment.hub_token else NOTHING
 
 
-def _mounted(repository: str, bucket: str, disk_mib: int) -> Weights:
+def _mounted(folder: str, bucket: str, disk_mib: int) -> Weights:
     cache_mib = int(disk_mib * CACHE_SHARE)
     options = (
         "implicit-dirs",
-        f"only-dir=hub/{repository}",
+        f"only-dir={folder}",
         f"file-cache:max-size-mb:{cache_mib}",
         "file-cache:enable-parallel-downloads:true",
         "file-cache:cache-file-for-range-read:true",
@@ -112,7 +116,7 @@ def _mounted(repository: str, bucket: str, disk_mib: int) -> Weights:
         "gke-gcsfuse/ephemeral-storage-request": "16Mi",
         "gke-gcsfuse/ephemeral-storage-limit": "0",
     }
-    path = f"{WEIGHTS_DIR}/hub/{repository}"
+    path = f"{WEIGHTS_DIR}/{folder}"
     volumes = (
         {
             "name": "weights",
@@ -129,9 +133,8 @@ def _mounted(repository: str, bucket: str, disk_mib: int) -> Weights:
 
 
 def _compiles(model: Model) -> bool:
-    return (
-        model.definition.is_compiled and model.gpu.type != "none" and model.image.compile != "never"
-    )
+    is_never = model.image.compile == "never" or bool(model.image.adapters)
+    return model.definition.is_compiled and model.gpu.type != "none" and not is_never
 
 
 def _with_kernels(weights: Weights, bucket: str) -> Weights:

@@ -53,11 +53,17 @@ class PromptEncoder:
     def __init__(self, pipeline: Any, kept_bytes: int = KEPT_BYTES) -> None:
         self._pipeline = pipeline
         self._kept_bytes = kept_bytes
-        self._kept: OrderedDict[str, Encoded] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], Encoded] = OrderedDict()
+        """By variant and text."""
         self._bytes = 0
 
-    def arguments(self, items: Sequence[PreparedImage]) -> dict[str, Any]:
+    def arguments(self, items: Sequence[PreparedImage], variant: str = "") -> dict[str, Any]:
         """The pipeline's prompt arguments for `items`. Either all or none have a negative prompt.
+
+        Args:
+            items: one or more.
+            variant: what the text encoders are changed by, as an adapter and its scale. Empty: by
+                nothing.
 
         Returns:
             `prompt_embeds` and `negative_prompt_embeds` [items, tokens, width], and for SDXL the
@@ -69,7 +75,7 @@ class PromptEncoder:
         has_negative = bool(negatives[0])
         if type(self._pipeline) not in KNOWN:
             return {"prompt": prompts} | ({"negative_prompt": negatives} if has_negative else {})
-        encoded = self._encoded([*prompts, *negatives])
+        encoded = self._encoded([*prompts, *negatives], variant)
         positive = [
             torch.cat(parts) for parts in zip(*(encoded[text] for text in prompts), strict=True)
         ]
@@ -97,10 +103,12 @@ class PromptEncoder:
         most: int = tokenizer.model_max_length
         return sum(max(0, count - most) for count in counts)
 
-    def _encoded(self, texts: Sequence[str]) -> dict[str, Encoded]:
+    def _encoded(self, texts: Sequence[str], variant: str) -> dict[str, Encoded]:
         """The embeddings of all `texts`. Encodes those that are not cached in one call."""
         wanted = dict.fromkeys(texts)
-        known = {text: self._kept[text] for text in wanted if text in self._kept}
+        known = {
+            text: self._kept[variant, text] for text in wanted if (variant, text) in self._kept
+        }
         if missing := [text for text in wanted if text not in known]:
             # SD returns (states, None), and SDXL (states, None, pooled, None).
             parts = self._pipeline.encode_prompt(
@@ -111,15 +119,15 @@ class PromptEncoder:
             )[::2]
             for row, text in enumerate(missing):
                 known[text] = tuple(part[row : row + 1].clone() for part in parts)
-        self._keep(known)
+        self._keep({(variant, text): encoded for text, encoded in known.items()})
         return known
 
-    def _keep(self, used: dict[str, Encoded]) -> None:
-        for text, encoded in used.items():
-            if text not in self._kept:
+    def _keep(self, used: dict[tuple[str, str], Encoded]) -> None:
+        for key, encoded in used.items():
+            if key not in self._kept:
                 self._bytes += _size_bytes(encoded)
-            self._kept[text] = encoded
-            self._kept.move_to_end(text)
+            self._kept[key] = encoded
+            self._kept.move_to_end(key)
         while self._bytes > self._kept_bytes:
             _, dropped = self._kept.popitem(last=False)
             self._bytes -= _size_bytes(dropped)
@@ -147,6 +155,8 @@ class ImageModel:
     pads = True
     draws_masks = False
     """Whether it draws within masks. Only images that join between steps are."""
+    takes_adapters = False
+    """Whether it draws with adapters. As above."""
 
     def __init__(
         self, entry: Model, folder: Path, device: Device, *, warmup_limit_s: float = WARMUP_LIMIT_S
@@ -164,8 +174,14 @@ class ImageModel:
 
         Raises:
             ConfigurationError: the folder is not a text-to-image pipeline, it was trained with
-                masks and can't step, or a required package is missing.
+                masks or has adapters and can't step, or a required package is missing.
         """
+        if self._entry.image.adapters and not self.takes_adapters:
+            raise ConfigurationError(
+                f"{self._folder}: adapters need a pipeline of Stable Diffusion or Stable Diffusion "
+                "XL",
+                field="image.adapters",
+            )
         self._device, self.device_name = self._requested_device.open()
         self._plan = plan_for(self._entry, capability_of(self._device))
         self._text_to_image, self._image_to_image = load_pipelines(
@@ -270,6 +286,8 @@ class ImageModel:
         """Returns why this model can't draw an item. None if it can."""
         if item.mask is not None and not self.draws_masks:
             return BadInput("this model takes no mask", field="mask")
+        if item.adapter and not self.takes_adapters:
+            return BadInput("this model takes no adapter", field="lora_weights")
         if item.source is not None and self._image_to_image is None:
             return BadInput("this model draws from text only", field="image")
         if item.source is None and not self._draws_text:
@@ -370,6 +388,7 @@ class ImageModel:
                 seed=item.seed,
                 pixel_steps=item.length,
                 truncated_tokens=self._prompts.truncated_tokens(item),
+                adapter=item.adapter or None,
             )
             for item, image in zip(items, images, strict=True)
         ]

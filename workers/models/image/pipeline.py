@@ -82,7 +82,8 @@ def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> None:
     ):
         return
     if plan.is_tuned:
-        pipeline.fuse_qkv_projections()
+        if not plan.has_adapters:
+            pipeline.fuse_qkv_projections()
         unet.to(memory_format=torch.channels_last)
         vae.to(memory_format=torch.channels_last)
     if plan.is_int8:

@@ -35,6 +35,7 @@ from workers.models.image.masks import (
 from workers.models.image.model import ImageModel
 from workers.models.image.pipeline import inpainting
 from workers.models.image.preview import draw_previews
+from workers.models.image.resident_adapters import Applied, ResidentAdapters
 from workers.models.image.vae import decode, own_type, spare_memory
 
 log = logging.getLogger(__name__)
@@ -119,6 +120,7 @@ class _Drawing:
     """The guidance scale as the UNet of a distilled model takes it, [1, width]."""
     for_scheduler: dict[str, Any]
     masked: MaskedStart | None
+    adapter: Applied = None
     done: int = 0
     """Its steps so far."""
 
@@ -153,12 +155,14 @@ class SteppedImageModel(ImageModel):
     """An ImageModel of a known family that also computes step by step. See SteppedModel."""
 
     draws_masks = True
+    takes_adapters = True
     _drawings: dict[int, _Drawing]
 
     def setup(self) -> None:
         """Loads the pipeline."""
         super().setup()
         self._drawings = {}
+        self.adapters = ResidentAdapters(self._entry.image, self._text_to_image, self._device)
         self._family = FAMILIES[type(self._text_to_image)]
         self._inpainting = inpainting(self._text_to_image, self._image_to_image)
 
@@ -187,16 +191,46 @@ class SteppedImageModel(ImageModel):
                 self._decode(drawing)
 
     def admit(self, slot: int, item: PreparedItem) -> None:
-        """Encodes the prompts and the source, and draws the noise."""
+        """Encodes the prompts and the source, and draws the noise.
+
+        Later, if the adapter of the item has to be read first.
+        """
         assert isinstance(item, PreparedImage), "the preparer of images makes them; this is a bug"
         if (refusal := self.refusal(item)) is not None:
             raise refusal
+        if not self.adapters.holds_back(slot, item):
+            self._draw_from_now_on(slot, item)
+
+    def _draw_from_now_on(self, slot: int, item: PreparedImage) -> None:
         with torch.inference_mode(), self.settled(), memory_errors():
             self._drawings[slot] = self._begin(item)
 
+    def _end_waits(self, end: StepEnd) -> None:
+        """Begins the items whose adapters are there by now. Ends those whose adapters failed."""
+        in_use = {drawing.item.adapter for drawing in self._drawings.values()}
+        for slot, item in self.adapters.take_ready(in_use):
+            if isinstance(item, PenstockError):
+                end.results[slot] = item
+                end.waiting.append(slot)
+                continue
+            try:
+                self._draw_from_now_on(slot, item)
+            except PenstockError as error:
+                end.waiting.append(slot)
+                if isinstance(error, OutOfMemory) and self._drawings:
+                    end.preempted.append(slot)
+                else:
+                    end.results[slot] = error
+        end.waiting += self.adapters.waiting
+
     def step(self) -> StepEnd:
         """One denoise step of each item. Decodes those that are done."""
-        end = StepEnd(work=sum(drawing.rows_pixels for drawing in self._drawings.values()))
+        end = StepEnd()
+        self._end_waits(end)
+        end.work = sum(drawing.rows_pixels for drawing in self._drawings.values())
+        if not self._drawings:
+            self.adapters.pause()
+            return end
         with torch.inference_mode(), self.settled():
             try:
                 with memory_errors():
@@ -220,6 +254,7 @@ class SteppedImageModel(ImageModel):
     def drop(self, slot: int) -> None:
         """Forgets an item."""
         self._drawings.pop(slot, None)
+        self.adapters.drop(slot)
 
     def progress(self) -> dict[int, tuple[int, int]]:
         """Returns the completed and total steps of each item."""
@@ -241,7 +276,11 @@ class SteppedImageModel(ImageModel):
             pipeline = self._inpainting
         scheduler = pipeline.scheduler = self._scheduler(item.scheduler)
         generator = torch.Generator("cpu").manual_seed(item.seed)
-        texts = self._prompts.arguments([item])
+        adapter = self.adapters.of(item)
+        is_varied = self.adapters.changes_prompts(adapter)
+        with self.adapters.applied([adapter]):
+            variant = f"{item.adapter}@{item.adapter_scale}" if is_varied else ""
+            texts = self._prompts.arguments([item], variant)
         scheduler.set_timesteps(item.steps, device=self._device)
         prompt = torch.cat([texts["negative_prompt_embeds"], texts["prompt_embeds"]])
         masked = None
@@ -263,6 +302,7 @@ class SteppedImageModel(ImageModel):
             scale=scale,
             for_scheduler=pipeline.prepare_extra_step_kwargs(generator, 0.0),
             masked=masked,
+            adapter=adapter,
         )
 
     def _start(
@@ -315,15 +355,16 @@ class SteppedImageModel(ImageModel):
             name: _together([drawing.conditions[name] for drawing in drawings], slots)
             for name in drawings[0].conditions
         }
-        noise = self._text_to_image.unet(
-            torch.cat([scaled[slot] for slot in slots] * rows),
-            torch.stack([times[slot].float() for slot in slots] * rows).to(self._device),
-            encoder_hidden_states=_together([drawing.prompt for drawing in drawings], slots),
-            timestep_cond=_together(scales, slots) if scales else None,
-            cross_attention_kwargs=None,
-            added_cond_kwargs=added or None,
-            return_dict=False,
-        )[0]
+        with self.adapters.applied([drawings[slot].adapter for slot in slots] * rows):
+            noise = self._text_to_image.unet(
+                torch.cat([scaled[slot] for slot in slots] * rows),
+                torch.stack([times[slot].float() for slot in slots] * rows).to(self._device),
+                encoder_hidden_states=_together([drawing.prompt for drawing in drawings], slots),
+                timestep_cond=_together(scales, slots) if scales else None,
+                cross_attention_kwargs=None,
+                added_cond_kwargs=added or None,
+                return_dict=False,
+            )[0]
         for slot, (drawing, time) in enumerate(zip(drawings, times, strict=True)):
             own = noise[slot :: len(slots)]
             if rows == 2:
