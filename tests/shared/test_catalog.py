@@ -203,7 +203,8 @@ def test_no_model_of_a_task() -> None:
         ),
         (
             "task: image",
-            "task: image\n    image: {compile: always, adapters: {i: {source: 'hf:i.safetensors'}}}",
+            "task: image\n"
+            "    image: {compile: always, adapters: {i: {source: 'local:i.safetensors'}}}",
             12,
             "image: Value error, compile: adapters need auto or never",
         ),

@@ -98,11 +98,10 @@ class _Batch:
         if is_part := len(slots) < len(rows):
             where = torch.tensor(slots, device=inputs.device)
             chosen = inputs.index_select(0, where)
+        kept = output.index_select(0, where) if is_part else output
         added = _convolved if isinstance(layer, torch.nn.Conv2d) else _projected
-        change = added(layer, ours, chosen, scales)
-        if is_part:
-            return output.index_add(0, where, change.view(len(slots), *output.shape[1:]))
-        return output + change.view(output.shape)
+        changed = added(layer, ours, chosen, scales, kept)
+        return output.index_copy(0, where, changed) if is_part else changed
 
     def _scales_of(
         self, slots: tuple[int, ...], rows: Sequence[Row], like: torch.Tensor
@@ -115,38 +114,46 @@ class _Batch:
 
 
 def _projected(
-    layer: Any, ours: Sequence[LowRank], inputs: torch.Tensor, scales: torch.Tensor
+    layer: Any,
+    ours: Sequence[LowRank],
+    inputs: torch.Tensor,
+    scales: torch.Tensor,
+    output: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns s B (A x) of a linear layer: [rows, tokens, out], from [rows, …, in]."""
+    """The output W x + s B (A x) of a linear layer, [rows, …, out], from W x and [rows, …, in]."""
     rank = max(len(one.down) for one in ours)
-    down = torch.stack([pad(one.down, (0, 0, 0, rank - len(one.down))) for one in ours])
-    up = torch.stack([pad(one.up, (0, rank - len(one.down))) for one in ours])
-    low = torch.bmm(inputs.reshape(len(ours), -1, inputs.shape[-1]), down.transpose(1, 2))
-    return torch.bmm(low * scales.view(-1, 1, 1), up.transpose(1, 2))
+    down = torch.stack([_with_rank(rank, one.down, dim=0) for one in ours])
+    up = torch.stack([_with_rank(rank, one.up, dim=1) for one in ours])
+    rows = len(ours)
+    low = torch.bmm(inputs.reshape(rows, -1, inputs.shape[-1]), down.transpose(1, 2))
+    low *= scales.view(-1, 1, 1)
+    flat = output.reshape(rows, -1, output.shape[-1])
+    return torch.baddbmm(flat, low, up.transpose(1, 2)).view(output.shape)
+
+
+def _with_rank(rank: int, projection: torch.Tensor, *, dim: int) -> torch.Tensor:
+    """A projection with zeros up to a rank, which is its size in one dimension."""
+    missing = rank - projection.shape[dim]
+    return pad(projection, (0, missing) if dim else (0, 0, 0, missing)) if missing else projection
 
 
 def _convolved(
-    layer: torch.nn.Conv2d, ours: Sequence[LowRank], inputs: torch.Tensor, scales: torch.Tensor
+    layer: Any,
+    ours: Sequence[LowRank],
+    inputs: torch.Tensor,
+    scales: torch.Tensor,
+    output: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns s B (A x) of a convolution: [rows, out, height, width], from [rows, in, …].
+    """The output W x + s B (A x) of a convolution, [rows, out, height, width], from W x and x.
 
     Adapter by adapter: few have convolutions, and their kernels can't be stacked.
     """
-    change: torch.Tensor | None = None
+    changed = output.clone()
     for one in dict.fromkeys(ours):
         slots = [slot for slot, other in enumerate(ours) if other is one]
         where = torch.tensor(slots, device=inputs.device)
-        low = conv2d(
-            inputs.index_select(0, where),
-            one.down,
-            None,
-            layer.stride,
-            layer.padding,
-            layer.dilation,
-        )
-        high = conv2d(low * scales[where].view(-1, 1, 1, 1), one.up[:, :, None, None])
-        if change is None:
-            change = high.new_empty(len(ours), *high.shape[1:])
-        change[where] = high
-    assert change is not None, "there is at least one row; this is a bug"
-    return change
+        own = inputs.index_select(0, where)
+        low = conv2d(own, one.down, None, layer.stride, layer.padding, layer.dilation)
+        low *= scales[where].view(-1, 1, 1, 1)
+        changed.index_add_(0, where, conv2d(low, one.up[:, :, None, None]))
+    return changed
