@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
-from PIL import Image
 
 from shared.blob import Blob
 from shared.catalog import Model
@@ -203,6 +202,8 @@ FASTEST = 0
 
 def encode_preview(preview: RgbImage) -> bytes:
     """The image as a small WebP."""
+    from PIL import Image  # few models have previews, and every worker would take 0.1 s longer
+
     encoded = io.BytesIO()
     image = Image.frombytes("RGB", (preview.width, preview.height), preview.pixels)
     image.save(encoded, "WEBP", quality=QUALITY, method=FASTEST)
