@@ -600,7 +600,7 @@ class World:
             item_s = load.full_item_s(batch_items(model, load))
             if fleet.places > 1:
                 item_s *= fleet.places / load.kept_when_sharing
-            item_s /= processes_of(model)
+            item_s /= processes_of([model])
             asked = most_workers(requests_per_s * load.items_per_request * item_s, requests_per_s)
             workers.append(max(model.replicas.min, asked))
         return gpu_nodes(workers, fleet.buffer, fleet.places)

@@ -47,15 +47,14 @@ def example(**changes: object) -> dict[str, Any]:
     return found | changes
 
 
-def rendered(out: Path, **changes: object) -> Objects:
+def rendered(out: Path, models_file: Path = MODELS, **changes: object) -> Objects:
     """What stands in the cluster with these changes of the example; skips the test where Kustomize
     is missing.
     """
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl, which has Kustomize built in, is not installed")
-    write_self_hosted(
-        out, SelfHostedSite.model_validate(example(**changes)), read_catalog(MODELS), MODELS
-    )
+    site = SelfHostedSite.model_validate(example(**changes))
+    write_self_hosted(out, site, read_catalog(models_file), models_file)
     done = subprocess.run(
         ["kubectl", "kustomize", str(out)],
         capture_output=True,
