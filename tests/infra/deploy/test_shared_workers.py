@@ -29,7 +29,7 @@ from tests.infra.deploy.manifests import (
     workers,
 )
 from tests.infra.deploy.planning import NO_PRICES, rate
-from tests.infra.deploy.sites import example, rendered
+from tests.infra.deploy.sites import example, kustomized
 from tests.infra.deploy.terraform import plan_platform
 
 pytestmark = pytest.mark.slow(about_s=60)
@@ -163,7 +163,7 @@ def test_a_worker_has_the_flows_that_it_carries_on(tmp_path: Path, objects: Obje
 def test_chart_makes_what_the_overlay_makes(tmp_path: Path, models_file: Path) -> None:
     catalog = read_catalog(models_file)
     autoscaling = {"prometheus": "http://prometheus:9090"}
-    wanted = rendered(tmp_path / "site", models_file, autoscaling=autoscaling)
+    wanted = kustomized(tmp_path / "site", models_file, example(autoscaling=autoscaling))
     write_site_chart(tmp_path / "chart", catalog, models_file, version="1.2.3")
     (made,) = templates(tmp_path / "chart", [example(autoscaling=autoscaling)])
     assert made.refusal == ""
