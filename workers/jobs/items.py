@@ -223,6 +223,7 @@ class BatchResults:
         self._completion = completion
         self._records = records
         self._waits = metrics.WAIT_SECONDS.labels(model.name)
+        self._metrics = metrics.BatchMetrics(model.name)
         self._reported_s = float("-inf")
 
     def report_progress(
@@ -334,7 +335,7 @@ class BatchResults:
         """Settles the items of a batch that ran."""
         self._queue.batch_ended(batch, done)
         traces = kept_traces(batch)
-        metrics.observe_batch(done, traces[0].exemplar if traces else None)
+        self._metrics.observe(done, traces[0].exemplar if traces else None)
         work: Sequence[int | None] = done.computed_work or [None] * len(batch)
         for index, (queued, outcome) in enumerate(zip(batch, done.outcomes, strict=True)):
             logs, call = done.logs.get(index), done.calls.get(index)
@@ -344,7 +345,7 @@ class BatchResults:
         """Settles an item that left the others of its batch."""
         self._queue.item_ended(queued)
         traces = kept_traces([queued])
-        metrics.observe_batch(done, traces[0].exemplar if traces else None)
+        self._metrics.observe(done, traces[0].exemplar if traces else None)
         computed = Computed(done.outcomes[0], done, traces, logs=done.logs.get(0))
         self._settle(queued, computed)
 
