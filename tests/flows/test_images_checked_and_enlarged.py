@@ -15,13 +15,20 @@ import pytest
 import redis
 from PIL import Image
 
+from api.batch_runner.runner import opened_runner
 from shared.after_image import WITHHELD
 from shared.blob import Blob
 from shared.catalog import Model
+from shared.settings import ApiSettings, read_settings
+from shared.tenants.plan import Limits, Plan
 from shared.usage.row import Row
-from tests.flows.models import Compute, class_entry
+from shared.usage.row_list import RowList
+from tests.api.batches.batching import answers, created, jsonl, until
+from tests.api.harness import already_open
+from tests.flows.models import Compute, catalog_of, class_entry
+from tests.flows.test_lines_of_flows import client_of
 from tests.flows.world import World, world
-from tests.keys import bearer, keys_url
+from tests.keys import bearer, keys_url, stored
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -368,3 +375,80 @@ async def test_an_idempotent_request_is_one_run(images: World) -> None:
     assert first.status_code == 200, first.text
     assert first.json()["data"] == again.json()["data"]
     assert images.compute.count(ONLY_LARGE.name) == 1
+
+
+async def test_limits_and_budgets_count_as_for_the_image_model(
+    redis_url: str, tmp_path: Path
+) -> None:
+    most = 2 * SIDE_PX * SIDE_PX * STEPS
+    # Room for two small images with their steps, and not for the largest that an entry allows.
+    limits = Limits(pixel_steps_per_min=most, budget_usd_per_month=2 * (DRAW_USD + 0.75))
+    url = keys_url(
+        tmp_path,
+        plans={"usual": Plan()},
+        tenants={"acme": "usual"},
+        keys=[stored("one", "acme", models=(BOTH.name,), limits=limits)],
+    )
+    models = (BOTH, JUDGE, ENLARGE)
+    async with world(redis_url, models=models, computes=Draws, keys_url=url) as images:
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while True:
+                answer = await drawn(images, seed=1, n=2, upscale=2)
+                if answer.status_code != 503:  # limits are checked within 0.1 s, or not at all
+                    break
+                await asyncio.sleep(0.1)
+        assert len(sizes_and_reds(answer)) == 2, "keys need the image model alone"
+        assert answer.headers["x-ratelimit-remaining-pixel-steps"] == "0"
+        refused = await drawn(images, seed=9)
+        with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+            fields = [client.hgetall(key) for key in client.keys("penstock:limits:month:*usd")]
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "insufficient_quota")
+    assert [float(one["used"]) for one in fields] == [2 * (DRAW_USD + 0.75)]
+
+
+@pytest.mark.parametrize("model", [BOTH, ONLY_LARGE], ids=lambda model: model.name)
+async def test_lines_of_batches_are_checked_and_enlarged(
+    redis_url: str, tmp_path: Path, model: Model
+) -> None:
+    objects: Any = {"objects_url": f"file://{tmp_path}/objects", "secret": "s"}
+    settings = read_settings(ApiSettings, redis_url=redis_url, **objects)
+    path, body = "/v1/images/generations", {"model": model.name, "prompt": "a"}
+    fields = {"large": {"seed": 7, "upscale": 2}, "as drawn": {"seed": 7}}
+    if model is BOTH:
+        fields["flagged"] = {"seed": UNSAFE_FROM}
+    given = [
+        {"custom_id": name, "method": "POST", "url": path, "body": body | more}
+        for name, more in fields.items()
+    ]
+    models = (model, JUDGE, ENLARGE)
+    async with (
+        world(redis_url, models=models, computes=Draws, **objects) as images,
+        opened_runner(
+            settings,
+            catalog_of(models=models),
+            already_open(images.broker),
+            already_open(images.broker),
+            RowList(),
+            lease_s=1.0,
+        ) as runner,
+    ):
+        client = client_of(images)
+        running = asyncio.create_task(runner.run())
+        try:
+            done = await until(client, await created(client, jsonl(given), endpoint=path))
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        answered = await answers(client, done.output_file_id)
+        failed = await answers(client, done.error_file_id)
+    bodies = {one["custom_id"]: one["response"]["body"] for one in answered}
+    assert {name: one["size"] for name, one in bodies.items()} == {
+        "large": "32x32",
+        "as drawn": "16x16",
+    }
+    with Image.open(io.BytesIO(base64.b64decode(bodies["large"]["data"][0]["b64_json"]))) as image:
+        assert (image.size, red_of(image)) == ((32, 32), 7)
+    assert [
+        (one["custom_id"], one["response"]["body"]["error"]["code"], one["response"]["status_code"])
+        for one in failed
+    ] == [("flagged", "moderation_blocked", 400)] * (model is BOTH)
