@@ -23,7 +23,7 @@ from infra.local.ports import Ports
 from infra.local.stack import Stack
 from tests.limits import START_LIMIT_S
 
-pytestmark = pytest.mark.slow(about_s=60)
+pytestmark = pytest.mark.slow(about_s=80)
 ROOT = EXAMPLES.parent
 PROMPT = "a large red circle on a blue background"
 
