@@ -26,6 +26,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
+from shared.after_image import SCALES
 from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.errors import BadInput, InputTooLarge
 
@@ -76,6 +77,16 @@ def _known(name: str) -> str:
 SchedulerName = Annotated[
     str, AfterValidator(_known), Field(json_schema_extra={"enum": list(SCHEDULER_NAMES)})
 ]
+
+
+def _is_scale(value: int) -> int:
+    if value not in SCALES:
+        raise ValueError(f"Input should be {' or '.join(map(str, SCALES))}")
+    return value
+
+
+Upscale = Annotated[int, AfterValidator(_is_scale), Field(json_schema_extra={"enum": list(SCALES)})]
+"""How many times as wide and high an image becomes. Forms have it as text, as no Literal does."""
 
 
 def _is_short(options: dict[str, Any]) -> dict[str, Any]:

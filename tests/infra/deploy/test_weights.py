@@ -84,11 +84,11 @@ def test_adapters_of_other_repositories_are_mounted_too(tmp_path: Path) -> None:
     objects = render(tmp_path / "out", file, weights_bucket=BUCKET)
     deployment = worker(objects, "of-the-hub")
     looked_in = PurePosixPath(settings_of(objects, deployment)["PENSTOCK_WEIGHTS_DIR"])
-    options = volumes(deployment)["weights"]["csi"]["volumeAttributes"]["mountOptions"]
-    assert "only-dir=hub" in options.split(",")
-    for repository in ("org/name", "org/loras"):
+    for name, repository in (("weights", "org/name"), ("weights-1", "org/loras")):
+        options = volumes(deployment)[name]["csi"]["volumeAttributes"]["mountOptions"]
+        assert f"only-dir=hub/{repository}" in options.split(",")
         path = looked_in / folder_of(repository, "1")
-        assert path.is_relative_to(mounts(deployment)["weights"])
+        assert path.is_relative_to(mounts(deployment)[name])
 
 
 @pytest.mark.parametrize("share", [1, 4, 22])
