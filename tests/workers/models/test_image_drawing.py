@@ -17,6 +17,7 @@ from PIL import Image
 
 from shared.blob import Blob
 from shared.catalog import Catalog
+from shared.errors import BadInput
 from shared.tasks import Input
 from shared.tasks.image import ImageInput, ImageResult
 from tests.workers.models.batches import model_for
@@ -90,6 +91,11 @@ def reference(folder: Path, inputs: Sequence[ImageInput]) -> list[np.ndarray]:
         if value.image is not None:
             with Image.open(io.BytesIO(value.image.data or b"")) as opened:
                 source = {"image": opened.convert("RGB"), "strength": value.strength}
+        options = {
+            name: getattr(value, name)
+            for name in ("clip_skip", "guidance_rescale")
+            if getattr(value, name)
+        }
         drawn = pipeline(
             value.prompt,
             negative_prompt=value.negative_prompt or None,
@@ -98,6 +104,7 @@ def reference(folder: Path, inputs: Sequence[ImageInput]) -> list[np.ndarray]:
             generator=torch.Generator().manual_seed(value.seed),
             **(source or {"width": value.width, "height": value.height}),
             **sizes,
+            **options,
         ).images[0]
         images.append(np.asarray(drawn).astype(int))
     return images
@@ -122,6 +129,35 @@ def test_the_pixels_are_those_of_plain_diffusers(
     for ours in (whole, joined):
         for mine, other in zip(ours, reference(family.folder, inputs), strict=True):
             assert np.abs(mine - other).max() <= 1
+
+
+@pytest.mark.parametrize("change", [{"clip_skip": 1}, {"guidance_rescale": 0.7}], ids=str)
+def test_options_are_those_of_plain_diffusers(family: TinyPipeline, change: dict[str, Any]) -> None:
+    """Beside an image without them."""
+    usual = msgspec.structs.replace(TEXT, scheduler="default")
+    value = msgspec.structs.replace(usual, **change)
+    (whole,) = drawn(family.model, family.preparer, [value])
+    mine, plain = joining(family.model, family.preparer, [value, usual])
+    (expected,) = reference(family.folder, [value])
+    for ours in (whole, mine):
+        assert np.abs(pixels(ours) - expected).max() <= 1
+    assert np.abs(pixels(mine) - pixels(plain)).max() > 1
+
+
+def test_guidance_is_rescaled_with_an_image_too(family: TinyPipeline) -> None:
+    """In steps. Not each pipeline of diffusers does it, and what one does not is refused."""
+    value = msgspec.structs.replace(FROM_IMAGE, scheduler="default", guidance_rescale=0.7)
+    without = msgspec.structs.replace(value, guidance_rescale=0.0)
+    mine, plain = joining(family.model, family.preparer, [value, without])
+    assert np.abs(pixels(mine) - pixels(plain)).max() > 1
+    (item,) = family.preparer.prepare([value])
+    assert isinstance(item, PreparedImage)
+    (result,) = family.model.predict([item], lambda step, steps: None)
+    if isinstance(result, ImageResult):
+        assert np.abs(pixels(result) - pixels(mine)).max() <= 1
+    else:
+        assert isinstance(result, BadInput)
+        assert result.field == "guidance_rescale"
 
 
 def joining(
