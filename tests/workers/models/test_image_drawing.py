@@ -14,6 +14,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from PIL import Image
+from transformers import CLIPTextModel
 
 from shared.blob import Blob
 from shared.catalog import Catalog
@@ -131,6 +132,28 @@ def test_the_pixels_are_those_of_plain_diffusers(
             assert np.abs(mine - other).max() <= 1
 
 
+def without_last_layer(folder: Path, value: ImageInput) -> np.ndarray:
+    """What plain Stable Diffusion draws of a prompt that a shorter CLIP has read."""
+    whole = diffusers.StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
+    whole.set_progress_bar_config(disable=True)
+    parts = dict(whole.components)
+    layers = whole.text_encoder.config.num_hidden_layers
+    parts["text_encoder"] = CLIPTextModel.from_pretrained(
+        folder / "text_encoder", num_hidden_layers=layers - 1
+    )
+    short = diffusers.StableDiffusionPipeline(**parts, requires_safety_checker=False)
+    drawn = whole(
+        prompt_embeds=short.encode_prompt(value.prompt, "cpu", 1, False)[0],
+        negative_prompt_embeds=whole.encode_prompt("", "cpu", 1, False)[0],
+        num_inference_steps=value.steps,
+        guidance_scale=value.guidance_scale,
+        generator=torch.Generator().manual_seed(value.seed),
+        width=value.width,
+        height=value.height,
+    ).images[0]
+    return np.asarray(drawn).astype(int)
+
+
 @pytest.mark.parametrize("change", [{"clip_skip": 1}, {"guidance_rescale": 0.7}], ids=str)
 def test_options_are_those_of_plain_diffusers(family: TinyPipeline, change: dict[str, Any]) -> None:
     """Beside an image without them."""
@@ -138,7 +161,13 @@ def test_options_are_those_of_plain_diffusers(family: TinyPipeline, change: dict
     value = msgspec.structs.replace(usual, **change)
     (whole,) = drawn(family.model, family.preparer, [value])
     mine, plain = joining(family.model, family.preparer, [value, usual])
-    (expected,) = reference(family.folder, [value])
+    is_xl = (family.folder / "text_encoder_2").is_dir()
+    # diffusers 0.42 does not find the norm of CLIP in transformers 5 here.
+    expected = (
+        without_last_layer(family.folder, value)
+        if value.clip_skip and not is_xl
+        else reference(family.folder, [value])[0]
+    )
     for ours in (whole, mine):
         assert np.abs(pixels(ours) - expected).max() <= 1
     assert np.abs(pixels(mine) - pixels(plain)).max() > 1

@@ -26,6 +26,8 @@ class StableDiffusion(Family):
 
     def encode(self, pipeline: Any, texts: Sequence[str], clip_skip: int | None) -> Encoded:
         """Hidden states of CLIP, and with two encoders also pooled ones."""
+        if clip_skip is not None and not hasattr(pipeline, "text_encoder_2"):
+            return (_states_before(pipeline, texts, clip_skip),)
         # SD returns (states, None), and SDXL (states, None, pooled, None).
         encoded: Encoded = pipeline.encode_prompt(
             prompt=list(texts),
@@ -103,6 +105,30 @@ class StableDiffusion(Family):
         """The generator for schedulers that draw noise, and no `eta`."""
         arguments: dict[str, Any] = pipeline.prepare_extra_step_kwargs(generator, 0.0)
         return arguments
+
+
+def _states_before(pipeline: Any, texts: Sequence[str], clip_skip: int) -> torch.Tensor:
+    """The states of CLIP before its last layers, in the scale of the last one.
+
+    `encode_prompt` of diffusers 0.42 looks for the final norm where transformers 5 no longer has
+    it.
+    """
+    tokenizer, encoder = pipeline.tokenizer, pipeline.text_encoder
+    read = tokenizer(
+        list(texts),
+        padding="max_length",
+        max_length=tokenizer.model_max_length,
+        truncation=True,
+        return_tensors="pt",
+    ).to(pipeline.device)
+    is_masked = getattr(encoder.config, "use_attention_mask", False)
+    states = encoder(
+        read.input_ids,
+        attention_mask=read.attention_mask if is_masked else None,
+        output_hidden_states=True,
+    ).hidden_states[-(clip_skip + 1)]
+    normed: torch.Tensor = encoder.final_layer_norm(states)
+    return normed
 
 
 class StableDiffusionXL(StableDiffusion):
