@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,8 +15,10 @@ from typing import Any, Self
 import yaml
 from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
 
+from shared.after_image import bounded, check_steps, plan_of_images
 from shared.catalog_entry import (
     FLOW_SOURCE,
+    MAX_DEADLINE_S,
     CatalogEntry,
     Deadline,
     FlowEntry,
@@ -32,7 +34,7 @@ from shared.flow_types import FlowError, StepSchema, check_flow
 from shared.kubernetes_names import slug
 from shared.model_interface import FILE_NAME, ModelInterface, read_interface
 from shared.tasks import TASKS
-from shared.tasks.base import Task
+from shared.tasks.base import Task, Unit
 from shared.tasks.custom import CUSTOM
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,8 @@ class Model(CatalogEntry):
 
     step_models: tuple[Model, ...] = ()
     """The models of a flow's steps, in the order of these."""
+    drawn_by: Model | None = None
+    """Of the flow that a request for images is: the image model, whose name it has."""
 
     @field_validator("task")
     @classmethod
@@ -168,6 +172,11 @@ class Model(CatalogEntry):
         return TASKS[self.task]
 
     @property
+    def limited_unit(self) -> Unit:
+        """The unit of the work that limits count."""
+        return (self.drawn_by or self).definition.unit
+
+    @property
     def budget(self) -> int:
         """The most work (in the unit of the task) in one batch."""
         return self.definition.budget(self)
@@ -223,6 +232,26 @@ class Catalog:
         self._by_name = {
             alias: model for model in self.served for alias in (model.name, *model.aliases)
         }
+        self._image_flows: dict[tuple[str, bool], Model | None] = {}
+
+    def image_flow(self, model: Model, images: int, *, upscales: bool) -> Model | None:
+        """The flow that a request for images is. None: it has no step after the image.
+
+        Args:
+            model: the image model.
+            images: how many it asks for.
+            upscales: whether it asks for larger ones.
+
+        Raises:
+            FlowError: an entry that no file had names what is not there.
+        """
+        key = model.name, upscales
+        if key not in self._image_flows:
+            self._image_flows[key] = image_flow_of(model, self, upscales=upscales)
+        flow = self._image_flows[key]
+        if flow is None or flow.flow is None:
+            return None
+        return flow.model_copy(update={"flow": bounded(flow.flow, images)})
 
     @property
     def served(self) -> tuple[Model, ...]:
@@ -286,6 +315,7 @@ class Catalog:
                 changed.append(old.name)
                 self._replace(new)
         if changed:
+            self._image_flows.clear()
             self.flows = newer.flows
             self._by_name |= {
                 alias: flow for flow in self.flows for alias in (flow.name, *flow.aliases)
@@ -359,6 +389,9 @@ def read_catalog(path: Path) -> Catalog:
     workers = _read_workers(path, of_workers, models)
     models = _with_replicas(models, workers)
     catalog = Catalog(models)
+    for model, node in zip(models, entries, strict=True):
+        with _placed(path, node):
+            check_steps(model, catalog.step_schema)
     flows = tuple(_read_flow(path, node, catalog) for node in of_flows)
     nodes = [*entries, *of_flows, *of_workers]
     names = [(one.name, *one.aliases) for one in (*models, *flows)]
@@ -524,7 +557,44 @@ def flow_of(entry: FlowEntry, catalog: Catalog) -> Model:
     plan = FlowPlan.model_validate(
         entry.model_dump(include=set(FlowPlan.model_fields), exclude_unset=True)
     )
-    output = check_flow(plan, catalog.step_schema)
+    return _served_flow(plan, check_flow(plan, catalog.step_schema), entry, catalog)
+
+
+def image_flow_of(model: Model, catalog: Catalog, *, upscales: bool) -> Model | None:
+    """Returns the flow that requests for images of a model are. None: they have one step.
+
+    It has as much time as its steps together.
+
+    Args:
+        model: the image model.
+        catalog: has the models of the steps.
+        upscales: whether the requests ask for larger images.
+
+    Raises:
+        FlowError: a step does not fit its model.
+    """
+    plan = plan_of_images(model, upscales=upscales)
+    if plan is None:
+        return None
+    check_steps(model, catalog.step_schema)
+    deadlines = [catalog.find(step.model).deadline for step in plan.steps]
+    entry = FlowEntry(
+        name=model.name,
+        steps=plan.steps,
+        output=None,
+        deadline=Deadline(
+            default_s=min(MAX_DEADLINE_S, sum(one.default_s for one in deadlines)),
+            longest_s=min(MAX_DEADLINE_S, sum(one.longest_s for one in deadlines)),
+        ),
+        max_in_flight=model.max_in_flight,
+    )
+    flow = _served_flow(plan, {}, entry, catalog)
+    return flow.model_copy(update={"drawn_by": model})
+
+
+def _served_flow(
+    plan: FlowPlan, output: Mapping[str, Any], entry: FlowEntry, catalog: Catalog
+) -> Model:
     models = tuple(catalog.find(step.model) for step in plan.steps)
     revisions = [(model.name, model.revision) for model in models]
     digest = hashlib.sha256(json.dumps([plan.as_json(), revisions]).encode()).hexdigest()
@@ -541,7 +611,7 @@ def flow_of(entry: FlowEntry, catalog: Catalog) -> Model:
             "batch": {"max_items": RUNS_AT_A_TIME},
             "interface": ModelInterface(
                 inputs=plan.input_schema,
-                output=output,
+                output=dict(output),
                 concurrency=RUNS_AT_A_TIME,
                 cog_version="",
                 sources_sha256=digest,

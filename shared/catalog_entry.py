@@ -249,6 +249,22 @@ class ModelResources(_Entry):
     that they may write. At most half of what is free when it starts. Above it, they are killed."""
 
 
+class UpscaleStep(_Entry):
+    """The model of one's own that enlarges images on request (shared/after_image.py)."""
+
+    model: str
+    """Its name in the catalog. It has the inputs `image` and `scale`, and gives a PNG file."""
+
+
+class SafetyStep(_Entry):
+    """The model of one's own that looks at every image before it is delivered."""
+
+    model: str
+    """Its name in the catalog. It has an input `image`, and gives an object with `is_safe`."""
+    threshold: float | None = Field(None, ge=0, le=1)
+    """Its input `threshold`. None: its own default."""
+
+
 class ImageDefaults(_Entry):
     """Defaults and bounds of an image model's parameters.
 
@@ -267,10 +283,15 @@ class ImageDefaults(_Entry):
     """Width and height are multiples of this (the VAE's scale)."""
     join: Literal["auto", "never"] = "auto"
     """Whether images join a running batch between two steps. `auto`: if the pipeline is of
-    Stable Diffusion or Stable Diffusion XL. `never`: batches run as a whole.
+    a family that can (docs/reference/image-models.md). `never`: batches run as a whole.
     """
     compile: Literal["auto", "always", "never"] = "auto"
-    """torch.compile of UNet and VAE for the usual size. `auto`: on GPUs. `always`: on CPUs too."""
+    """torch.compile of denoiser and VAE for the usual size. `auto`: on GPUs. `always`: on CPUs too.
+    """
+    upscale: UpscaleStep | None = None
+    """What makes images two or four times as large. None: requests can't ask for it."""
+    safety: SafetyStep | None = None
+    """What decides whether an image is delivered. None: all are."""
 
 
 class Generation(_Entry):
@@ -370,6 +391,7 @@ class FlowEntry(FlowPlan):
     """As of a model: the runs that an API instance is starting."""
     api: Literal["transcription", "ocr"] | None = None
     """The endpoint of OpenAI's or Mistral's API that it serves too."""
+    gives: None = None
 
 
 class WorkersEntry(_Entry):
