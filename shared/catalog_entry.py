@@ -323,10 +323,10 @@ class ImageDefaults(_Entry):
     """Width and height are multiples of this (the VAE's scale)."""
     join: Literal["auto", "never"] = "auto"
     """Whether images join a running batch between two steps. `auto`: if the pipeline is of
-    Stable Diffusion or Stable Diffusion XL. `never`: batches run as a whole.
+    a family that can (docs/reference/image-models.md). `never`: batches run as a whole.
     """
     compile: Literal["auto", "always", "never"] = "auto"
-    """torch.compile of UNet and VAE for the usual size. `auto`: on GPUs. `always`: on CPUs too.
+    """torch.compile of denoiser and VAE for the usual size. `auto`: on GPUs. `always`: on CPUs too.
 
     With adapters nothing is compiled."""
     adapters: dict[AdapterName, Adapter] = Field({}, max_length=MAX_ADAPTERS)

@@ -12,7 +12,16 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 import msgspec
 from pydantic import Field, field_validator, model_validator
 
-from api.bodies import MAX_PROMPT_CHARS, MAX_SEED, Body, SchedulerName, Upscale
+from api.bodies import (
+    MAX_PROMPT_CHARS,
+    MAX_SEED,
+    SCHEDULER_CHOICE,
+    Body,
+    ClipSkip,
+    GuidanceRescale,
+    SchedulerName,
+    Upscale,
+)
 from api.errors import WrongField
 from api.inputs.codec_protocol import UNPADDED, Padding
 from api.inputs.source_images import ImageCaller, SourceImages
@@ -20,7 +29,6 @@ from api.tasks.base import ApiTask, Inputs
 from shared.after_image import input_of
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import MAX_LORA_SCALE, MIN_LORA_SCALE
-from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.errors import BadInput, PenstockError
 from shared.image_adapters import choose_adapter
 from shared.messages import ItemOutcome, ReplyBody
@@ -63,6 +71,14 @@ class ImageRequest(Protocol):
     @property
     def lora_scale(self) -> float | None:
         """How strongly the adapter counts."""
+
+    @property
+    def clip_skip(self) -> int | None:
+        """How many of the last layers of CLIP do not read the prompt."""
+
+    @property
+    def guidance_rescale(self) -> float | None:
+        """How much of the contrast that guidance adds is taken back."""
 
 
 def checked_size(width: int, height: int, model: Model) -> tuple[int, int]:
@@ -167,6 +183,8 @@ def first_image(request: ImageRequest, model: Model, size: tuple[int, int]) -> I
         scheduler=request.scheduler or defaults.scheduler,
         negative_prompt=request.negative_prompt or "",
         adapter=choose_adapter(model, request.lora_weights, request.lora_scale),
+        clip_skip=request.clip_skip or None,
+        guidance_rescale=request.guidance_rescale or 0.0,
     )
 
 
@@ -241,8 +259,12 @@ class ImagePredictionInput(Body):
     num_inference_steps: int | None = Field(None, ge=1)
     guidance_scale: float | None = Field(None, ge=0, le=100)
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    scheduler: SchedulerName | None = Field(
-        None, description=f"One of {', '.join(SCHEDULER_NAMES)}."
+    scheduler: SchedulerName | None = Field(None, description=f"One {SCHEDULER_CHOICE[4:]}")
+    clip_skip: ClipSkip | None = Field(
+        None, description="How many of the last layers of CLIP do not read the prompt."
+    )
+    guidance_rescale: GuidanceRescale | None = Field(
+        None, description="How much of the contrast that guidance adds is taken back, 0.7 if any."
     )
     lora_weights: str | None = Field(
         None, max_length=MAX_NAME_CHARS, description="An adapter of the model."

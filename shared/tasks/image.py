@@ -31,6 +31,9 @@ class ImageInput(TaskInput, tag="image"):
     """One image to draw. With `image`, image-to-image at `strength`.
 
     `mask`: a gray image of the size to draw. Only where it is not black, `image` is drawn anew.
+    `clip_skip`: how many of the last layers of CLIP do not read `prompt`. `guidance_rescale`: how
+    much of the contrast that guidance adds is taken back, from 0 to 1
+    (https://arxiv.org/abs/2305.08891).
     """
 
     prompt: str
@@ -45,6 +48,8 @@ class ImageInput(TaskInput, tag="image"):
     strength: float | None = None
     mask: Blob | None = None
     adapter: ChosenAdapter | None = None
+    clip_skip: int | None = None
+    guidance_rescale: float = 0.0
 
     @property
     def sources(self) -> Sequence[Blob]:
@@ -67,8 +72,11 @@ class ImageInput(TaskInput, tag="image"):
         guidance = float(self.guidance_scale)
         drawn: tuple[object, ...] = (guidance, self.seed, self.scheduler)
         drawn += (self.prompt, self.negative_prompt)
+        # Only if they are given, so that the keys of others stay as they are.
+        if self.clip_skip or self.guidance_rescale:
+            drawn += (self.clip_skip or 0, float(self.guidance_rescale))
         if (chosen := self.adapter) is not None:
-            drawn += (chosen.name, chosen.version, float(chosen.scale))
+            drawn += ("adapter", chosen.name, chosen.version, float(chosen.scale))
         if self.image is None:
             return ("image", size, drawn)
         strength = None if self.strength is None else float(self.strength)

@@ -68,6 +68,8 @@ class PreparedImage(Prepared, tag="image", omit_defaults=True):
     mask: bytes | None = None
     adapter: str = ""
     adapter_scale: float = 1.0
+    clip_skip: int | None = None
+    guidance_rescale: float = 0.0
 
 
 class PreparedPair(Prepared, tag="pair"):
