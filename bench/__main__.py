@@ -17,6 +17,7 @@ MODULES = {
     "multi_model": "multi_model",
     "shapes": "shapes",
     "image_steps": "image_steps",
+    "adapters": "adapters",
     "broker": "broker",
     "item_cost": "item_cost",
     "soak": "soak",

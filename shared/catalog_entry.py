@@ -249,6 +249,46 @@ class ModelResources(_Entry):
     that they may write. At most half of what is free when it starts. Above it, they are killed."""
 
 
+MAX_ADAPTERS = 256
+"""Of a model. An entry travels to model processes as an argument of a program."""
+MIN_LORA_SCALE, MAX_LORA_SCALE = -1.0, 3.0
+"""As Replicate's models for adapters have them."""
+DEFAULT_ADAPTER_BYTES = 1024**3
+
+
+class Adapter(_Entry):
+    """A low-rank change (LoRA) of an image model's weights, which requests may name."""
+
+    source: Annotated[
+        str, Field(pattern=r"^(hf:|gs://|local:|package:)[^\s]+\.safetensors$", max_length=300)
+    ]
+    """Its file. The kinds are those of models: `hf:ORG/NAME/FILE`, `gs://BUCKET/FILE`,
+    `local:FILE`, `package:IMPORT.NAME/FILE`."""
+    revision: str = Field("main", pattern=REVISION_PATTERN)
+    """Of a hub repository. The copy of a bucket is kept under this name."""
+    digest: str | None = Field(None, pattern=r"^sha256:[0-9a-f]{64}$")
+    """Of the file, which is checked when it is read. None: any."""
+    scale: float = Field(1.0, ge=MIN_LORA_SCALE, le=MAX_LORA_SCALE)
+    """The `lora_scale` of requests that say none."""
+    max_rank: int = Field(128, ge=1, le=1024)
+
+    @field_validator("revision", mode="before")
+    @classmethod
+    def _revision_is_text(cls, value: object) -> object:
+        return _quoted("revision", value)
+
+    @property
+    def version(self) -> str:
+        """The digest of its file. Without one, a digest of where the file is."""
+        if self.digest is not None:
+            return self.digest
+        place = f"{self.source}@{self.revision}"
+        return f"source:{hashlib.blake2b(place.encode(), digest_size=16).hexdigest()}"
+
+
+AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
 class UpscaleStep(_Entry):
     """The model of one's own that enlarges images on request (shared/after_image.py)."""
 
@@ -287,11 +327,25 @@ class ImageDefaults(_Entry):
     """
     compile: Literal["auto", "always", "never"] = "auto"
     """torch.compile of denoiser and VAE for the usual size. `auto`: on GPUs. `always`: on CPUs too.
-    """
+
+    With adapters nothing is compiled."""
+    adapters: dict[AdapterName, Adapter] = Field({}, max_length=MAX_ADAPTERS)
+    """The adapters that requests may name as `lora_weights`, by their names."""
+    adapter_memory_bytes: Positive = DEFAULT_ADAPTER_BYTES
+    """What the adapters that are in the memory of a model process may take together, in the
+    precision of the model. The least recently used ones make room for others."""
     upscale: UpscaleStep | None = None
     """What makes images two or four times as large. None: requests can't ask for it."""
     safety: SafetyStep | None = None
     """What decides whether an image is delivered. None: all are."""
+
+    @model_validator(mode="after")
+    def _can_have_adapters(self) -> Self:
+        if self.adapters and self.join == "never":
+            raise ValueError("join: adapters need auto, because whole batches have none")
+        if self.adapters and self.compile == "always":
+            raise ValueError("compile: adapters need auto or never, because their layers change")
+        return self
 
 
 class Generation(_Entry):

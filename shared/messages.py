@@ -256,6 +256,8 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     """
     cold_start: bool = False
     """Whether the model process that computed it had loaded the model after the publish."""
+    adapter: str | None = None
+    """The adapter that an image was drawn with."""
 
     def count(self, result: Result) -> None:
         """Takes over the work that a result reports."""
@@ -264,6 +266,7 @@ class Receipt(msgspec.Struct, omit_defaults=True):
         self.cached_tokens = getattr(result, "cached_tokens", None)
         self.pixel_steps = getattr(result, "pixel_steps", None)
         self.work = getattr(result, "work", None)
+        self.adapter = getattr(result, "adapter", None)
 
 
 class PrintedLogs(msgspec.Struct, frozen=True, array_like=True):

@@ -20,7 +20,14 @@ from obstore.store import LocalStore, ObjectStore
 
 from shared.catalog import Catalog, read_catalog
 from shared.errors import ConfigurationError, PenstockError, Unavailable
-from workers.models.source import Copy, download_from_hub, folder_of, list_of, open_gcs_bucket
+from workers.models.source import (
+    Copy,
+    download_from_hub,
+    folder_of,
+    list_of,
+    open_gcs_bucket,
+    repository_of,
+)
 
 HUB = "hf:"
 
@@ -73,7 +80,8 @@ def prefetch(catalog: Catalog, to: str, names: Sequence[str], *, again: bool) ->
     """Copies what is not there yet, and says what became of each model.
 
     Args:
-        catalog: the models. Those with another source than the hub are left alone.
+        catalog: the models, with their adapters. Those with another source than the hub are left
+            alone.
         to: `gs://BUCKET[/PREFIX]`, or a folder.
         names: the models to copy. Empty: all.
         again: replace copies that are there. A branch may have moved.
@@ -98,15 +106,21 @@ def prefetch(catalog: Catalog, to: str, names: Sequence[str], *, again: bool) ->
 
 
 def _chosen(catalog: Catalog, names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
-    """The repositories and revisions to copy, each with the models that use it."""
+    """The repositories and revisions to copy, each with the models that use it or its adapters."""
     asked = {catalog.find(name).name for name in names}
     models = [model for model in catalog.deployed if not names or model.public_name in asked]
     revisions: dict[tuple[str, str], list[str]] = {}
     for model in models:
+        keys = [
+            (repository_of(adapter.source)[0], adapter.revision)
+            for adapter in model.image.adapters.values()
+            if adapter.source.startswith(HUB)
+        ]
         if model.source.startswith(HUB):
-            key = (model.source.removeprefix(HUB), model.revision)
+            keys.insert(0, (model.source.removeprefix(HUB), model.revision))
+        for key in dict.fromkeys(keys):
             revisions.setdefault(key, []).append(model.name)
-        elif names:
+        if names and not keys:
             raise ConfigurationError(
                 f"{model.name}: its source {model.source} is not a model of the hub", field="model"
             )

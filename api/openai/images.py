@@ -48,6 +48,7 @@ from api.predictions.event_stream import HeldResponse
 from api.predictions.generation_stream import behind
 from api.tasks.base import Inputs
 from api.tasks.image import (
+    MAX_NAME_CHARS,
     UPSCALE,
     as_run,
     first_image,
@@ -58,6 +59,7 @@ from api.tasks.image import (
 )
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
+from shared.catalog_entry import MAX_LORA_SCALE, MIN_LORA_SCALE
 from shared.errors import BadInput, PenstockError, Unavailable
 from shared.messages import ItemOutcome
 from shared.predictions import EVENTS_TYPE, MEDIA_TYPES
@@ -116,6 +118,17 @@ class ImageBody(Body):
     guidance_rescale: GuidanceRescale | None = Field(
         None,
         description="Extension: how much of the contrast that guidance adds is taken back.",
+    )
+    lora_weights: str | None = Field(
+        None, max_length=MAX_NAME_CHARS, description="Extension: an adapter of the model."
+    )
+    lora_scale: float | None = Field(
+        None,
+        ge=MIN_LORA_SCALE,
+        le=MAX_LORA_SCALE,
+        description=(
+            "Extension: how strongly the adapter counts. Default: as the catalog says, mostly 1."
+        ),
     )
     quality: Option | None = Field(None, description="Accepted, without effect.")
     style: Option | None = Field(None, description="Accepted, without effect.")

@@ -28,7 +28,9 @@ from api.inputs.source_images import ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs
 from shared.after_image import input_of
 from shared.catalog import Catalog, Model
+from shared.catalog_entry import MAX_LORA_SCALE, MIN_LORA_SCALE
 from shared.errors import BadInput, PenstockError
+from shared.image_adapters import choose_adapter
 from shared.messages import ItemOutcome, ReplyBody
 from shared.tasks import Input
 from shared.tasks.custom import CustomInput
@@ -61,6 +63,14 @@ class ImageRequest(Protocol):
     @property
     def scheduler(self) -> str | None:
         """One of shared.diffusion_schedulers."""
+
+    @property
+    def lora_weights(self) -> str | None:
+        """An adapter of the model. None: it is drawn without one."""
+
+    @property
+    def lora_scale(self) -> float | None:
+        """How strongly the adapter counts."""
 
     @property
     def clip_skip(self) -> int | None:
@@ -154,7 +164,7 @@ def first_image(request: ImageRequest, model: Model, size: tuple[int, int]) -> I
     """Builds the first image. The next ones use the following seeds.
 
     Raises:
-        BadInput: more steps than the model allows.
+        BadInput: more steps than the model allows, or an adapter that it has not.
     """
     defaults = model.image
     steps = defaults.steps if request.num_inference_steps is None else request.num_inference_steps
@@ -172,6 +182,7 @@ def first_image(request: ImageRequest, model: Model, size: tuple[int, int]) -> I
         seed=secrets.randbelow(2**32) if request.seed is None else request.seed,
         scheduler=request.scheduler or defaults.scheduler,
         negative_prompt=request.negative_prompt or "",
+        adapter=choose_adapter(model, request.lora_weights, request.lora_scale),
         clip_skip=request.clip_skip or None,
         guidance_rescale=request.guidance_rescale or 0.0,
     )
@@ -194,6 +205,8 @@ MAX_MASK_BLUR = 64.0
 """Pixels."""
 MAX_PADDING = 4096
 """Pixels of a side."""
+MAX_NAME_CHARS = 64
+"""Of an adapter."""
 
 
 def _or_one_number(schema: dict[str, Any]) -> None:
@@ -253,6 +266,15 @@ class ImagePredictionInput(Body):
     guidance_rescale: GuidanceRescale | None = Field(
         None, description="How much of the contrast that guidance adds is taken back, 0.7 if any."
     )
+    lora_weights: str | None = Field(
+        None, max_length=MAX_NAME_CHARS, description="An adapter of the model."
+    )
+    lora_scale: float | None = Field(
+        None,
+        ge=MIN_LORA_SCALE,
+        le=MAX_LORA_SCALE,
+        description="How strongly the adapter counts. Default: as the catalog says, mostly 1.",
+    )
     output_format: Literal["png", "jpg", "jpeg", "webp"] = "png"
     upscale: Upscale | None = Field(None, description=UPSCALE)
 
@@ -299,14 +321,21 @@ class ImageApi(ApiTask):
 
     input_schema = ImagePredictionInput
 
-    def input_schema_of(self, model: Model) -> dict[str, Any]:
-        """The input of a model. `upscale` is in it if the model has an upscaler."""
-        schema = super().input_schema_of(model)
-        if model.image.upscale is None:
-            schema["properties"].pop("upscale")
-        return schema
-
     output_schema: ClassVar = {"type": "array", "items": {"type": "string", "format": "uri"}}
+
+    def input_schema_of(self, model: Model) -> dict[str, Any]:
+        """The input of a model, with the names of its adapters, and `upscale`, if it has any."""
+        schema = super().input_schema_of(model)
+        fields, names = schema["properties"], list(model.image.adapters)
+        if names:
+            fields["lora_weights"] |= {
+                "anyOf": [{"enum": names, "type": "string"}, {"type": "null"}]
+            }
+        else:
+            del fields["lora_weights"], fields["lora_scale"]
+        if model.image.upscale is None:
+            del fields["upscale"]
+        return schema
 
     async def read(
         self, raw_input: dict[str, Any], model: Model, caller: ImageCaller, images: SourceImages

@@ -76,20 +76,27 @@ def weights_of(models: Sequence[Model], deployment: Deployment, disk_mib: int) -
     """The source of the weights of the models of one worker.
 
     Args:
-        models: only those of the hub need anything.
+        models: only those of the hub, and with adapters of it, need anything.
         deployment: whether they were prefetched, and whether there is a token for the hub.
         disk_mib: the worker's part of the node's disk.
     """
-    of_hub = [model for model in models if model.source.startswith(HUB)]
+    of_hub = [model for model in models if _repositories(model)]
     if not of_hub or deployment.is_outside:
         return NOTHING
     if deployment.weights_bucket:
-        repositories = list(dict.fromkeys(model.source.removeprefix(HUB) for model in of_hub))
+        repositories = list(dict.fromkeys(one for model in of_hub for one in _repositories(model)))
         mounted = _mounted(repositories, deployment.weights_bucket, disk_mib)
         if not any(map(_compiles, of_hub)):
             return mounted
         return _with_kernels(mounted, deployment.weights_bucket)
     return _with_token() if deployment.hub_token else NOTHING
+
+
+def _repositories(model: Model) -> list[str]:
+    """The repositories of the hub that have its weights and its adapters."""
+    adapters = [adapter.source.split("/") for adapter in model.image.adapters.values()]
+    sources = [model.source, *("/".join(parts[:2]) for parts in adapters)]
+    return [source.removeprefix(HUB) for source in sources if source.startswith(HUB)]
 
 
 def _mounted(repositories: Sequence[str], bucket: str, disk_mib: int) -> Weights:
@@ -138,9 +145,8 @@ def _volume(name: str, repository: str, bucket: str, cache_mib: int) -> dict[str
 
 
 def _compiles(model: Model) -> bool:
-    return (
-        model.definition.is_compiled and model.gpu.type != "none" and model.image.compile != "never"
-    )
+    is_never = model.image.compile == "never" or bool(model.image.adapters)
+    return model.definition.is_compiled and model.gpu.type != "none" and not is_never
 
 
 def _with_kernels(weights: Weights, bucket: str) -> Weights:

@@ -10,10 +10,11 @@ from typing import Any, ClassVar, Self
 import msgspec
 
 from shared.blob import FILE_FORMAT, INLINE_LIMIT_BYTES, Blob
-from shared.catalog_entry import CatalogEntry
+from shared.catalog_entry import MAX_LORA_SCALE, MIN_LORA_SCALE, CatalogEntry
 from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.errors import BadInput
 from shared.flow_types import StepSchema
+from shared.image_adapters import ChosenAdapter, choose_adapter
 from shared.tasks.base import (
     ExampleRequest,
     FirstGuesses,
@@ -46,6 +47,7 @@ class ImageInput(TaskInput, tag="image"):
     image: Blob | None = None
     strength: float | None = None
     mask: Blob | None = None
+    adapter: ChosenAdapter | None = None
     clip_skip: int | None = None
     guidance_rescale: float = 0.0
 
@@ -65,7 +67,7 @@ class ImageInput(TaskInput, tag="image"):
         return self.width * self.height * max(1, int(self.steps * share))
 
     def cache_form(self) -> tuple[object, ...]:
-        """Every parameter. 7 and 7.0 are one guidance scale. Source and mask count by digest."""
+        """Every parameter. 7 and 7.0 are one guidance scale. Files count by digest."""
         size = (self.width, self.height, self.steps)
         guidance = float(self.guidance_scale)
         drawn: tuple[object, ...] = (guidance, self.seed, self.scheduler)
@@ -73,6 +75,8 @@ class ImageInput(TaskInput, tag="image"):
         # Only if they are given, so that the keys of others stay as they are.
         if self.clip_skip or self.guidance_rescale:
             drawn += (self.clip_skip or 0, float(self.guidance_rescale))
+        if (chosen := self.adapter) is not None:
+            drawn += ("adapter", chosen.name, chosen.version, float(chosen.scale))
         if self.image is None:
             return ("image", size, drawn)
         strength = None if self.strength is None else float(self.strength)
@@ -91,6 +95,8 @@ class ImageResult(TaskResult, tag="image"):
     pixel_steps: int
     truncated_tokens: int | None = None
     """Tokens that were left out, because a prompt was too long for the model. None: not known."""
+    adapter: str | None = None
+    """The name of the adapter that it was drawn with. None: it has none."""
 
     @property
     def blobs(self) -> Sequence[Blob]:
@@ -160,7 +166,12 @@ MAX_PROMPT_CHARS = 32_000
 def step_fields(entry: CatalogEntry) -> dict[str, Any]:
     """What a step of a flow gives to an image model, as JSON Schema: no image to start from."""
     prompt = {"type": "string", "maxLength": MAX_PROMPT_CHARS}
-    return {
+    adapters: dict[str, Any] = {}
+    if entry.image.adapters:
+        adapters["lora_weights"] = {"type": "string", "enum": list(entry.image.adapters)}
+        scales = {"minimum": MIN_LORA_SCALE, "maximum": MAX_LORA_SCALE}
+        adapters["lora_scale"] = {"type": "number", **scales}
+    return adapters | {
         "prompt": prompt | {"minLength": 1},
         "negative_prompt": prompt,
         "width": {"type": "integer", "minimum": entry.image.multiple},
@@ -249,6 +260,7 @@ class ImageTask(Task):
             seed=secrets.randbelow(2**32) if seed is None else seed,
             scheduler=values.get("scheduler", limits.scheduler),
             negative_prompt=values.get("negative_prompt", ""),
+            adapter=choose_adapter(entry, values.get("lora_weights"), values.get("lora_scale")),
         )
         return StepInput(image, seed is not None)
 

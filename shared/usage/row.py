@@ -139,6 +139,9 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The flow that asked for the item; null for what a caller asked for itself."""
     step: str | None = None
     """The id of the flow's step; null as flow is."""
+    adapter: str | None = None
+    """The adapter (lora_weights) that an image was drawn with; null for one without, and for items
+    without a result."""
 
 
 class RowSink(Protocol):

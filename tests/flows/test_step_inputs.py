@@ -10,6 +10,7 @@ import pytest
 from api.bodies import MAX_SEED
 from api.tasks import API_TASKS
 from shared.blob import Blob, content_digest
+from shared.catalog_entry import Adapter
 from shared.errors import BadInput
 from shared.tasks.base import TaskInput
 from shared.tasks.custom import CustomInput, CustomResult, FilePlace
@@ -20,6 +21,8 @@ from tests.api.harness import CATALOG
 from tests.flows.models import STRING, class_entry
 
 EMBED, DRAW = CATALOG.default("embedding"), CATALOG.default("image")
+INK = {"ink": Adapter(source="local:ink.safetensors", scale=0.8)}
+PAINT = DRAW.model_copy(update={"image": DRAW.image.model_copy(update={"adapters": INK})})
 WRITE, COMPARE = CATALOG.default("text"), CATALOG.default("similarity")
 
 
@@ -43,6 +46,8 @@ async def of_prediction(entry: Any, values: dict[str, Any]) -> tuple[TaskInput, 
         (DRAW, {"prompt": "a cat", "seed": 7}, {}),
         (DRAW, {"prompt": "a", "seed": 1, "width": 64, "height": 128, "scheduler": "euler"}, {}),
         (DRAW, {"prompt": "a", "seed": 1, "num_inference_steps": 3, "guidance_scale": 1.5}, {}),
+        (PAINT, {"prompt": "a", "seed": 1, "lora_weights": "ink"}, {}),
+        (PAINT, {"prompt": "a", "seed": 1, "lora_weights": "ink", "lora_scale": -0.5}, {}),
     ],
 )
 async def test_step_gives_what_a_prediction_would(

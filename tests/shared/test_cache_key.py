@@ -8,6 +8,7 @@ from shared.blob import Blob
 from shared.catalog import Model
 from shared.catalog_entry import Tolerance
 from shared.errors import BadInput
+from shared.image_adapters import ChosenAdapter
 from shared.stores.cache import cache_key
 from shared.tasks import Input
 from shared.tasks.embedding import TextInput, TokensInput
@@ -103,6 +104,18 @@ def test_key_covers_the_mask() -> None:
     other = Blob("image/png", data=b"others")
     masked = [drawing(image=PNG, strength=1.0, mask=mask) for mask in (None, PNG, other)]
     assert len({cache_key(MODEL, input, "t") for input in masked}) == len(masked)
+
+
+def test_key_covers_the_adapter_its_file_and_its_scale() -> None:
+    chosen = [
+        None,
+        ChosenAdapter("ink", "sha256:1", 1.0),
+        ChosenAdapter("oil", "sha256:1", 1.0),
+        ChosenAdapter("ink", "sha256:2", 1.0),
+        ChosenAdapter("ink", "sha256:1", 0.5),
+    ]
+    drawn = [drawing(adapter=one, image=image) for one in chosen for image in (None, PNG)]
+    assert len({cache_key(MODEL, input, "t") for input in drawn}) == len(drawn)
 
 
 def test_key_ignores_what_changes_no_pixel() -> None:

@@ -184,6 +184,31 @@ def test_no_model_of_a_task() -> None:
             "entry: Value error, an image model needs backend torch",
         ),
         (
+            "task: image",
+            "task: image\n    image: {adapters: {ink: {source: 'local:ink.bin'}}}",
+            12,
+            "image.adapters.ink.source: String should match",
+        ),
+        (
+            "task: image",
+            "task: image\n    image: {adapters: {ink: {source: 'local:i.safetensors', digest: 1}}}",
+            12,
+            "image.adapters.ink.digest: Input should be a valid string",
+        ),
+        (
+            "task: image",
+            "task: image\n    image: {join: never, adapters: {i: {source: 'local:i.safetensors'}}}",
+            12,
+            "image: Value error, join: adapters need auto",
+        ),
+        (
+            "task: image",
+            "task: image\n"
+            "    image: {compile: always, adapters: {i: {source: 'local:i.safetensors'}}}",
+            12,
+            "image: Value error, compile: adapters need auto or never",
+        ),
+        (
             "dimensions: 4",
             "dimensions: 4\n    backend: jax",
             8,

@@ -11,6 +11,7 @@ from shared.blob import Blob
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Price
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, UndecodableMessage
+from shared.image_adapters import ChosenAdapter
 from shared.messages import (
     Envelope,
     Item,
@@ -57,6 +58,7 @@ inputs = st.one_of(
         guidance_scale=st.floats(0, 50), seed=st.integers(0, 2**63 - 1), scheduler=names,
         negative_prompt=texts, image=st.none() | blobs, strength=st.none() | st.floats(0, 1),
         mask=st.none() | blobs,
+        adapter=st.none() | st.builds(ChosenAdapter, names, names, st.floats(-1, 3)),
     ),
 )  # fmt: skip
 items = st.lists(

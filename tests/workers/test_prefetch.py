@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from shared.errors import ConfigurationError
 from tests.limits import START_LIMIT_S
 from tests.workers.hub import Hub, served
-from workers.models.source import resolve
+from workers.models.source import resolve, resolve_file
 
 pytestmark = pytest.mark.slow
 
@@ -82,6 +83,30 @@ def test_a_gated_model_gets_to_a_worker_without_token_or_hub(
         for path in folder.rglob("*")
         if path.is_file()
     } == FILES
+
+
+def test_repositories_of_adapters_are_copied_too(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = """models:
+  - name: painter
+    task: image
+    source: package:x
+    batch: {max_pixel_steps: 8}
+    image:
+      adapters:
+        ink: {source: 'hf:org/gated/1_Pooling/ink.safetensors'}
+        oil: {source: 'hf:org/gated/model.safetensors'}
+"""
+    done = weights(hub, tmp_path, catalog=catalog)
+    assert done.stdout == f"painter: org/gated@main: copied 3 files, 0 MB, commit {hub.commit}\n"
+    folder, bucket = found(tmp_path, monkeypatch), tmp_path / "bucket"
+    source = "hf:org/gated/model.safetensors"
+    file = resolve_file(source, "main", tmp_path / "cache", weights_dir=bucket)
+    assert file == folder / "model.safetensors"
+    for missing in ("hf:org/gated/1_Pooling/ink.safetensors", "hf:org/ink.safetensors"):
+        with pytest.raises(ConfigurationError, match="is not"):
+            resolve_file(missing, "main", tmp_path / "cache", weights_dir=bucket)
 
 
 def test_what_is_there_is_not_copied_again(hub: Hub, tmp_path: Path) -> None:

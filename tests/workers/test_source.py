@@ -9,7 +9,7 @@ from obstore.store import MemoryStore
 
 from shared.errors import ConfigurationError, Unavailable
 from tests.limits import WAIT_LIMIT_S
-from workers.models.source import resolve
+from workers.models.source import resolve, resolve_file
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -120,6 +120,26 @@ def test_a_bucket_is_copied_once(bucket: MemoryStore, tmp_path: Path) -> None:
         resolve("gs://weights/models/tiny/", "4", tmp_path, open_bucket=lambda name: bucket)
         != folder
     )
+
+
+def test_a_file_of_a_bucket_is_copied_once(bucket: MemoryStore, tmp_path: Path) -> None:
+    source = "gs://weights/models/tiny/unet/weights"
+    file = resolve_file(source, "3", tmp_path, open_bucket=lambda name: bucket)
+    assert file.read_bytes() == b"models/tiny/unet/weights"
+    assert resolve_file(source, "3", tmp_path, open_bucket=no_bucket) == file
+    with pytest.raises(ConfigurationError, match="no such object"):
+        resolve_file("gs://weights/none", "3", tmp_path, open_bucket=lambda name: bucket)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [file]
+
+
+def test_a_file_of_this_machine_is_used_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"a")
+    file = resolve_file(f"local:{tmp_path}/a.safetensors", "1", tmp_path / "cache")
+    assert file.read_bytes() == b"a"
+    shipped = resolve_file("package:models/shapes/pipeline/model_index.json", "1", tmp_path)
+    assert shipped.is_file()
+    with pytest.raises(ConfigurationError, match="is not a file"):
+        resolve_file(f"local:{tmp_path}", "1", tmp_path / "cache")
 
 
 def test_a_copy_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ class TimedModel:
     def __init__(self) -> None:
         self.now_s = 0.0
         self._left: dict[int, int] = {}
+        self._waits: dict[int, int] = {}
+        """How many steps each text waits before its first one."""
 
     def clock(self) -> float:
         return self.now_s
@@ -56,11 +58,16 @@ class TimedModel:
     def admit(self, slot: int, item: PreparedItem) -> None:
         assert isinstance(item, PreparedPrompt)
         self._left[slot] = item.max_tokens
+        self._waits[slot] = item.top_k
 
     def step(self) -> StepEnd:
-        self.now_s += FIXED_S + EACH_S * len(self._left)
-        end = StepEnd(work=len(self._left))
-        for slot in list(self._left):
+        computed = [slot for slot in self._left if not self._waits[slot]]
+        self.now_s += FIXED_S + EACH_S * len(computed)
+        end = StepEnd(work=len(computed))
+        for slot in self._left.keys() - computed:
+            self._waits[slot] -= 1
+            end.waiting.append(slot)
+        for slot in computed:
             self._left[slot] -= 1
             if not self._left[slot]:
                 del self._left[slot]
@@ -74,8 +81,8 @@ class TimedModel:
         del self._left[slot]
 
 
-def text(steps: int, room: int = BUDGET // SLOTS) -> PreparedPrompt:
-    return PreparedPrompt(key="", length=room, ids=b"", max_tokens=steps, seed=0)
+def text(steps: int, room: int = BUDGET // SLOTS, waits: int = 0) -> PreparedPrompt:
+    return PreparedPrompt(key="", length=room, ids=b"", max_tokens=steps, seed=0, top_k=waits)
 
 
 class Process:
@@ -125,6 +132,14 @@ def test_a_text_takes_as_much_alone_as_in_company(process: Process, company: int
         assert seconds(done) == pytest.approx(200 * (FIXED_S / company + EACH_S))
         taken = seconds(done) - done.spare_s
         assert taken == pytest.approx(200 * FULL_S / SLOTS, rel=0.02)
+
+
+def test_nobody_pays_for_steps_in_which_it_waits(process: Process) -> None:
+    """As an image does whose adapter is being read. Those beside it pay for the whole step."""
+    done = ends(process.run(text(50), text(20, waits=100)))
+    first, waited = sorted(done, key=lambda one: one.finished_at_s)
+    assert seconds(first) == pytest.approx(50 * (FIXED_S + EACH_S))
+    assert seconds(waited) == pytest.approx(20 * (FIXED_S + EACH_S))
 
 
 def test_all_that_is_spare_is_told_while_it_runs_and_with_the_ends(process: Process) -> None:

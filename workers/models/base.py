@@ -51,7 +51,8 @@ class PreparedImage(Prepared, tag="image", omit_defaults=True):
 
     `source`: the image to start from, width x height RGB pixels of 3 bytes, row by row. `mask`:
     width x height bytes, how much of each pixel is drawn anew. 0: the source's own, 255: nothing
-    of it.
+    of it. `adapter`: the name of one in the catalog, and `adapter_scale` how strongly it counts.
+    Empty: none.
     """
 
     prompt: str
@@ -65,6 +66,8 @@ class PreparedImage(Prepared, tag="image", omit_defaults=True):
     strength: float | None = None
     source: bytes | None = None
     mask: bytes | None = None
+    adapter: str = ""
+    adapter_scale: float = 1.0
     clip_skip: int | None = None
     guidance_rescale: float = 0.0
 
@@ -215,13 +218,15 @@ class StepEnd(msgspec.Struct):
     `results`: items that are done. `logs`: what the model printed meanwhile, of items that were
     alone in it. `preempted`: items that have to wait and start over, because the
     device had too little memory for all. `work`: what the step computed of all items, in tokens or
-    pixels. 0: not known.
+    pixels. 0: not known. `waiting`: items that are in, and that the step did not compute, as they
+    wait for something else than the device.
     """
 
     results: dict[int, Result | PenstockError] = {}
     logs: dict[int, PrintedLogs] = {}
     preempted: list[int] = []
     work: int = 0
+    waiting: list[int] = []
 
 
 @runtime_checkable

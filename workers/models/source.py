@@ -136,6 +136,54 @@ def resolve(
     )
 
 
+def resolve_file(
+    source: str,
+    revision: str,
+    cache_dir: Path,
+    *,
+    weights_dir: Path | None = None,
+    open_bucket: OpenBucket = open_gcs_bucket,
+) -> Path:
+    """A single file, downloaded first if necessary.
+
+    Args:
+        source: as of `resolve`, with the file's path below it: `hf:ORG/NAME/FILE`,
+            `gs://BUCKET/FILE`, `local:FILE` or `package:IMPORT.NAME/FILE`.
+        revision: as of `resolve`.
+        cache_dir: as of `resolve`.
+        weights_dir: as of `resolve`. A copy of the repository has the file.
+        open_bucket: opens a bucket by its name.
+
+    Raises:
+        ConfigurationError: the file does not exist.
+        Unavailable: the source is unreachable.
+    """
+    kind, _, rest = source.partition(":")
+    if source.startswith("gs://"):
+        file = _file_from_bucket(source, revision, cache_dir, open_bucket)
+    elif kind == "hf":
+        repository, name = repository_of(source)
+        folder = find_copy(weights_dir, repository, revision) if weights_dir else None
+        file = (folder or _from_hub(repository, revision)) / name
+    else:
+        file = _in_package(source, rest) if kind == "package" else Path(rest).expanduser()
+    if not file.is_file():
+        raise _no_such(source, f"{file} is not a file")
+    return file
+
+
+def repository_of(source: str) -> tuple[str, str]:
+    """The ORG/NAME and the path of the file of `hf:ORG/NAME/FILE`.
+
+    Raises:
+        ConfigurationError: it has another form.
+    """
+    parts = source.removeprefix("hf:").split("/", 2)
+    if len(parts) < 3 or not all(parts):
+        raise _no_such(source, "it is not hf:ORG/NAME/FILE")
+    return f"{parts[0]}/{parts[1]}", parts[2]
+
+
 def _in_package(source: str, rest: str) -> Path:
     name, _, below = rest.partition("/")
     try:
@@ -229,6 +277,30 @@ def _from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: OpenB
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return folder.resolve()
+
+
+def _file_from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: OpenBucket) -> Path:
+    """Downloads under a temporary name and renames it, so an existing file is complete."""
+    bucket, _, path = source.removeprefix("gs://").partition("/")
+    place = PurePosixPath(path)
+    folder = cache_dir / bucket / str(place.parent).replace("/", "--") / revision
+    file = folder / place.name
+    if file.is_file():
+        return file
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor, partial = tempfile.mkstemp(prefix=f".{place.name}-", dir=folder)
+    try:
+        with open(descriptor, "wb") as opened:
+            for chunk in obstore.get(open_bucket(bucket), path):
+                opened.write(chunk)
+        Path(partial).rename(file)
+    except FileNotFoundError as error:
+        raise _no_such(source, "there is no such object") from error
+    except (BaseError, OSError) as error:
+        raise Unavailable(f"source {source}: {error}", field="source") from error
+    finally:
+        Path(partial).unlink(missing_ok=True)
+    return file
 
 
 def _download(store: ObjectStore, prefix: str, folder: Path) -> int:

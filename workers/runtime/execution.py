@@ -530,7 +530,7 @@ class StepExecution:
         end = model.step()
         now_s, cpu_s = self._clock(), time.process_time() - began_cpu_s
         restart_s = model.take_restart_s() if isinstance(model, Restarting) else 0.0
-        self._charge(end.work, max(0.0, now_s - began_s - restart_s), cpu_s)
+        self._charge(end, max(0.0, now_s - began_s - restart_s), cpu_s)
         if end.results or now_s - self._spare_reported_s >= SPARE_EVERY_S:
             self._report_spare(now_s)
         self._end_all(end)
@@ -559,13 +559,15 @@ class StepExecution:
         for slot, logs in model.look_at_logs().items():
             self._send(ItemLogs(self._batch.number, slot, logs))
 
-    def _charge(self, work: int, step_s: float, cpu_s: float) -> None:
-        """Gives each item its part of a step."""
-        count = len(self._items)
-        rooms = [item.room for item in self._items.values()]
-        spare_s = self._room.spare_s(rooms, work, step_s)
+    def _charge(self, end: StepEnd, step_s: float, cpu_s: float) -> None:
+        """Gives each item that a step has computed its part of it."""
+        waiting = set(end.waiting)
+        computed = [item for slot, item in self._items.items() if slot not in waiting]
+        if not (count := len(computed)):
+            return
+        spare_s = self._room.spare_s([item.room for item in computed], end.work, step_s)
         self._spare_s += spare_s
-        for item in self._items.values():
+        for item in computed:
             item.steps += 1
             item.item_steps += count
             item.share_s += step_s / count

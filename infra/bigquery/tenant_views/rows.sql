@@ -25,6 +25,7 @@
 -- column output_tokens: tokens that were written
 -- column cached_tokens: the part of input_tokens that was not computed again
 -- column pixel_steps: width x height x steps of an image
+-- column adapter: the adapter that an image was drawn with
 -- column work: what an item of a model of one's own weighs
 -- column price_version: which price of the catalog
 -- column list_price_usd: what the work costs before any share
@@ -58,6 +59,7 @@ SELECT
   output_tokens,
   cached_tokens,
   pixel_steps,
+  adapter,
   work,
   price_version,
   list_price_usd,

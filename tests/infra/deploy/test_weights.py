@@ -69,6 +69,28 @@ def test_a_copy_is_mounted_where_the_worker_looks_for_it(tmp_path: Path) -> None
     assert {"models", "cache", "spool", "tmp", "shm"} <= set(mounts(deployment))
 
 
+def test_adapters_of_other_repositories_are_mounted_too(tmp_path: Path) -> None:
+    adapters = {"ink": {"source": "hf:org/loras/ink.safetensors", "revision": "1"}}
+    entry = ENTRY | {
+        "name": "of-the-hub",
+        "source": "hf:org/name",
+        "task": "image",
+        "batch": {"max_pixel_steps": 10**6},
+        "image": {"adapters": adapters},
+    }
+    del entry["dimensions"]
+    file = tmp_path / "models.yaml"
+    file.write_text(yaml.safe_dump({"models": [entry]}))
+    objects = render(tmp_path / "out", file, weights_bucket=BUCKET)
+    deployment = worker(objects, "of-the-hub")
+    looked_in = PurePosixPath(settings_of(objects, deployment)["PENSTOCK_WEIGHTS_DIR"])
+    for name, repository in (("weights", "org/name"), ("weights-1", "org/loras")):
+        options = volumes(deployment)[name]["csi"]["volumeAttributes"]["mountOptions"]
+        assert f"only-dir=hub/{repository}" in options.split(",")
+        path = looked_in / folder_of(repository, "1")
+        assert path.is_relative_to(mounts(deployment)[name])
+
+
 @pytest.mark.parametrize("share", [1, 4, 22])
 def test_worker_and_sidecar_together_take_one_part_of_a_node(tmp_path: Path, share: int) -> None:
     file = models_file(tmp_path, type="l4", share=share)

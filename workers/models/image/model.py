@@ -60,11 +60,17 @@ class PromptEncoder:
         self._pipeline = pipeline
         self._family = load_family(pipeline)
         self._kept_bytes = kept_bytes
-        self._kept: OrderedDict[Prompt, Encoded] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, Prompt], Encoded] = OrderedDict()
+        """By variant and prompt."""
         self._bytes = 0
 
-    def arguments(self, items: Sequence[PreparedImage]) -> dict[str, Any]:
+    def arguments(self, items: Sequence[PreparedImage], variant: str = "") -> dict[str, Any]:
         """The pipeline's prompt arguments for `items`. Either all or none have a negative prompt.
+
+        Args:
+            items: one or more.
+            variant: what the text encoders are changed by, as an adapter and its scale. Empty: by
+                nothing.
 
         Returns:
             `prompt_embeds` [items, tokens, width], `pooled_prompt_embeds` [items, width] if the
@@ -81,7 +87,7 @@ class PromptEncoder:
         negatives: list[Prompt] = []
         if "negative_prompt" in self._family.options:
             negatives = [(item.negative_prompt, None) for item in items]
-        encoded = self._encoded(self._family, [*prompts, *negatives])
+        encoded = self._encoded(self._family, [*prompts, *negatives], variant)
         positive = _rows([encoded[prompt] for prompt in prompts])
         if not negatives:
             return positive
@@ -102,20 +108,22 @@ class PromptEncoder:
         counts = [len(ids) for ids in tokenizer(texts, verbose=False)["input_ids"]] if texts else []
         return sum(max(0, count - most) for count in counts)
 
-    def _encoded(self, family: Family, prompts: Sequence[Prompt]) -> dict[Prompt, Encoded]:
+    def _encoded(
+        self, family: Family, prompts: Sequence[Prompt], variant: str
+    ) -> dict[Prompt, Encoded]:
         """The embeddings of all prompts. Encodes those that are not cached, equal skips at once."""
         wanted = dict.fromkeys(prompts)
-        known = {prompt: self._kept[prompt] for prompt in wanted if prompt in self._kept}
+        known = {one: self._kept[variant, one] for one in wanted if (variant, one) in self._kept}
         missing = [prompt for prompt in wanted if prompt not in known]
         for clip_skip in dict.fromkeys(clip_skip for _, clip_skip in missing):
             texts = [text for text, skips in missing if skips == clip_skip]
             parts = family.encode(self._pipeline, texts, clip_skip)
             for row, text in enumerate(texts):
                 known[text, clip_skip] = tuple(part[row : row + 1].clone() for part in parts)
-        self._keep(known)
+        self._keep({(variant, prompt): encoded for prompt, encoded in known.items()})
         return known
 
-    def _keep(self, used: dict[Prompt, Encoded]) -> None:
+    def _keep(self, used: dict[tuple[str, Prompt], Encoded]) -> None:
         for prompt, encoded in used.items():
             if prompt not in self._kept:
                 self._bytes += _size_bytes(encoded)
@@ -137,6 +145,7 @@ def _rows(encoded: Sequence[Encoded]) -> dict[str, torch.Tensor]:
     return dict(zip(names, parts, strict=True))
 
 
+_NO_UNET = "{}: adapters need a pipeline of Stable Diffusion or Stable Diffusion XL"
 AfterStep = Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]
 WARMUP_LIMIT_S = 100.0
 """No further size is started after this.
@@ -155,6 +164,8 @@ class ImageModel:
     pads = True
     draws_masks = False
     """Whether it draws within masks. Only images that join between steps are."""
+    takes_adapters = False
+    """Whether it draws with adapters. As above."""
 
     def __init__(
         self, entry: Model, folder: Path, device: Device, *, warmup_limit_s: float = WARMUP_LIMIT_S
@@ -172,14 +183,18 @@ class ImageModel:
 
         Raises:
             ConfigurationError: the folder is not a text-to-image pipeline, it was trained with
-                masks and can't step, it can't draw with the defaults of the entry, or a required
-                package is missing.
+                masks or has adapters and can't step, it can't draw with the defaults of the entry,
+                or a required package is missing.
         """
+        if self._entry.image.adapters and not self.takes_adapters:
+            raise ConfigurationError(_NO_UNET.format(self._folder), field="image.adapters")
         self._device, self.device_name = self._requested_device.open()
         self._plan = plan_for(self._entry, capability_of(self._device))
         self._text_to_image, self._image_to_image = load_pipelines(
             self._folder, self._device, self._plan
         )
+        if self._entry.image.adapters and not hasattr(self._text_to_image, "unet"):
+            raise ConfigurationError(_NO_UNET.format(self._folder), field="image.adapters")
         self._needs_mask = is_trained_with_masks(self._text_to_image)
         if self._needs_mask and not self.draws_masks:
             raise ConfigurationError(
@@ -285,6 +300,8 @@ class ImageModel:
         """Returns why this model can't draw an item. None if it can."""
         if item.mask is not None and not self.draws_masks:
             return BadInput("this model takes no mask", field="mask")
+        if item.adapter and not self.takes_adapters:
+            return BadInput("this model takes no adapter", field="lora_weights")
         if item.source is not None and self._image_to_image is None:
             return BadInput("this model draws from text only", field="image")
         if item.source is None and not self._draws_text:
@@ -394,6 +411,7 @@ class ImageModel:
                 seed=item.seed,
                 pixel_steps=item.length,
                 truncated_tokens=self._prompts.truncated_tokens(item),
+                adapter=item.adapter or None,
             )
             for item, image in zip(items, images, strict=True)
         ]

@@ -92,7 +92,8 @@ def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> None:
         if has_unet:
             # Transformers have no convolutions to speak of, and the fused processor of diffusers
             # leaves out their norms of queries and keys.
-            pipeline.fuse_qkv_projections()
+            if not plan.has_adapters:
+                pipeline.fuse_qkv_projections()
             denoiser.to(memory_format=torch.channels_last)
     if plan.is_int8:
         _quantize_linears(denoiser)

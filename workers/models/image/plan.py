@@ -45,7 +45,7 @@ class ImagePlan:
     `is_compiled`: torch.compile for UNet and VAE, for each of `batch_sizes` at the default image
     size. Other shapes run eagerly, and the VAE processes images one by one. `is_int8`: INT8 for the
     linear layers of the UNet's transformers. `is_tuned`: channels-last weights and fused
-    query-key-value projections.
+    query-key-value projections. `has_adapters`: nothing is fused, since adapters change the parts.
     """
 
     dtype: torch.dtype
@@ -53,6 +53,7 @@ class ImagePlan:
     is_int8: bool
     is_compiled: bool
     batch_sizes: tuple[int, ...]
+    has_adapters: bool = False
 
 
 def plan_for(entry: Model, capability: Capability) -> ImagePlan:
@@ -67,7 +68,9 @@ def plan_for(entry: Model, capability: Capability) -> ImagePlan:
         raise ConfigurationError(
             f"{entry.name}: INT8 images need torchao; install penstock[gpu]", field="precision"
         )
-    asked = entry.image.compile
+    # Layers of adapters come and go beside those of the UNet, which a compiled graph can't follow.
+    has_adapters = bool(entry.image.adapters)
+    asked = "never" if has_adapters else entry.image.compile
     return ImagePlan(
         dtype=_dtype(entry.precision, capability),
         # On a CPU neither changes the time measurably.
@@ -75,6 +78,7 @@ def plan_for(entry: Model, capability: Capability) -> ImagePlan:
         is_int8=is_int8,
         is_compiled=asked == "always" or (asked == "auto" and is_gpu and _can_compile(capability)),
         batch_sizes=_batch_sizes(entry),
+        has_adapters=has_adapters,
     )
 
 

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from shared.blob import Blob
 from shared.catalog_entry import ImageDefaults
 from shared.diffusion_schedulers import SCHEDULER_NAMES, SCHEDULERS
-from shared.errors import BadInput, InputTooLarge
+from shared.errors import BadInput, InputTooLarge, ModelFailed
 from shared.tasks import Input
 from shared.tasks.image import ImageInput
 from workers.models.base import PreparedImage
@@ -42,18 +42,31 @@ class ImagePreparer:
         self._is_stepped = is_stepped
         self._rounds_up = rounds_up
 
-    def prepare(self, inputs: Sequence[Input]) -> list[PreparedImage | BadInput]:
+    def prepare(self, inputs: Sequence[Input]) -> list[PreparedImage | BadInput | ModelFailed]:
         """One outcome per input, in order. A BadInput names the invalid field of ImageInput."""
         return [self._outcome(value) for value in inputs]
 
-    def _outcome(self, value: Input) -> PreparedImage | BadInput:
+    def _outcome(self, value: Input) -> PreparedImage | BadInput | ModelFailed:
         try:
             if not isinstance(value, ImageInput):
                 raise BadInput("an image model takes image requests", field="input")
             self._check(value)
             return self._prepared(value)
-        except BadInput as error:
+        except (BadInput, ModelFailed) as error:
             return error
+
+    def _check_adapter(self, value: ImageInput) -> None:
+        chosen = value.adapter
+        if chosen is None:
+            return
+        known = self._bounds.adapters.get(chosen.name)
+        if known is None or known.version != chosen.version:
+            # Its result would be cached as that of the adapter which the API's catalog has.
+            raise ModelFailed(
+                f"adapter {chosen.name!r}: this worker's catalog has another one than the API's; "
+                "try again later",
+                field="lora_weights",
+            )
 
     def _check(self, value: ImageInput) -> None:
         bounds = self._bounds
@@ -68,6 +81,7 @@ class ImagePreparer:
                 f"{value.width} x {value.height} is above {bounds.largest_pixels} pixels",
                 field="width",
             )
+        self._check_adapter(value)
         _check_numbers(value, bounds)
         if value.scheduler not in SCHEDULER_NAMES:
             known = ", ".join(SCHEDULER_NAMES)
@@ -109,6 +123,8 @@ class ImagePreparer:
             mask=mask,
             clip_skip=value.clip_skip or None,
             guidance_rescale=value.guidance_rescale,
+            adapter="" if value.adapter is None else value.adapter.name,
+            adapter_scale=1.0 if value.adapter is None else value.adapter.scale,
         )
 
 

@@ -32,6 +32,7 @@ from workers.models.image.masks import MaskedStart, pasted, start_masked
 from workers.models.image.model import ImageModel
 from workers.models.image.pipeline import inpainting
 from workers.models.image.preview import draw_previews
+from workers.models.image.resident_adapters import Applied, ResidentAdapters
 from workers.models.image.vae import decode, own_type, spare_memory
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class _Drawing:
     """The other inputs of the denoiser for its family, [rows, …] each."""
     for_scheduler: dict[str, Any]
     masked: MaskedStart | None
+    adapter: Applied = None
     done: int = 0
     """Its steps so far."""
 
@@ -102,12 +104,14 @@ class SteppedImageModel(ImageModel):
     """An ImageModel of a known family that also computes step by step. See SteppedModel."""
 
     draws_masks = True
+    takes_adapters = True
     _drawings: dict[int, _Drawing]
 
     def setup(self) -> None:
         """Loads the pipeline."""
         super().setup()
         self._drawings = {}
+        self.adapters = ResidentAdapters(self._entry.image, self._text_to_image, self._device)
         family = load_family(self._text_to_image)
         assert family is not None, "only folders of a family are loaded so; this is a bug"
         self._family = family
@@ -138,16 +142,46 @@ class SteppedImageModel(ImageModel):
                 self._decode(drawing)
 
     def admit(self, slot: int, item: PreparedItem) -> None:
-        """Encodes the prompts and the source, and draws the noise."""
+        """Encodes the prompts and the source, and draws the noise.
+
+        Later, if the adapter of the item has to be read first.
+        """
         assert isinstance(item, PreparedImage), "the preparer of images makes them; this is a bug"
         if (refusal := self.refusal(item)) is not None:
             raise refusal
+        if not self.adapters.holds_back(slot, item):
+            self._draw_from_now_on(slot, item)
+
+    def _draw_from_now_on(self, slot: int, item: PreparedImage) -> None:
         with torch.inference_mode(), self.settled(), memory_errors():
             self._drawings[slot] = self._begin(item)
 
+    def _end_waits(self, end: StepEnd) -> None:
+        """Begins the items whose adapters are there by now. Ends those whose adapters failed."""
+        in_use = {drawing.item.adapter for drawing in self._drawings.values()}
+        for slot, item in self.adapters.take_ready(in_use):
+            if isinstance(item, PenstockError):
+                end.results[slot] = item
+                end.waiting.append(slot)
+                continue
+            try:
+                self._draw_from_now_on(slot, item)
+            except PenstockError as error:
+                end.waiting.append(slot)
+                if isinstance(error, OutOfMemory) and self._drawings:
+                    end.preempted.append(slot)
+                else:
+                    end.results[slot] = error
+        end.waiting += self.adapters.waiting
+
     def step(self) -> StepEnd:
         """One denoise step of each item. Decodes those that are done."""
-        end = StepEnd(work=sum(drawing.rows_pixels for drawing in self._drawings.values()))
+        end = StepEnd()
+        self._end_waits(end)
+        end.work = sum(drawing.rows_pixels for drawing in self._drawings.values())
+        if not self._drawings:
+            self.adapters.pause()
+            return end
         with torch.inference_mode(), self.settled():
             try:
                 with memory_errors():
@@ -171,6 +205,7 @@ class SteppedImageModel(ImageModel):
     def drop(self, slot: int) -> None:
         """Forgets an item."""
         self._drawings.pop(slot, None)
+        self.adapters.drop(slot)
 
     def progress(self) -> dict[int, tuple[int, int]]:
         """Returns the completed and total steps of each item."""
@@ -192,7 +227,11 @@ class SteppedImageModel(ImageModel):
             pipeline = self._inpainting
         scheduler = pipeline.scheduler = self._scheduler(item.scheduler)
         generator = torch.Generator("cpu").manual_seed(item.seed)
-        texts = self._prompts.arguments([item])
+        adapter = self.adapters.of(item)
+        is_varied = self.adapters.changes_prompts(adapter)
+        with self.adapters.applied([adapter]):
+            variant = f"{item.adapter}@{item.adapter_scale}" if is_varied else ""
+            texts = self._prompts.arguments([item], variant)
         self._family.set_timesteps(pipeline, item)
         names = ("negative_prompt_embeds", "prompt_embeds")
         prompt = torch.cat([texts[name] for name in names if name in texts])
@@ -216,6 +255,7 @@ class SteppedImageModel(ImageModel):
             conditions={name: both[-rows:] for name, both in conditions.items()},
             for_scheduler=self._family.step_arguments(pipeline, generator),
             masked=masked,
+            adapter=adapter,
         )
 
     def _start(
@@ -254,13 +294,14 @@ class SteppedImageModel(ImageModel):
             name: _together([drawing.conditions[name] for drawing in drawings], slots)
             for name in drawings[0].conditions
         }
-        noise = self._family.predict(
-            self._text_to_image,
-            torch.cat([scaled[slot] for slot in slots] * rows),
-            torch.stack([times[slot].float() for slot in slots] * rows).to(self._device),
-            _together([drawing.prompt for drawing in drawings], slots),
-            conditions,
-        )
+        with self.adapters.applied([drawings[slot].adapter for slot in slots] * rows):
+            noise = self._family.predict(
+                self._text_to_image,
+                torch.cat([scaled[slot] for slot in slots] * rows),
+                torch.stack([times[slot].float() for slot in slots] * rows).to(self._device),
+                _together([drawing.prompt for drawing in drawings], slots),
+                conditions,
+            )
         for slot, (drawing, time) in enumerate(zip(drawings, times, strict=True)):
             drawing.take_step(noise[slot :: len(slots)], time)
 

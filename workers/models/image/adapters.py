@@ -1,0 +1,369 @@
+"""Reads the adapters (LoRA) of image models: files of safetensors, checked before they are used.
+
+Names of layers may be those of diffusers, of PEFT or of kohya's scripts. diffusers converts them,
+as for its `load_lora_weights`. The factor alpha / rank of a layer is multiplied into its second
+projection.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers.utils.state_dict_utils as formats
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from shared.catalog_entry import Adapter
+from shared.errors import ConfigurationError, ModelFailed, Unavailable
+from workers.models.image.low_rank import Layers, LowRank, LowRankModule
+
+FIELD = "lora_weights"
+PARTS = ("unet", "text_encoder", "text_encoder_2")
+"""The parts of a pipeline that adapters change, as diffusers names them."""
+MAX_HEADER_BYTES = 16 * 1024 * 1024
+_METADATA = "lora_adapter_metadata"
+"""Where diffusers keeps the settings of PEFT in a file."""
+_REFUSED = {
+    "dora_scale": "DoRA",
+    "lora_magnitude_vector": "DoRA",
+    "hada_": "LoHa",
+    "lokr_": "LoKr",
+    "lora_mid": "a core tensor (CP decomposition)",
+    ".diff": "whole differences of weights",
+}
+"""Parts of names that are no plain low-rank layers, and what they are."""
+
+
+_FORMAT = "its file is not safetensors, the only format that is read"
+_MAX_NUMBER_BYTES = 8
+
+
+_TEXT_LAYERS = {
+    "to_q_lora": "q_proj",
+    "to_k_lora": "k_proj",
+    "to_v_lora": "v_proj",
+    "to_out_lora": "out_proj",
+}
+_UNET_LAYERS = {
+    "to_q_lora": "to_q",
+    "to_k_lora": "to_k",
+    "to_v_lora": "to_v",
+    "to_out_lora": "to_out.0",
+}
+"""What an older form calls the layers of text encoders, and of attention in UNets."""
+
+
+class WrongAdapter(Exception):
+    """The file can't be used. The message says why, after the name of the adapter."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedAdapter:
+    """An adapter whose tensors are views of one: so one copy takes it to another device."""
+
+    flat: torch.Tensor
+    parts: Mapping[str, Layers]
+    """Its layers by the names of PARTS."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size, which is the same on each device."""
+        return self.flat.nbytes
+
+    def on(self, device: torch.device) -> LoadedAdapter:
+        """The same adapter on a device."""
+        flat = self.flat.to(device)
+        return self if flat is self.flat else LoadedAdapter(flat, _views(flat, self.parts))
+
+
+def read_adapter(
+    name: str,
+    adapter: Adapter,
+    find: Callable[[], Path],
+    pipeline: Any,
+    modules: Mapping[str, LowRankModule],
+    limit_bytes: int,
+) -> LoadedAdapter:
+    """Reads an adapter into memory, in the type of the UNet. It may take long.
+
+    Args:
+        name: in the catalog.
+        adapter: its entry.
+        find: gives its file, which is downloaded first if necessary.
+        pipeline: of diffusers, whose class knows the formats.
+        modules: the parts of the pipeline that have layers, by their names.
+        limit_bytes: the most that its layers may take.
+
+    Raises:
+        ModelFailed: the file is missing or can't be used. It names the adapter and the reason.
+    """
+    try:
+        file = find()
+    except ConfigurationError as error:
+        raise failed(name, "its weights are missing on this worker", error.message) from error
+    except Unavailable as error:
+        raise failed(name, "its weights are out of reach; try again", error.message) from error
+    unet = pipeline.unet
+    try:
+        header = _header(file)
+        _check_size(file, header, unet.dtype, limit_bytes)
+        tensors = _tensors(file, adapter)
+        state, alphas = _converted(tensors, pipeline)
+        settings = _settings(header)
+        layers = _layers(state, alphas, settings, modules, adapter.max_rank)
+        return _packed(layers, unet.dtype)
+    except WrongAdapter as error:
+        raise failed(name, str(error)) from error
+
+
+def failed(name: str, reason: str, detail: str = "") -> ModelFailed:
+    """The error of an adapter. Callers read its name and the reason, and we the detail too."""
+    public = f"adapter {name!r}: {reason}"
+    return ModelFailed(f"{public} ({detail})" if detail else public, field=FIELD, public=public)
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The header of a file of safetensors, which says what is in it."""
+    not_safetensors = WrongAdapter(_FORMAT)
+    try:
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            if not 2 <= size <= MAX_HEADER_BYTES:
+                raise not_safetensors
+            header = json.loads(opened.read(size))
+    except OSError as error:
+        raise WrongAdapter(f"its file can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise not_safetensors from error
+    if not isinstance(header, dict):
+        raise not_safetensors
+    return header
+
+
+def _check_size(
+    file: Path, header: Mapping[str, Any], dtype: torch.dtype, limit_bytes: int
+) -> None:
+    try:
+        in_file = file.stat().st_size
+        shapes = [one["shape"] for name, one in header.items() if name != "__metadata__"]
+        count = sum(math.prod(shape) for shape in shapes)
+    except (KeyError, TypeError) as error:
+        raise WrongAdapter(_FORMAT) from error
+    if in_file > count * _MAX_NUMBER_BYTES + MAX_HEADER_BYTES:
+        raise WrongAdapter("its file has more than its header says")
+    if (taken := count * dtype.itemsize) > limit_bytes:
+        raise WrongAdapter(
+            f"it takes {taken} bytes in memory, and image.adapter_memory_bytes is {limit_bytes}"
+        )
+
+
+def _tensors(file: Path, adapter: Adapter) -> dict[str, torch.Tensor]:
+    """The tensors of the bytes that have the digest."""
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise WrongAdapter(f"its file can't be read: {error.strerror}") from error
+    if adapter.digest is not None:
+        found = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        if found != adapter.digest:
+            raise WrongAdapter(f"the digest of its file is {found}, not {adapter.digest}")
+    try:
+        return load(data)
+    except SafetensorError as error:
+        raise WrongAdapter(f"its file is not whole: {error}") from error
+
+
+def _settings(header: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of PEFT in a header, by `PART.NAME`. Empty if there are none."""
+    try:
+        known = json.loads(header.get("__metadata__", {}).get(_METADATA, "{}"))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise WrongAdapter(f"{_METADATA} of its file is not JSON") from error
+    return known if isinstance(known, dict) else {}
+
+
+State = dict[str, torch.Tensor]
+
+
+def _converted(tensors: State, pipeline: Any) -> tuple[State, Mapping[str, float]]:
+    """The tensors by the names that diffusers has for them, and the alphas of layers."""
+    for name in tensors:
+        for part, what in _REFUSED.items():
+            if part in name:
+                raise WrongAdapter(f"it has {what} ({name}), and only plain LoRA is applied")
+    try:
+        state, alphas = pipeline.lora_state_dict(tensors, unet_config=pipeline.unet.config)
+    except Exception as error:
+        # The boundary to diffusers, which raises all kinds for names that it does not know.
+        raise WrongAdapter(f"its names of layers are not known: {str(error)[:200]}") from error
+    return state, alphas or {}
+
+
+def _layers(
+    state: State,
+    alphas: Mapping[str, float],
+    settings: Mapping[str, Any],
+    modules: Mapping[str, LowRankModule],
+    max_rank: int,
+) -> dict[str, dict[str, LowRank]]:
+    left = [name for name in state if not name.startswith(tuple(f"{part}." for part in modules))]
+    if left:
+        raise WrongAdapter(f"it has {left[0]}, which this model has not")
+    found = {}
+    for part, module in modules.items():
+        own = {
+            name.removeprefix(f"{part}."): tensor
+            for name, tensor in state.items()
+            if name.startswith(f"{part}.")
+        }
+        if own:
+            factor = _Scaling(part, alphas, settings)
+            found[part] = dict(_layers_of(part, own, module, factor, max_rank))
+    if not found:
+        raise WrongAdapter("it has no layer")
+    return found
+
+
+def _layers_of(
+    part: str, own: State, module: LowRankModule, factor: _Scaling, max_rank: int
+) -> Iterator[tuple[str, LowRank]]:
+    own = _as_peft(part, own, module)
+    for name in dict.fromkeys(name.rpartition(".lora_")[0] for name in own):
+        down, up = (own.pop(f"{name}.lora_{side}.weight", None) for side in "AB")
+        layer = module.layers.get(name)
+        if layer is None:
+            raise WrongAdapter(f"it changes {part}.{name}, which this model has not")
+        if down is None or up is None:
+            raise WrongAdapter(f"{part}.{name} has not the two weights of a low-rank layer")
+        _check_shapes(f"{part}.{name}", layer, down, up, max_rank)
+        rank = len(down)
+        yield name, LowRank(down, up.reshape(len(up), rank).float() * factor.of(name, rank))
+    if own:
+        raise WrongAdapter(f"{part}.{next(iter(own))} is no weight of a low-rank layer")
+
+
+def _as_peft(part: str, own: State, module: LowRankModule) -> State:
+    """The tensors of a part by PEFT's names: LAYER.lora_A.weight and LAYER.lora_B.weight."""
+    try:
+        if part == "unet":
+            is_named = "lora_A" in next(iter(own))
+            return own if is_named else formats.convert_unet_state_dict_to_peft(own)
+        # Without its type, diffusers knows the older form by one layer, which not all files have.
+        is_old = any(old in name for name in own for old in _TEXT_LAYERS)
+        kind = formats.StateDictType.DIFFUSERS_OLD if is_old else None
+        own = formats.convert_state_dict_to_diffusers(own, original_type=kind)
+        own = formats.convert_state_dict_to_peft(own)
+    except Exception as error:
+        # As above.
+        raise WrongAdapter(f"its names of layers of {part} are not known: {error}") from error
+    # CLIPTextModel has lost this level in transformers 5. That with a projection has it.
+    if not any(name.startswith("text_model.") for name in module.layers):
+        return {name.removeprefix("text_model."): tensor for name, tensor in own.items()}
+    return own
+
+
+def _check_shapes(
+    name: str, layer: Any, down: torch.Tensor, up: torch.Tensor, max_rank: int
+) -> None:
+    """Validates the two weights of a layer.
+
+    Raises:
+        WrongAdapter: they do not fit to it or to each other, or their rank is too high.
+    """
+    rank = len(down) if down.ndim else 0
+    expected: list[tuple[int, ...]]
+    if isinstance(layer, torch.nn.Linear):
+        expected = [(rank, layer.in_features), (layer.out_features, rank)]
+    else:
+        kernel = (layer.in_channels // layer.groups, *layer.kernel_size)
+        expected = [(rank, *kernel), (layer.out_channels, rank, 1, 1)]
+    found = [tuple(down.shape), tuple(up.shape)]
+    if not rank or found != expected or getattr(layer, "groups", 1) != 1:
+        raise WrongAdapter(f"{name} has weights of {found}, and this model needs {expected}")
+    if rank > max_rank:
+        raise WrongAdapter(f"{name} is of rank {rank}, and max_rank is {max_rank}")
+
+
+class _Scaling:
+    """The factors alpha / rank of the layers of a part.
+
+    Args:
+        part: its name.
+        alphas: those of kohya's files, by PART.LAYER.alpha.
+        settings: those of PEFT, by PART.NAME.
+    """
+
+    def __init__(self, part: str, alphas: Mapping[str, float], settings: Mapping[str, Any]) -> None:
+        own = (name for name in alphas if name.startswith(f"{part}."))
+        self._alphas = {_layer_of(part, name): alphas[name] for name in own}
+        self._settings = {
+            name.removeprefix(f"{part}."): value
+            for name, value in settings.items()
+            if name.startswith(f"{part}.")
+        }
+        for name in ("use_dora", "lora_bias", "alora_invocation_tokens", "layer_replication"):
+            if self._settings.get(name):
+                raise WrongAdapter(f"it has {name}, and only plain LoRA is applied")
+
+    def of(self, name: str, rank: int) -> float:
+        """The factor of a layer. 1 if the file has none."""
+        plain = name.removeprefix("text_model.")
+        alpha: Any = self._alphas.get(plain, float(rank))
+        if self._settings:
+            alpha = self._settings.get("lora_alpha", rank)
+            for pattern, other in (self._settings.get("alpha_pattern") or {}).items():
+                if f".{name}".endswith(f".{pattern.removeprefix('^')}"):
+                    alpha = other
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise WrongAdapter(f"{name} has no finite alpha")
+        root = math.sqrt(rank) if self._settings.get("use_rslora") else rank
+        return float(alpha) / root
+
+
+def _layer_of(part: str, alpha_name: str) -> str:
+    """The layer of an alpha, as diffusers' conversion names it."""
+    name = alpha_name.removeprefix(f"{part}.").removesuffix(".alpha").removeprefix("text_model.")
+    name = name.partition(".down.")[0].removesuffix(".lora_linear_layer")
+    head, _, last = name.rpartition(".")
+    if part == "unet":
+        return f"{head.removesuffix('.processor')}.{_UNET_LAYERS.get(last, last)}"
+    return f"{head}.{_TEXT_LAYERS.get(last, last)}"
+
+
+def _packed(layers: Mapping[str, Layers], dtype: torch.dtype) -> LoadedAdapter:
+    every = [
+        tensor for of_part in layers.values() for one in of_part.values() for tensor in _both(one)
+    ]
+    flat = torch.empty(sum(tensor.numel() for tensor in every), dtype=dtype)
+    torch.cat([tensor.reshape(-1).to(dtype) for tensor in every], out=flat)
+    if torch.cuda.is_available():
+        flat = flat.pin_memory()
+    return LoadedAdapter(flat, _views(flat, layers))
+
+
+def _views(flat: torch.Tensor, like: Mapping[str, Layers]) -> dict[str, Layers]:
+    """The layers of an adapter whose numbers are in `flat`, with the shapes of others."""
+    at = 0
+
+    def next_one(shape: torch.Size) -> torch.Tensor:
+        nonlocal at
+        begin, at = at, at + math.prod(shape)
+        return flat[begin:at].view(shape)
+
+    return {
+        part: {
+            name: LowRank(*(next_one(one.shape) for one in _both(own))) for name, own in of.items()
+        }
+        for part, of in like.items()
+    }
+
+
+def _both(one: LowRank) -> tuple[torch.Tensor, torch.Tensor]:
+    return one.down, one.up

@@ -1,0 +1,159 @@
+"""Low-rank layers (LoRA) beside a module's own, another for each row of a batch.
+
+A row's output of a layer W is W x + s B (A x), with the down projection A and the up projection B
+of the row's adapter, and the row's scale s (https://arxiv.org/abs/2106.09685). The rows of all
+adapters are computed in the same few products, as in S-LoRA (https://arxiv.org/abs/2311.03285), so
+a batch of many adapters costs little more than one of a single adapter.
+
+A forward hook of the layer adds it. So the layer itself is not replaced, may be quantized, and
+gives rows without an adapter what it gave before, to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.functional import conv2d, pad
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRank:
+    """The two projections of one layer, with the adapter's own scaling in the second.
+
+    `down`: [rank, in], or [rank, in, height, width] of a convolution. `up`: [out, rank].
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+
+
+Layers = Mapping[str, LowRank]
+"""Those of one module, by the names of its layers."""
+Row = tuple[Layers, float] | None
+"""What a row of the batch gets, and its scale. None: nothing."""
+
+
+class LowRankModule:
+    """A module whose layers may get low-rank ones beside them.
+
+    Args:
+        module: of any class. Its layers are those of `torch.nn.Linear` and `torch.nn.Conv2d`.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.layers = {
+            name: layer
+            for name, layer in module.named_modules()
+            if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d)
+        }
+        self._hooked: set[str] = set()
+        self._batch: _Batch | None = None
+
+    def prepare(self, names: Sequence[str]) -> None:
+        """Lets the layers of these names take low-rank ones. It takes no time worth mentioning."""
+        for name in set(names) - self._hooked:
+            self._hooked.add(name)
+            self.layers[name].register_forward_hook(self._hook(name))
+
+    @contextmanager
+    def applied(self, rows: Sequence[Row]) -> Iterator[None]:
+        """Within it the module computes a batch of these rows. A single one holds for all rows."""
+        before, self._batch = self._batch, _Batch(rows) if any(rows) else None
+        try:
+            yield
+        finally:
+            self._batch = before
+
+    def _hook(self, name: str) -> Any:
+        def add(layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> Any:
+            return None if self._batch is None else self._batch.add(name, layer, inputs[0], output)
+
+        return add
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The rows of a batch."""
+
+    rows: Sequence[Row]
+    _scales: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+    """The scales of some rows, [rows]."""
+
+    def add(
+        self, name: str, layer: Any, inputs: torch.Tensor, output: torch.Tensor
+    ) -> torch.Tensor:
+        """The output of a layer with what the rows' adapters have for it, [rows, …]."""
+        rows = self.rows if len(self.rows) > 1 else [*self.rows] * len(inputs)
+        assert len(rows) == len(inputs), "a module got another batch than was said; this is a bug"
+        slots = tuple(slot for slot, row in enumerate(rows) if row is not None and row[0].get(name))
+        if not slots:
+            return output
+        ours = [row[0][name] for slot in slots if (row := rows[slot]) is not None]
+        scales = self._scales_of(slots, rows, output)
+        chosen = inputs
+        if is_part := len(slots) < len(rows):
+            where = torch.tensor(slots, device=inputs.device)
+            chosen = inputs.index_select(0, where)
+        kept = output.index_select(0, where) if is_part else output
+        added = _convolved if isinstance(layer, torch.nn.Conv2d) else _projected
+        changed = added(layer, ours, chosen, scales, kept)
+        return output.index_copy(0, where, changed) if is_part else changed
+
+    def _scales_of(
+        self, slots: tuple[int, ...], rows: Sequence[Row], like: torch.Tensor
+    ) -> torch.Tensor:
+        if (scales := self._scales.get(slots)) is None:
+            values = [row[1] for slot in slots if (row := rows[slot]) is not None]
+            scales = torch.tensor(values, dtype=like.dtype, device=like.device)
+            self._scales[slots] = scales
+        return scales
+
+
+def _projected(
+    layer: Any,
+    ours: Sequence[LowRank],
+    inputs: torch.Tensor,
+    scales: torch.Tensor,
+    output: torch.Tensor,
+) -> torch.Tensor:
+    """The output W x + s B (A x) of a linear layer, [rows, …, out], from W x and [rows, …, in]."""
+    rank = max(len(one.down) for one in ours)
+    down = torch.stack([_with_rank(rank, one.down, dim=0) for one in ours])
+    up = torch.stack([_with_rank(rank, one.up, dim=1) for one in ours])
+    rows = len(ours)
+    low = torch.bmm(inputs.reshape(rows, -1, inputs.shape[-1]), down.transpose(1, 2))
+    low *= scales.view(-1, 1, 1)
+    flat = output.reshape(rows, -1, output.shape[-1])
+    return torch.baddbmm(flat, low, up.transpose(1, 2)).view(output.shape)
+
+
+def _with_rank(rank: int, projection: torch.Tensor, *, dim: int) -> torch.Tensor:
+    """A projection with zeros up to a rank, which is its size in one dimension."""
+    missing = rank - projection.shape[dim]
+    return pad(projection, (0, missing) if dim else (0, 0, 0, missing)) if missing else projection
+
+
+def _convolved(
+    layer: Any,
+    ours: Sequence[LowRank],
+    inputs: torch.Tensor,
+    scales: torch.Tensor,
+    output: torch.Tensor,
+) -> torch.Tensor:
+    """The output W x + s B (A x) of a convolution, [rows, out, height, width], from W x and x.
+
+    Adapter by adapter: few have convolutions, and their kernels can't be stacked.
+    """
+    changed = output.clone()
+    for one in dict.fromkeys(ours):
+        slots = [slot for slot, other in enumerate(ours) if other is one]
+        where = torch.tensor(slots, device=inputs.device)
+        own = inputs.index_select(0, where)
+        low = conv2d(own, one.down, None, layer.stride, layer.padding, layer.dilation)
+        low *= scales[where].view(-1, 1, 1, 1)
+        changed.index_add_(0, where, conv2d(low, one.up[:, :, None, None]))
+    return changed

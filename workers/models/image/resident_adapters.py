@@ -1,0 +1,233 @@
+"""The adapters that are in the memory of a model process, and the images that wait for others.
+
+An adapter is read on a thread, while steps go on, and put into memory between two of them. The
+least recently used ones make room for it. One that an image is being drawn with stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shared.catalog_entry import Adapter, ImageDefaults
+from shared.errors import PenstockError
+from shared.settings import ModelSettings, read_settings
+from workers.models.base import PreparedImage
+from workers.models.image.adapters import PARTS, LoadedAdapter, failed, read_adapter
+from workers.models.image.low_rank import LowRankModule, Row
+from workers.models.source import resolve_file
+
+MAX_READS = 2
+"""At a time. More would take the processor from the steps."""
+WAIT_S = 0.05
+"""How long a step waits for an adapter if there is nothing to draw: what else comes waits too."""
+
+log = logging.getLogger(__name__)
+
+Applied = tuple[LoadedAdapter, float] | None
+"""The adapter of an image and its scale. None: it has none."""
+
+
+class ResidentAdapters:
+    """Adapters by name, below `image.adapter_memory_bytes`.
+
+    Args:
+        image: the part of the catalog's entry.
+        pipeline: of diffusers.
+        device: where it is.
+    """
+
+    def __init__(self, image: ImageDefaults, pipeline: Any, device: torch.device) -> None:
+        self._image = image
+        self._pipeline = pipeline
+        self._device = device
+        self._settings = read_settings(ModelSettings)
+        self._modules = {
+            part: LowRankModule(module)
+            for part in PARTS
+            if isinstance(module := getattr(pipeline, part, None), torch.nn.Module)
+        }
+        self._resident: OrderedDict[str, LoadedAdapter] = OrderedDict()
+        self._reads: dict[str, Future[LoadedAdapter]] = {}
+        self._permits = threading.BoundedSemaphore(MAX_READS)
+        self._waiting: dict[int, PreparedImage] = {}
+        self._lacks_room = False
+
+    @property
+    def resident_bytes(self) -> int:
+        """What they take."""
+        return sum(one.nbytes for one in self._resident.values())
+
+    @property
+    def resident_names(self) -> list[str]:
+        """Those that are in, the least recently used first."""
+        return list(self._resident)
+
+    @property
+    def waiting(self) -> list[int]:
+        """The slots of images that wait, in their order."""
+        return list(self._waiting)
+
+    def holds_back(self, slot: int, item: PreparedImage) -> bool:
+        """Returns whether an image has to wait. Then `take_ready` gives it as soon as it can go on.
+
+        While one waits for room, those that came later wait too. So it gets the room at last.
+        """
+        if not item.adapter or (item.adapter in self._resident and not self._lacks_room):
+            return False
+        self._waiting[slot] = item
+        if item.adapter not in self._resident:
+            self._begin_read(item.adapter)
+        return True
+
+    def take_ready(
+        self, in_use: Collection[str]
+    ) -> Iterator[tuple[int, PreparedImage | PenstockError]]:
+        """The images that wait no longer, by slot. Or the error of their adapter.
+
+        Args:
+            in_use: the names of the adapters that images are drawn with. They stay in memory.
+        """
+        used = set(in_use)
+        self._lacks_room = False
+        self._forget_unwanted()
+        for slot, item in list(self._waiting.items()):
+            outcome: PreparedImage | PenstockError = item
+            try:
+                if not self._bring_in(item.adapter, used):
+                    if self._lacks_room:
+                        return
+                    continue
+            except PenstockError as error:
+                outcome = error
+            del self._waiting[slot]
+            used.add(item.adapter)
+            yield slot, outcome
+
+    def drop(self, slot: int) -> None:
+        """Forgets an image that may be waiting."""
+        self._waiting.pop(slot, None)
+        self._lacks_room = self._lacks_room and bool(self._waiting)
+
+    def pause(self) -> None:
+        """Waits a moment for what is being read."""
+        wait(self._reads.values(), timeout=WAIT_S, return_when=FIRST_COMPLETED)
+
+    def of(self, item: PreparedImage) -> Applied:
+        """The adapter of an image that does not wait."""
+        if not item.adapter:
+            return None
+        self._resident.move_to_end(item.adapter)
+        return self._resident[item.adapter], item.adapter_scale
+
+    def changes_prompts(self, applied: Applied) -> bool:
+        """Returns whether an adapter changes how prompts are encoded."""
+        return applied is not None and any(part != "unet" for part in applied[0].parts)
+
+    @contextmanager
+    def applied(self, rows: Sequence[Applied]) -> Iterator[None]:
+        """Within it the pipeline computes these rows. A single one holds for all rows."""
+        with ExitStack() as entered:
+            for part, module in self._modules.items():
+                entered.enter_context(module.applied([_row(one, part) for one in rows]))
+            yield
+
+    def _bring_in(self, name: str, in_use: Collection[str]) -> bool:
+        """Returns whether an adapter is in memory now.
+
+        Raises:
+            PenstockError: it can't be read.
+        """
+        if name in self._resident:
+            return True
+        read = self._begin_read(name)
+        if not read.done():
+            return False
+        if (error := read.exception()) is not None:
+            del self._reads[name]
+            raise error
+        adapter = read.result()
+        if not self._make_room(adapter.nbytes, in_use):
+            self._lacks_room = True
+            return False
+        del self._reads[name]
+        for part, layers in adapter.parts.items():
+            self._modules[part].prepare(list(layers))
+        self._resident[name] = adapter.on(self._device)
+        return True
+
+    def _forget_unwanted(self) -> None:
+        """Lets go of what was read for images that were canceled meanwhile."""
+        wanted = {item.adapter for item in self._waiting.values()}
+        for name, read in list(self._reads.items()):
+            if read.done() and name not in wanted:
+                del self._reads[name]
+
+    def _make_room(self, nbytes: int, in_use: Collection[str]) -> bool:
+        """Drops the least recently used adapters until so many bytes fit."""
+        idle = [name for name in self._resident if name not in in_use]
+        while self.resident_bytes + nbytes > self._image.adapter_memory_bytes:
+            if not idle:
+                return False
+            dropped = idle.pop(0)
+            del self._resident[dropped]
+            log.info("adapter dropped", extra={"adapter": dropped})
+        return True
+
+    def _begin_read(self, name: str) -> Future[LoadedAdapter]:
+        """The read of an adapter, which goes on after the image that it is for is canceled."""
+        if (read := self._reads.get(name)) is None:
+            read = self._reads[name] = Future()
+            # A daemon: the end of the process does not wait for a download.
+            threading.Thread(
+                target=self._read, args=(name, read), name=f"adapter-{name}", daemon=True
+            ).start()
+        return read
+
+    def _find(self, adapter: Adapter) -> Path:
+        """Gives the file of an adapter, which is downloaded first if necessary."""
+        places = self._settings
+        return resolve_file(
+            adapter.source, adapter.revision, places.models_dir, weights_dir=places.weights_dir
+        )
+
+    def _read(self, name: str, read: Future[LoadedAdapter]) -> None:
+        adapter = self._image.adapters[name]
+        with self._permits:
+            began_s = time.monotonic()
+            try:
+                loaded = read_adapter(
+                    name,
+                    adapter,
+                    lambda: self._find(adapter),
+                    self._pipeline,
+                    self._modules,
+                    self._image.adapter_memory_bytes,
+                )
+            except PenstockError as error:
+                log.warning("adapter not read", extra={"adapter": name, "reason": error.message})
+                read.set_exception(error)
+                return
+            except Exception as error:
+                # The boundary to the libraries that read it. Whoever waits gets an answer.
+                log.warning("adapter not read", exc_info=True, extra={"adapter": name})
+                read.set_exception(failed(name, "it could not be read", str(error)))
+                return
+        took_s = time.monotonic() - began_s
+        log.info("adapter read", extra={"adapter": name, "bytes": loaded.nbytes, "s": took_s})
+        read.set_result(loaded)
+
+
+def _row(applied: Applied, part: str) -> Row:
+    if applied is None or part not in applied[0].parts:
+        return None
+    return applied[0].parts[part], applied[1]
