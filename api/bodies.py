@@ -26,6 +26,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
+from shared.after_image import SCALES
 from shared.diffusion_schedulers import SCHEDULER_ALIASES, SCHEDULER_NAMES
 from shared.errors import BadInput, InputTooLarge
 
@@ -86,6 +87,16 @@ ClipSkip = Annotated[int, Field(ge=0, le=32)]
 """How many of the last layers of CLIP do not read the prompt. A model may have fewer."""
 GuidanceRescale = Annotated[float, Field(ge=0, le=1)]
 """How much of the contrast that guidance adds is taken back."""
+
+
+def _is_scale(value: int) -> int:
+    if value not in SCALES:
+        raise ValueError(f"Input should be {' or '.join(map(str, SCALES))}")
+    return value
+
+
+Upscale = Annotated[int, AfterValidator(_is_scale), Field(json_schema_extra={"enum": list(SCALES)})]
+"""How many times as wide and high an image becomes. Forms have it as text, as no Literal does."""
 
 
 def _is_short(options: dict[str, Any]) -> dict[str, Any]:

@@ -235,15 +235,34 @@ class Price(PriceTerms):
 DEFAULT_DISK_BYTES = 4 * 1024**3
 
 
-class ClassResources(_Entry):
-    """What a class of one's own may take in each model process."""
+class ModelResources(_Entry):
+    """What a model may take in each model process. All but `gpu_memory_bytes` is of classes."""
 
+    gpu_memory_bytes: Positive | None = None
+    """Memory of the GPU that its weights and its largest batch take together. It is needed if the
+    model shares workers with others, which all stay in that memory."""
     memory_bytes: Positive | None = None
     """Memory of its process and of all that it starts. Above it, they are killed. None: 80 % of the
     machine's, or of its control group's."""
     disk_bytes: Positive = DEFAULT_DISK_BYTES
     """What they have on disk at a time, above the files of the class's folder, and the largest file
     that they may write. At most half of what is free when it starts. Above it, they are killed."""
+
+
+class UpscaleStep(_Entry):
+    """The model of one's own that enlarges images on request (shared/after_image.py)."""
+
+    model: str
+    """Its name in the catalog. It has the inputs `image` and `scale`, and gives a PNG file."""
+
+
+class SafetyStep(_Entry):
+    """The model of one's own that looks at every image before it is delivered."""
+
+    model: str
+    """Its name in the catalog. It has an input `image`, and gives an object with `is_safe`."""
+    threshold: float | None = Field(None, ge=0, le=1)
+    """Its input `threshold`. None: its own default."""
 
 
 class ImageDefaults(_Entry):
@@ -269,6 +288,10 @@ class ImageDefaults(_Entry):
     compile: Literal["auto", "always", "never"] = "auto"
     """torch.compile of denoiser and VAE for the usual size. `auto`: on GPUs. `always`: on CPUs too.
     """
+    upscale: UpscaleStep | None = None
+    """What makes images two or four times as large. None: requests can't ask for it."""
+    safety: SafetyStep | None = None
+    """What decides whether an image is delivered. None: all are."""
 
 
 class Generation(_Entry):
@@ -368,6 +391,16 @@ class FlowEntry(FlowPlan):
     """As of a model: the runs that an API instance is starting."""
     api: Literal["transcription", "ocr"] | None = None
     """The endpoint of OpenAI's or Mistral's API that it serves too."""
+    gives: None = None
+
+
+class WorkersEntry(_Entry):
+    """Workers that serve several models (docs/decisions/0114-shared-workers.md)."""
+
+    name: str = Field(pattern=NAME_PATTERN)
+    models: tuple[str, ...] = Field(min_length=2)
+    """Names of entries of `models`, which have the same `gpu` and no `replicas`."""
+    replicas: Replicas = Replicas()
 
 
 class CatalogEntry(_Entry):
@@ -412,7 +445,7 @@ class CatalogEntry(_Entry):
     generation: Generation = Generation()
     gpu: Gpu = Gpu()
     replicas: Replicas = Replicas()
-    resources: ClassResources = ClassResources()
+    resources: ModelResources = ModelResources()
     price: Price = Price()
     canary: Canary | None = None
     """A new revision that gets a share of the requests. None: there is none."""

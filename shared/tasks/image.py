@@ -118,6 +118,42 @@ class ImageResult(TaskResult, tag="image"):
         return max((count for count in counts if count is not None), default=None)
 
 
+class ImagesResult(TaskResult, tag="images"):
+    """The images of a request with steps after each image (shared/after_image.py), in its order."""
+
+    images: list[ImageResult | None]
+    """None: it is withheld."""
+
+    @property
+    def delivered(self) -> list[ImageResult]:
+        """Those that the caller gets."""
+        return [image for image in self.images if image is not None]
+
+    @property
+    def withheld(self) -> int:
+        """How many are not."""
+        return self.images.count(None)
+
+    @property
+    def blobs(self) -> Sequence[Blob]:
+        """Those of all images."""
+        return [image.image for image in self.delivered]
+
+    def with_blobs(self, blobs: Sequence[Blob]) -> Self:
+        """The same images in other places."""
+        left = iter(blobs)
+        images = [image and image.with_blobs([next(left)]) for image in self.images]
+        return msgspec.structs.replace(self, images=images)
+
+    def to_output(self, media_type: str, link_to: LinkTo) -> list[str]:
+        """The URIs of those that are delivered."""
+        return [image.to_output(media_type, link_to) for image in self.delivered]
+
+    def step_value(self) -> list[Blob]:
+        """Those that are delivered."""
+        return list(self.blobs)
+
+
 MAX_PROMPT_CHARS = 32_000
 
 
@@ -180,7 +216,12 @@ class ImageTask(Task):
         return StepSchema(fields, {"type": "string", "format": FILE_FORMAT})
 
     def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
-        """A prompt."""
+        """A prompt. Or `drawing`: a whole image of a request, as `drawing_of` gives it."""
+        if "drawing" in values:
+            drawing = msgspec.convert(values["drawing"], ImageInput)
+            return StepInput(
+                msgspec.structs.replace(drawing, seed=values["seed"]), values["is_repeatable"]
+            )
         limits, prompt = entry.image, values.get("prompt")
         if not isinstance(prompt, str) or not 0 < len(prompt) <= MAX_PROMPT_CHARS:
             raise BadInput(
