@@ -1,4 +1,4 @@
-"""Families whose transformers match flows: text, picture and mask, alone and in company.
+"""Families whose transformers match flows: text, image and mask, alone and in company.
 
 Each has a module of tests that writes a tiny pipeline of its real classes. What is true of all
 families is tested for each.
@@ -167,7 +167,7 @@ def test_masked_pixels_are_those_of_plain_diffusers(flow: TinyPipeline, strength
 
 
 def test_any_company_leaves_the_pixels_as_they_are(flow: TinyPipeline) -> None:
-    """Of text, picture and mask, of other steps, sizes and scales, whenever they come."""
+    """Of text, image and mask, of other steps, sizes and scales, whenever they come."""
     replace = msgspec.structs.replace
     arrivals = [
         (0, replace(OWN, seed=1, steps=7)),
@@ -265,7 +265,7 @@ def test_prompts_are_encoded_once_and_their_lost_tokens_counted(flow: TinyPipeli
     assert result.truncated_tokens == len(tokenizer(long.prompt, verbose=False)["input_ids"]) - most
 
 
-def test_a_picture_is_charged_for_the_steps_that_it_takes(flow: TinyPipeline) -> None:
+def test_an_image_is_charged_for_the_steps_that_it_takes(flow: TinyPipeline) -> None:
     """Of 0.6 of 4 steps, pipelines that match flows run 3."""
     model = stepped(flow)
     (result,) = joining(model, flow.preparer, [OWN_FROM_IMAGE])
