@@ -1,4 +1,4 @@
-"""Families whose transformers match flows: text, picture and mask, alone and in company.
+"""Families whose transformers match flows: text, image and mask, alone and in company.
 
 Each has a module of tests that writes a tiny pipeline of its real classes. What is true of all
 families is tested for each.
@@ -8,6 +8,7 @@ import importlib
 import io
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ def test_masked_pixels_are_those_of_plain_diffusers(flow: TinyPipeline, strength
 
 
 def test_any_company_leaves_the_pixels_as_they_are(flow: TinyPipeline) -> None:
-    """Of text, picture and mask, of other steps, sizes and scales, whenever they come."""
+    """Of text, image and mask, of other steps, sizes and scales, whenever they come."""
     replace = msgspec.structs.replace
     arrivals = [
         (0, replace(OWN, seed=1, steps=7)),
@@ -264,7 +265,7 @@ def test_prompts_are_encoded_once_and_their_lost_tokens_counted(flow: TinyPipeli
     assert result.truncated_tokens == len(tokenizer(long.prompt, verbose=False)["input_ids"]) - most
 
 
-def test_a_picture_is_charged_for_the_steps_that_it_takes(flow: TinyPipeline) -> None:
+def test_an_image_is_charged_for_the_steps_that_it_takes(flow: TinyPipeline) -> None:
     """Of 0.6 of 4 steps, pipelines that match flows run 3."""
     model = stepped(flow)
     (result,) = joining(model, flow.preparer, [OWN_FROM_IMAGE])
@@ -352,6 +353,23 @@ def test_steps_of_a_compiled_shape_run_nothing_eagerly(
     assert far(mine, joined(flow, [other])[0]) <= 1
 
 
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+@pytest.mark.filterwarnings("default")
+def test_int8_is_for_the_blocks_and_draws_nearly_the_same(
+    catalog: Catalog, flow: TinyPipeline
+) -> None:
+    entry = entry_of(catalog).model_copy(update={"precision": "int8"})
+    tiny = loaded(entry, flow.folder)
+    (mine,), (exact,) = joined(tiny, [OWN]), joined(flow, [OWN])
+    error = np.square(mine - exact).mean()
+    assert error > 0, "nothing was quantized"
+    assert 10 * np.log10(255**2 / error) >= 30
+    for name, module in stepped(tiny)._text_to_image.transformer.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            is_plain = type(module.weight) is torch.nn.Parameter
+            assert is_plain == ("transformer_blocks" not in name or ".norm" in name), name
+
+
 @pytest.mark.parametrize("suffix", ["Img2ImgPipeline", "InpaintPipeline"])
 def test_a_folder_may_name_any_pipeline_of_its_family(
     flow: TinyPipeline, catalog: Catalog, tmp_path: Path, suffix: str
@@ -377,6 +395,18 @@ def test_a_folder_without_t5_draws_and_counts_the_tokens_of_clip(
     (result,) = joining(tiny.model, tiny.preparer, [msgspec.structs.replace(OWN, prompt="a " * 80)])
     tokenizer = stepped(tiny)._text_to_image.tokenizer
     assert result.truncated_tokens == 82 - tokenizer.model_max_length
+
+
+def test_a_transformer_that_is_not_told_the_guidance_ignores_it(
+    catalog: Catalog, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """As FLUX.1 [schnell]."""
+    strong = msgspec.structs.replace(OWN, guidance_scale=50.0)
+    for is_told in (False, True):
+        folder = write_tiny("flux", tmp_path / str(is_told), tiny_folder, is_told_guidance=is_told)
+        usual, other = joined(loaded(entry_of(catalog), folder), [OWN, strong])
+        assert far(usual, plain(folder, OWN)) <= 1
+        assert (far(usual, other) > 1) == is_told
 
 
 def test_a_transformer_trained_with_masks_draws_as_plain_diffusers(

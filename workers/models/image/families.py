@@ -32,6 +32,7 @@ FAMILIES = (
     FamilyEntry("StableDiffusion", "stable_diffusion", "StableDiffusion"),
     FamilyEntry("StableDiffusionXL", "stable_diffusion", "StableDiffusionXL"),
     FamilyEntry("StableDiffusion3", "stable_diffusion_3", "StableDiffusion3", rounds_up=True),
+    FamilyEntry("Flux", "flux", "Flux", rounds_up=True),
 )
 
 STEPPED_PIPELINES = {

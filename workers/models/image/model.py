@@ -43,7 +43,8 @@ from workers.models.kernel_store import KernelStore
 KEPT_BYTES = 64 * 1024 * 1024
 """Device memory for the cache of prompts.
 
-In 16 bits it holds 540 of Stable Diffusion 1.5, 200 of SDXL, or 24 of Stable Diffusion 3.
+In 16 bits it holds 540 of Stable Diffusion 1.5, 200 of SDXL, 24 of Stable Diffusion 3, or 15 of
+FLUX.1.
 """
 
 Prompt = tuple[str, int | None]
