@@ -25,8 +25,11 @@ from starlette.responses import Response
 from api.bodies import (
     MAX_PROMPT_CHARS,
     MAX_SEED,
+    SCHEDULER_CHOICE,
     Body,
+    ClipSkip,
     EndUser,
+    GuidanceRescale,
     Option,
     SchedulerName,
     Upscale,
@@ -55,7 +58,6 @@ from api.tasks.image import (
 )
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
-from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.errors import BadInput, PenstockError, Unavailable
 from shared.messages import ItemOutcome
 from shared.predictions import EVENTS_TYPE, MEDIA_TYPES
@@ -106,8 +108,14 @@ class ImageBody(Body):
     num_inference_steps: int | None = Field(None, ge=1, description="Extension.")
     guidance_scale: float | None = Field(None, ge=0, le=100, description="Extension.")
     negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS, description="Extension.")
-    scheduler: SchedulerName | None = Field(
-        None, description=f"Extension: one of {', '.join(SCHEDULER_NAMES)}."
+    scheduler: SchedulerName | None = Field(None, description=f"Extension: {SCHEDULER_CHOICE}")
+    clip_skip: ClipSkip | None = Field(
+        None,
+        description="Extension: how many of the last layers of CLIP do not read the prompt.",
+    )
+    guidance_rescale: GuidanceRescale | None = Field(
+        None,
+        description="Extension: how much of the contrast that guidance adds is taken back.",
     )
     quality: Option | None = Field(None, description="Accepted, without effect.")
     style: Option | None = Field(None, description="Accepted, without effect.")

@@ -12,14 +12,22 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 import msgspec
 from pydantic import Field, field_validator, model_validator
 
-from api.bodies import MAX_PROMPT_CHARS, MAX_SEED, Body, SchedulerName, Upscale
+from api.bodies import (
+    MAX_PROMPT_CHARS,
+    MAX_SEED,
+    SCHEDULER_CHOICE,
+    Body,
+    ClipSkip,
+    GuidanceRescale,
+    SchedulerName,
+    Upscale,
+)
 from api.errors import WrongField
 from api.inputs.codec_protocol import UNPADDED, Padding
 from api.inputs.source_images import ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs
 from shared.after_image import input_of
 from shared.catalog import Catalog, Model
-from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.errors import BadInput, PenstockError
 from shared.messages import ItemOutcome, ReplyBody
 from shared.tasks import Input
@@ -53,6 +61,14 @@ class ImageRequest(Protocol):
     @property
     def scheduler(self) -> str | None:
         """One of shared.diffusion_schedulers."""
+
+    @property
+    def clip_skip(self) -> int | None:
+        """How many of the last layers of CLIP do not read the prompt."""
+
+    @property
+    def guidance_rescale(self) -> float | None:
+        """How much of the contrast that guidance adds is taken back."""
 
 
 def checked_size(width: int, height: int, model: Model) -> tuple[int, int]:
@@ -156,6 +172,8 @@ def first_image(request: ImageRequest, model: Model, size: tuple[int, int]) -> I
         seed=secrets.randbelow(2**32) if request.seed is None else request.seed,
         scheduler=request.scheduler or defaults.scheduler,
         negative_prompt=request.negative_prompt or "",
+        clip_skip=request.clip_skip or None,
+        guidance_rescale=request.guidance_rescale or 0.0,
     )
 
 
@@ -228,8 +246,12 @@ class ImagePredictionInput(Body):
     num_inference_steps: int | None = Field(None, ge=1)
     guidance_scale: float | None = Field(None, ge=0, le=100)
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    scheduler: SchedulerName | None = Field(
-        None, description=f"One of {', '.join(SCHEDULER_NAMES)}."
+    scheduler: SchedulerName | None = Field(None, description=f"One {SCHEDULER_CHOICE[4:]}")
+    clip_skip: ClipSkip | None = Field(
+        None, description="How many of the last layers of CLIP do not read the prompt."
+    )
+    guidance_rescale: GuidanceRescale | None = Field(
+        None, description="How much of the contrast that guidance adds is taken back, 0.7 if any."
     )
     output_format: Literal["png", "jpg", "jpeg", "webp"] = "png"
     upscale: Upscale | None = Field(None, description=UPSCALE)

@@ -30,6 +30,9 @@ class ImageInput(TaskInput, tag="image"):
     """One image to draw. With `image`, image-to-image at `strength`.
 
     `mask`: a gray image of the size to draw. Only where it is not black, `image` is drawn anew.
+    `clip_skip`: how many of the last layers of CLIP do not read `prompt`. `guidance_rescale`: how
+    much of the contrast that guidance adds is taken back, from 0 to 1
+    (https://arxiv.org/abs/2305.08891).
     """
 
     prompt: str
@@ -43,6 +46,8 @@ class ImageInput(TaskInput, tag="image"):
     image: Blob | None = None
     strength: float | None = None
     mask: Blob | None = None
+    clip_skip: int | None = None
+    guidance_rescale: float = 0.0
 
     @property
     def sources(self) -> Sequence[Blob]:
@@ -63,7 +68,11 @@ class ImageInput(TaskInput, tag="image"):
         """Every parameter. 7 and 7.0 are one guidance scale. Source and mask count by digest."""
         size = (self.width, self.height, self.steps)
         guidance = float(self.guidance_scale)
-        drawn = (guidance, self.seed, self.scheduler, self.prompt, self.negative_prompt)
+        drawn: tuple[object, ...] = (guidance, self.seed, self.scheduler)
+        drawn += (self.prompt, self.negative_prompt)
+        # Only if they are given, so that the keys of others stay as they are.
+        if self.clip_skip or self.guidance_rescale:
+            drawn += (self.clip_skip or 0, float(self.guidance_rescale))
         if self.image is None:
             return ("image", size, drawn)
         strength = None if self.strength is None else float(self.strength)

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
-from PIL import Image
 
 from shared.blob import Blob
 from shared.catalog import Model
@@ -203,6 +202,8 @@ FASTEST = 0
 
 def encode_preview(preview: RgbImage) -> bytes:
     """The image as a small WebP."""
+    from PIL import Image  # few models have previews, and every worker would take 0.1 s longer
+
     encoded = io.BytesIO()
     image = Image.frombytes("RGB", (preview.width, preview.height), preview.pixels)
     image.save(encoded, "WEBP", quality=QUALITY, method=FASTEST)
@@ -222,6 +223,7 @@ class BatchResults:
         self._completion = completion
         self._records = records
         self._waits = metrics.WAIT_SECONDS.labels(model.name)
+        self._metrics = metrics.BatchMetrics(model.name)
         self._reported_s = float("-inf")
 
     def report_progress(
@@ -341,7 +343,7 @@ class BatchResults:
         """Settles the items of a batch that ran."""
         self._queue.batch_ended(batch, done)
         traces = kept_traces(batch)
-        metrics.observe_batch(done, traces[0].exemplar if traces else None)
+        self._metrics.observe(done, traces[0].exemplar if traces else None)
         work: Sequence[int | None] = done.computed_work or [None] * len(batch)
         for index, (queued, outcome) in enumerate(zip(batch, done.outcomes, strict=True)):
             logs, call = done.logs.get(index), done.calls.get(index)
@@ -351,7 +353,7 @@ class BatchResults:
         """Settles an item that left the others of its batch."""
         self._queue.item_ended(queued)
         traces = kept_traces([queued])
-        metrics.observe_batch(done, traces[0].exemplar if traces else None)
+        self._metrics.observe(done, traces[0].exemplar if traces else None)
         computed = Computed(done.outcomes[0], done, traces, logs=done.logs.get(0))
         self._settle(queued, computed)
 

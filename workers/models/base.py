@@ -65,6 +65,8 @@ class PreparedImage(Prepared, tag="image", omit_defaults=True):
     strength: float | None = None
     source: bytes | None = None
     mask: bytes | None = None
+    clip_skip: int | None = None
+    guidance_rescale: float = 0.0
 
 
 class PreparedPair(Prepared, tag="pair"):
