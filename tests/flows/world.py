@@ -137,8 +137,7 @@ class World:
 
 def preparer_of(entry: Model) -> Preparer:
     """What prepares the inputs of a model of these tests."""
-    is_image = entry.task == "image"
-    return ImagePreparer(entry.image) if is_image else CustomPreparer(entry)
+    return CustomPreparer(entry) if entry.definition.has_interface else ImagePreparer(entry.image)
 
 
 @asynccontextmanager
