@@ -205,8 +205,8 @@ def _input_of_flow(step: FlowStep, field: str | None) -> str | None:
 
     A model that names none of its inputs (`input`) means the only reference that it has.
     """
-    given = step.input if field == "input" else step.input.get(field or "")
-    references = list(references_in(given))
+    refused = step.input if field == "input" else step.input.get(field or "")
+    references = list(references_in(refused))
     if len(references) != 1 or references[0].name != INPUT or len(references[0].fields) != 1:
         return None
     return references[0].fields[0]

@@ -63,12 +63,16 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     path = folder / "models.yaml"
     path.write_text(yaml.safe_dump({"models": models}))
     refresh_interfaces(path, lambda line: None)
-    path.write_text(yaml.safe_dump({"models": models, "flows": flows}))
+    classes = [one for one in models if one["task"] == "custom"]
+    for one in classes:
+        one.pop("replicas", None)
+        one.pop("gpu", None)
+    workers = [{"name": "classes", "models": [one["name"] for one in classes]}]
+    catalog = {"models": models, "flows": flows, "workers": workers}
+    path.write_text(yaml.safe_dump(catalog))
     settings = {"PENSTOCK_MODELS_FILE": str(path)}
     ports = Ports.free(len(models))
-    with Stack(
-        folder / "state", ports=ports, settings=settings, shares_class_worker=True
-    ) as running:
+    with Stack(folder / "state", ports=ports, settings=settings) as running:
         yield running
 
 

@@ -357,11 +357,11 @@ class Stack:
             self._start(undo, self._make.functions(self._sockets | signing))
         if self.settings.rows_url:
             self._start(undo, self._make.row_archive())
-        for made in await_graphs(makers, self.report):
+        for optimized in await_graphs(makers, self.report):
             for name, missing in waiting.items():
-                if missing == {made}:
+                if missing == {optimized}:
                     workers[name].start()
-                missing.discard(made)
+                missing.discard(optimized)
         self._await_pipeline(list(workers.values()))
 
     def _await_pipeline(self, workers: Sequence[Process]) -> None:

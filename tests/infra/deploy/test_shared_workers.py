@@ -124,7 +124,7 @@ def test_without_keda_what_waits_of_each_model_counts(tmp_path: Path, models_fil
         SHARED
     )
     assert {one.get("resource.labels.subscription_id") for one in chosen} >= {
-        f"jobs.{name}.{lane}" for name in SHARED for lane in ("workers", "batch")
+        f"jobs.{name}.{priority}" for name in SHARED for priority in ("workers", "batch")
     }
 
 
@@ -184,12 +184,12 @@ def test_rights_are_given_to_the_accounts_of_the_pods(
     for name, deployment in workers(objects).items():
         account = pod(deployment)["serviceAccountName"]
         models = settings_of(objects, deployment)["PENSTOCK_MODEL"].split(",")
-        own = {f"jobs.{model}.{lane}" for model in models for lane in ("workers", "batch")}
+        own = {f"jobs.{model}.{priority}" for model in models for priority in ("workers", "batch")}
         # A canary's leftovers are taken by the workers of the other revision.
         assert (
             own
             <= pulling.pop(account)
-            <= own | {f"jobs.texts.canary.{lane}" for lane in ("workers", "batch")}
+            <= own | {f"jobs.texts.canary.{priority}" for priority in ("workers", "batch")}
         ), name
     assert pulling == {}
     ours = planned(models_file, {name: rate(1) for name in SHARED})
