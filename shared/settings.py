@@ -260,6 +260,10 @@ class ModelSettings(Settings):
     """The folder in which compiled kernels outlive a worker, as a mounted bucket, by model, GPU,
     driver and torch. None: they last as long as the worker's disk.
     """
+    models_dir: Path = Path("var/models")
+    """The folder of weights from a hub or a bucket."""
+    weights_dir: Path | None = None
+    """The mounted folder of weights that `penstock weights prefetch` copied. None: nowhere."""
 
 
 class ClassSettings(ModelSettings):
@@ -279,10 +283,6 @@ class WorkerSettings(ClassSettings):
     model: str
     health_host: str = "127.0.0.1"
     health_port: int = Field(8081, ge=0, le=65535)
-    models_dir: Path = Path("var/models")
-    """The folder of weights from a hub or a bucket."""
-    weights_dir: Path | None = None
-    """The mounted folder of weights that `penstock weights prefetch` copied. None: nowhere."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:N`, or `auto`: cuda if there is a GPU."""
     artifacts_dir: Path = Path("var/artifacts")

@@ -26,10 +26,31 @@ from shared.tasks.base import (
 )
 
 
+class ControlInput(msgspec.Struct, omit_defaults=True):
+    """The ControlNet that an image is drawn with, by its name in the catalog, and its picture.
+
+    `digest`: of the entry of the ControlNet. `scale` multiplies what it adds. `start`, `end`: the
+    part of the steps in which it does, from 0 to 1.
+    """
+
+    name: str
+    digest: str
+    image: Blob
+    scale: float
+    start: float = 0.0
+    end: float = 1.0
+
+    def cache_form(self) -> tuple[object, ...]:
+        """All that decides the result. The picture counts by its digest."""
+        numbers = (float(self.scale), float(self.start), float(self.end))
+        return ("control", self.name, self.digest, *self.image.identity, *numbers)
+
+
 class ImageInput(TaskInput, tag="image"):
     """One image to draw. With `image`, image-to-image at `strength`.
 
     `mask`: a gray image of the size to draw. Only where it is not black, `image` is drawn anew.
+    `control`: a ControlNet that guides the drawing.
     """
 
     prompt: str
@@ -43,16 +64,21 @@ class ImageInput(TaskInput, tag="image"):
     image: Blob | None = None
     strength: float | None = None
     mask: Blob | None = None
+    control: ControlInput | None = None
 
     @property
     def sources(self) -> Sequence[Blob]:
-        """The image to start from, and its mask."""
-        return tuple(blob for blob in (self.image, self.mask) if blob is not None)
+        """The image to start from, its mask, and the picture of the control."""
+        pictures = (self.image, self.mask, self.control and self.control.image)
+        return tuple(blob for blob in pictures if blob is not None)
 
     def with_sources(self, sources: Sequence[Blob]) -> Self:
-        """The same input with the image and its mask in other places."""
+        """The same input with its pictures in other places."""
         names = [name for name in ("image", "mask") if getattr(self, name) is not None]
-        return msgspec.structs.replace(self, **dict(zip(names, sources, strict=True)))
+        moved: dict[str, Any] = dict(zip(names, sources, strict=False))
+        if self.control is not None:
+            moved["control"] = msgspec.structs.replace(self.control, image=sources[-1])
+        return msgspec.structs.replace(self, **moved)
 
     def estimate_work(self, entry: CatalogEntry) -> int:
         """Pixel-steps. With a source only a part of the steps is run."""
@@ -60,16 +86,17 @@ class ImageInput(TaskInput, tag="image"):
         return self.width * self.height * max(1, int(self.steps * share))
 
     def cache_form(self) -> tuple[object, ...]:
-        """Every parameter. 7 and 7.0 are one guidance scale. Source and mask count by digest."""
+        """Every parameter. 7 and 7.0 are one guidance scale. Pictures count by digest."""
         size = (self.width, self.height, self.steps)
         guidance = float(self.guidance_scale)
         drawn = (guidance, self.seed, self.scheduler, self.prompt, self.negative_prompt)
+        controlled = () if self.control is None else (self.control.cache_form(),)
         if self.image is None:
-            return ("image", size, drawn)
+            return ("image", size, drawn, *controlled)
         strength = None if self.strength is None else float(self.strength)
         source = (self.image.identity, strength)
         masked = () if self.mask is None else (self.mask.identity,)
-        return ("image", size, drawn, *source, *masked)
+        return ("image", size, drawn, *source, *masked, *controlled)
 
 
 class ImageResult(TaskResult, tag="image"):

@@ -147,6 +147,8 @@ class ImageModel:
     pads = True
     draws_masks = False
     """Whether it draws within masks. Only images that join between steps are."""
+    takes_controls = False
+    """Whether it takes ControlNets. Only images that join between steps do."""
 
     def __init__(
         self, entry: Model, folder: Path, device: Device, *, warmup_limit_s: float = WARMUP_LIMIT_S
@@ -176,6 +178,12 @@ class ImageModel:
             raise ConfigurationError(
                 f"{self._folder}: it draws within masks only, which needs image.join auto",
                 field="image.join",
+            )
+        if self._entry.image.controls and not self.takes_controls:
+            raise ConfigurationError(
+                f"{self._folder}: image.controls need image.join auto, and a pipeline of "
+                "Stable Diffusion or Stable Diffusion XL",
+                field="image.controls",
             )
         if self._plan.is_compiled:
             folder = read_settings(ModelSettings).kernels_dir

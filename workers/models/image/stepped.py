@@ -27,6 +27,8 @@ from shared.tasks.text import TokenChunk
 from workers.models.base import OutOfMemory, PreparedImage, PreparedItem, RgbImage, StepEnd
 from workers.models.device import memory_errors
 from workers.models.image.codec import sources_on, to_host
+from workers.models.image.control_folders import control_folders
+from workers.models.image.controls import Controls, ControlStart, UnetCall
 from workers.models.image.masks import (
     MaskedStart,
     pasted,
@@ -119,6 +121,7 @@ class _Drawing:
     """The guidance scale as the UNet of a distilled model takes it, [1, width]."""
     for_scheduler: dict[str, Any]
     masked: MaskedStart | None
+    control: ControlStart | None = None
     done: int = 0
     """Its steps so far."""
 
@@ -153,6 +156,7 @@ class SteppedImageModel(ImageModel):
     """An ImageModel of a known family that also computes step by step. See SteppedModel."""
 
     draws_masks = True
+    takes_controls = True
     _drawings: dict[int, _Drawing]
 
     def setup(self) -> None:
@@ -161,6 +165,8 @@ class SteppedImageModel(ImageModel):
         self._drawings = {}
         self._family = FAMILIES[type(self._text_to_image)]
         self._inpainting = inpainting(self._text_to_image, self._image_to_image)
+        folders = control_folders(self._entry)
+        self._controls = Controls(folders, self._text_to_image, self._device, self._plan)
 
     def refusal(self, item: PreparedImage) -> BadInput | None:
         """Returns why this model can't draw an item. None if it can."""
@@ -263,6 +269,7 @@ class SteppedImageModel(ImageModel):
             scale=scale,
             for_scheduler=pipeline.prepare_extra_step_kwargs(generator, 0.0),
             masked=masked,
+            control=self._controls.start(item, len(timesteps)),
         )
 
     def _start(
@@ -315,14 +322,23 @@ class SteppedImageModel(ImageModel):
             name: _together([drawing.conditions[name] for drawing in drawings], slots)
             for name in drawings[0].conditions
         }
-        noise = self._text_to_image.unet(
+        call = UnetCall(
             torch.cat([scaled[slot] for slot in slots] * rows),
             torch.stack([times[slot].float() for slot in slots] * rows).to(self._device),
-            encoder_hidden_states=_together([drawing.prompt for drawing in drawings], slots),
+            _together([drawing.prompt for drawing in drawings], slots),
+            added,
+        )
+        noise = self._text_to_image.unet(
+            call.sample,
+            call.times,
+            encoder_hidden_states=call.prompt,
             timestep_cond=_together(scales, slots) if scales else None,
             cross_attention_kwargs=None,
             added_cond_kwargs=added or None,
             return_dict=False,
+            **self._controls.added(
+                call, [(drawings[slot].control, drawings[slot].done) for slot in slots]
+            ),
         )[0]
         for slot, (drawing, time) in enumerate(zip(drawings, times, strict=True)):
             own = noise[slot :: len(slots)]
