@@ -256,7 +256,7 @@ class Control(_Entry):
     source: str = Field(pattern=SOURCE_PATTERN)
     revision: str = Field("main", pattern=REVISION_PATTERN)
     preprocessor: Literal["none", "canny", "tile"] = "none"
-    """What makes its map of a caller's picture. `none`: nothing, the picture is one (depth, a pose).
+    """What makes its map of a caller's picture. `none`: nothing, it is one (of depths, a pose).
     `canny`: edges, as OpenCV's `Canny`. `tile`: a coarser picture.
     """
     canny_low: int = Field(100, ge=0, le=2040)

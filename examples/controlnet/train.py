@@ -104,7 +104,9 @@ def _open(control: Any) -> None:
     pictures = outlines([sample_scene(random.Random(seed)) for seed in range(32)])
     found = embedding(pictures)
     embedding.conv_out.weight /= found.std()
-    embedding.conv_out.bias.copy_((embedding.conv_out.bias - found.mean(dim=(0, 2, 3))) / found.std())
+    embedding.conv_out.bias.copy_(
+        (embedding.conv_out.bias - found.mean(dim=(0, 2, 3))) / found.std()
+    )
 
 
 def _rate(step: int, steps: int) -> float:
@@ -130,7 +132,11 @@ def _loss(
     noise = torch.randn(clean.shape)
     noisy = alpha.sqrt() * clean + (1 - alpha).sqrt() * noise
     down, middle = control(
-        noisy, times, encoder_hidden_states=told, controlnet_cond=outlines(scenes), return_dict=False
+        noisy,
+        times,
+        encoder_hidden_states=told,
+        controlnet_cond=outlines(scenes),
+        return_dict=False,
     )
     predicted = pipeline.unet(
         noisy,

@@ -69,7 +69,8 @@ class ImageInput(TaskInput, tag="image"):
     @property
     def sources(self) -> Sequence[Blob]:
         """The image to start from, its mask, and the picture of the control."""
-        pictures = (self.image, self.mask, self.control and self.control.image)
+        guide = None if self.control is None else self.control.image
+        pictures = (self.image, self.mask, guide)
         return tuple(blob for blob in pictures if blob is not None)
 
     def with_sources(self, sources: Sequence[Blob]) -> Self:

@@ -2,16 +2,17 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from shared.blob import Blob
+from shared.blob import Blob, content_digest
 from shared.catalog import Model
 from shared.catalog_entry import Tolerance
 from shared.errors import BadInput
 from shared.stores.cache import cache_key
 from shared.tasks import Input
 from shared.tasks.embedding import TextInput, TokensInput
-from shared.tasks.image import ImageInput
+from shared.tasks.image import ControlInput, ImageInput
 
 MODEL = Model.model_validate(
     {
@@ -101,6 +102,34 @@ def test_key_covers_the_mask() -> None:
     other = Blob("image/png", data=b"others")
     masked = [drawing(image=PNG, strength=1.0, mask=mask) for mask in (None, PNG, other)]
     assert len({cache_key(MODEL, input, "t") for input in masked}) == len(masked)
+
+
+def test_key_covers_the_control() -> None:
+    usual = ControlInput("canny", "a", PNG, 1.0)
+    changes: list[dict[str, Any]] = [
+        {},
+        {"name": "depth"},
+        {"digest": "b"},
+        {"image": Blob("image/png", data=b"others")},
+        {"scale": 0.9},
+        {"start": 0.1},
+        {"end": 0.9},
+    ]
+    controlled = [drawing(control=msgspec.structs.replace(usual, **change)) for change in changes]
+    inputs = [
+        drawing(),
+        drawing(image=PNG),
+        drawing(image=PNG, mask=PNG),
+        drawing(image=PNG, control=usual),
+        *controlled,
+    ]
+    assert len({cache_key(MODEL, input, "t") for input in inputs}) == len(inputs)
+    stored = drawing(image=PNG, control=usual)
+    digest = content_digest(b"pixels")
+    moved = [Blob("image/png", object_key=name, digest=digest) for name in ("1", "2")]
+    there = stored.with_sources(moved)
+    assert there.sources == tuple(moved)
+    assert cache_key(MODEL, there, "t") == cache_key(MODEL, stored, "t")
 
 
 def test_key_ignores_what_changes_no_pixel() -> None:

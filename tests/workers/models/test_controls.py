@@ -1,6 +1,7 @@
 """ControlNets: images with and without one are drawn together as alone, and as diffusers does."""
 
 import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from PIL import Image
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Control
-from shared.errors import BadInput, ConfigurationError
 from shared.tasks.image import ControlInput, ImageInput, ImageResult
 from tests.workers.models.batches import model_for
 from tests.workers.models.conftest import TinyPipeline
@@ -23,7 +23,6 @@ from tests.workers.models.test_image import FROM_IMAGE, TEXT, pixels
 from tests.workers.models.test_image_masks import MASKED, as_png, box, write_tiny
 from tests.workers.models.test_image_steps import OTHERS, run
 from workers.models.base import Preparer, SteppedModel
-from workers.models.image.control_maps import map_of
 from workers.models.image.stepped import SteppedImageModel
 from workers.tasks import preparer_for
 
@@ -139,8 +138,9 @@ def opened(blob: Blob | None) -> Image.Image:
     return Image.open(io.BytesIO(blob.data or b""))
 
 
-@pytest.mark.parametrize("part", [(0.0, 1.0), (0.2, 0.7)], ids=["whole", "part"])
-@pytest.mark.parametrize("scheduler", ["ddim", "euler", "heun"])
+@pytest.mark.parametrize(
+    ("scheduler", "part"), [("euler", (0.0, 1.0)), ("heun", (0.2, 0.7))], ids=["whole", "part"]
+)
 @pytest.mark.parametrize("way", ["text", "image", "mask"])
 @pytest.mark.parametrize("xl", [False, True], ids=["sd", "sdxl"])
 def test_images_are_those_of_plain_diffusers(
@@ -153,6 +153,11 @@ def test_images_are_those_of_plain_diffusers(
     part: tuple[float, float],
 ) -> None:
     folder = write_tiny(tmp_path / "tiny", tiny_folder, xl=xl, trained=False)
+    if (xl, way) == (True, "mask"):
+        # This one of diffusers' pipelines does not know the statistics of latents.
+        config = folder / "vae" / "config.json"
+        without = {"latents_mean": None, "latents_std": None}
+        config.write_text(json.dumps(json.loads(config.read_text()) | without))
     entry = entry_with(catalog, depth=write_control(tmp_path / "depth", folder, 3))
     model = model_for(entry, folder, "cpu")
     model.setup()

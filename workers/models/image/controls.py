@@ -1,8 +1,8 @@
-"""ControlNets: they add to the UNet what a map of edges, depths or the like tells about an image.
+"""ControlNets: they add to the UNet what a map of edges or depths tells about an image.
 
-A call of the UNet computes images with and without a control, and with several ones. Each ControlNet
-computes the rows of its images, together. What it adds is multiplied by the scale of each image, and
-others get zeros (Zhang et al. 2023, https://arxiv.org/abs/2302.05543).
+A call of the UNet computes images with and without a control, and with several ones. Each
+ControlNet computes the rows of its images together. What it adds is multiplied by the scale of each
+image, and others get zeros (Zhang et al. 2023, https://arxiv.org/abs/2302.05543).
 """
 
 from __future__ import annotations
