@@ -478,6 +478,15 @@ class CatalogEntry(_Entry):
     """The steps of a flow, which is an entry of `flows`. None: it is a model."""
 
     @property
+    def sources(self) -> dict[str, tuple[str, str]]:
+        """Source and revision of all its weights: its own by its name, controls' by both names."""
+        own = {self.name: (self.source, self.revision)}
+        return own | {
+            f"{self.name} {name}": (control.source, control.revision)
+            for name, control in self.image.controls.items()
+        }
+
+    @property
     def reply_limit_bytes(self) -> int:
         """The largest blob in a reply. A larger one is in the object store."""
         return SLOT_INLINE_LIMIT_BYTES if self.replies == "slots" else INLINE_LIMIT_BYTES

@@ -103,11 +103,7 @@ def _chosen(catalog: Catalog, names: Sequence[str]) -> dict[tuple[str, str], lis
     models = [model for model in catalog.deployed if not names or model.public_name in asked]
     revisions: dict[tuple[str, str], list[str]] = {}
     for model in models:
-        controls = model.image.controls.items()
-        sources = {model.name: (model.source, model.revision)} | {
-            f"{model.name} {name}": (control.source, control.revision) for name, control in controls
-        }
-        of_hub = {name: one for name, one in sources.items() if one[0].startswith(HUB)}
+        of_hub = {name: one for name, one in model.sources.items() if one[0].startswith(HUB)}
         for name, (source, revision) in of_hub.items():
             revisions.setdefault((source.removeprefix(HUB), revision), []).append(name)
         if names and not of_hub:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,28 +80,21 @@ def weights_of(model: Model, deployment: Deployment, disk_mib: int) -> Weights:
         deployment: whether they were prefetched, and whether there is a token for the hub.
         disk_mib: the worker's part of the node's disk.
     """
-    if not model.source.startswith(HUB) or deployment.is_outside:
+    of_hub = [source for source, _ in model.sources.values() if source.startswith(HUB)]
+    if not of_hub or deployment.is_outside:
         return NOTHING
     if deployment.weights_bucket:
-        mounted = _mounted(model.source.removeprefix(HUB), deployment.weights_bucket, disk_mib)
+        repositories = list(dict.fromkeys(source.removeprefix(HUB) for source in of_hub))
+        mounted = _mounted(repositories, deployment.weights_bucket, disk_mib)
         if not _compiles(model):
             return mounted
         return _with_kernels(mounted, deployment.weights_bucket)
     return _with_token() if deployment.hub_token else NOTHING
 
 
-def _mounted(repository: str, bucket: str, disk_mib: int) -> Weights:
-    cache_mib = int(disk_mib * CACHE_SHARE)
-    options = (
-        "implicit-dirs",
-        f"only-dir=hub/{repository}",
-        f"file-cache:max-size-mb:{cache_mib}",
-        "file-cache:enable-parallel-downloads:true",
-        "file-cache:cache-file-for-range-read:true",
-        # Copies do not change while a worker runs.
-        "metadata-cache:ttl-secs:-1",
-    )
-    attributes = {"bucketName": bucket, "mountOptions": ",".join(options)}
+def _mounted(repositories: Sequence[str], bucket: str, disk_mib: int) -> Weights:
+    """Mounts the copies of repositories, which share the disk for their caches."""
+    cache_mib = int(disk_mib * CACHE_SHARE / len(repositories))
     annotations = {
         "gke-gcsfuse/volumes": "true",
         "gke-gcsfuse/cpu-request": f"{SIDECAR_CPU_M}m",
@@ -112,20 +105,39 @@ def _mounted(repository: str, bucket: str, disk_mib: int) -> Weights:
         "gke-gcsfuse/ephemeral-storage-request": "16Mi",
         "gke-gcsfuse/ephemeral-storage-limit": "0",
     }
-    path = f"{WEIGHTS_DIR}/hub/{repository}"
+    names = ["weights", *(f"weights-{number}" for number in range(2, len(repositories) + 1))]
+    copies = list(zip(names, repositories, strict=True))
     volumes = (
-        {
-            "name": "weights",
-            "csi": {
-                "driver": "gcsfuse.csi.storage.gke.io",
-                "readOnly": True,
-                "volumeAttributes": attributes,
-            },
-        },
+        *(_copy(name, repository, bucket, cache_mib) for name, repository in copies),
         {"name": CACHE_VOLUME, "emptyDir": {"sizeLimit": f"{disk_mib}Mi"}},
     )
-    mounts = ({"name": "weights", "mountPath": path, "readOnly": True},)
+    mounts = tuple(
+        {"name": name, "mountPath": f"{WEIGHTS_DIR}/hub/{repository}", "readOnly": True}
+        for name, repository in copies
+    )
     return Weights(annotations, {"PENSTOCK_WEIGHTS_DIR": WEIGHTS_DIR}, mounts, volumes, True)
+
+
+def _copy(name: str, repository: str, bucket: str, cache_mib: int) -> dict[str, Any]:
+    """The volume with the copy of a repository."""
+    options = (
+        "implicit-dirs",
+        f"only-dir=hub/{repository}",
+        f"file-cache:max-size-mb:{cache_mib}",
+        "file-cache:enable-parallel-downloads:true",
+        "file-cache:cache-file-for-range-read:true",
+        # Copies do not change while a worker runs.
+        "metadata-cache:ttl-secs:-1",
+    )
+    attributes = {"bucketName": bucket, "mountOptions": ",".join(options)}
+    return {
+        "name": name,
+        "csi": {
+            "driver": "gcsfuse.csi.storage.gke.io",
+            "readOnly": True,
+            "volumeAttributes": attributes,
+        },
+    }
 
 
 def _compiles(model: Model) -> bool:
