@@ -146,11 +146,10 @@ def test_catalog_refuses_by_name(catalog: Catalog, image: dict[str, object], rea
 def test_digest_of_a_control_is_that_of_what_decides_its_results() -> None:
     usual = Control(source="local:a", preprocessor="canny")
     changes: list[dict[str, Any]] = [
-        {},
         {"source": "local:b"},
         {"revision": "2"},
         {"canny_high": 300},
     ]
-    others = [usual.model_copy(update=change) for change in changes]
+    others = [usual, *(usual.model_copy(update=change) for change in changes)]
     assert len({other.digest for other in others}) == len(others)
     assert usual.model_copy(update={"scale": 0.5}).digest == usual.digest

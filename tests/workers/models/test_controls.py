@@ -24,7 +24,7 @@ from tests.workers.models.test_image_masks import MASKED, as_png, box, write_tin
 from tests.workers.models.test_image_steps import OTHERS, run
 from workers.models.base import Preparer, SteppedModel
 from workers.models.image.stepped import SteppedImageModel
-from workers.tasks import preparer_for
+from workers.tasks import WORKER_TASKS, preparer_for
 
 # Some schedulers of diffusers go between torch and numpy 2 in an old way.
 pytestmark = [
@@ -203,3 +203,35 @@ def test_images_are_those_of_plain_diffusers(
     if way == "mask":
         difference = difference[8:40, 16:48]
     assert difference.max() <= 1
+
+
+def test_other_pictures_cost_the_same(controlled: TinyPipeline) -> None:
+    plain, guided = controlled.preparer.prepare([TEXT, with_(TEXT, control=control())])
+    assert isinstance(plain, PreparedImage)
+    assert isinstance(guided, PreparedImage)
+    assert (guided.length, guided.room) == (plain.length, plain.room)
+
+
+def test_controls_of_another_model_are_refused(
+    catalog: Catalog, tiny_folder: Path, tiny_xl_folder: Path, tmp_path: Path
+) -> None:
+    of_xl = entry_with(catalog, depth=write_control(tmp_path / "xl", tiny_xl_folder, 1))
+    for entry, reason in (
+        (of_xl, "trained for another model: cross_attention_dim 64 instead of 128"),
+        (entry_with(catalog, depth=tiny_folder), r"image\.controls\.depth: .*config\.json"),
+        (entry_with(catalog, depth=tmp_path / "none"), "is not a folder"),
+    ):
+        with pytest.raises(ConfigurationError, match=reason) as caught:
+            model_for(entry, tiny_folder, "cpu").setup()
+        assert caught.value.field == "image.controls.depth"
+
+
+def test_pipelines_without_steps_have_no_controls(
+    catalog: Catalog, controlled: TinyPipeline, tiny_folder: Path
+) -> None:
+    device = Device("cpu", threads=1, memory_fraction=1.0)
+    entry = entry_with(catalog, depth=controlled.folder / "depth")
+    with pytest.raises(ConfigurationError, match="join auto") as caught:
+        ImageModel(entry, tiny_folder, device).setup()
+    assert caught.value.field == "image.controls"
+    assert WORKER_TASKS["image"].more_weights(entry) == (controlled.folder / "depth",)
