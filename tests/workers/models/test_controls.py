@@ -16,13 +16,16 @@ from PIL import Image
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Control
+from shared.errors import ConfigurationError
 from shared.tasks.image import ControlInput, ImageInput, ImageResult
 from tests.workers.models.batches import model_for
 from tests.workers.models.conftest import TinyPipeline
 from tests.workers.models.test_image import FROM_IMAGE, TEXT, pixels
 from tests.workers.models.test_image_masks import MASKED, as_png, box, write_tiny
 from tests.workers.models.test_image_steps import OTHERS, run
-from workers.models.base import Preparer, SteppedModel
+from workers.models.base import PreparedImage, Preparer, SteppedModel
+from workers.models.device import Device
+from workers.models.image.model import ImageModel
 from workers.models.image.stepped import SteppedImageModel
 from workers.tasks import WORKER_TASKS, preparer_for
 
