@@ -1,6 +1,7 @@
 """ControlNets: images with and without one are drawn together as alone, and as diffusers does."""
 
 import io
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
+from models.shapes.draw import draw
+from models.shapes.judge import overlap, silhouette
+from models.shapes.score import held_out
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Control
@@ -238,3 +242,42 @@ def test_pipelines_without_steps_have_no_controls(
         ImageModel(entry, tiny_folder, device).setup()
     assert caught.value.field == "image.controls"
     assert WORKER_TASKS["image"].more_weights(entry) == (controlled.folder / "depth",)
+
+
+SCENES = 32
+AT_ONCE = 16
+OVERLAP_MIN = 0.7
+
+
+def test_shapes_keep_the_outlines_of_their_control(catalog: Catalog, tiny_folder: Path) -> None:
+    """By the judge: silhouettes of held-out scenes, of which the model sees edges and captions."""
+    usual = catalog.default("image")
+    edges = {"edges": Control(source="package:models/shapes/canny", preprocessor="canny")}
+    image = usual.image.model_copy(update={"controls": edges})
+    entry = usual.model_copy(update={"image": image})
+    model, preparer = model_for(entry, tiny_folder, "cpu"), preparer_for(entry, tiny_folder)
+    model.setup()
+    assert isinstance(model, SteppedModel)
+    overlaps: dict[bool, list[float]] = {False: [], True: []}
+    asked = held_out(SCENES)
+    for is_controlled, at in itertools.product(overlaps, range(0, SCENES, AT_ONCE)):
+        some = asked[at : at + AT_ONCE]
+        values = [
+            ImageInput(
+                prompt=one.caption,
+                width=64,
+                height=64,
+                steps=usual.image.steps,
+                guidance_scale=usual.image.guidance_scale,
+                seed=one.seed,
+                scheduler=usual.image.scheduler,
+                control=control("edges", as_png(draw(one.scene))) if is_controlled else None,
+            )
+            for one in some
+        ]
+        for one, image in zip(some, drawn(model, preparer, values), strict=True):
+            wanted = silhouette(np.asarray(draw(one.scene)))
+            overlaps[is_controlled].append(overlap(wanted, silhouette(image.astype(np.uint8))))
+    means = {is_controlled: np.mean(found) for is_controlled, found in overlaps.items()}
+    assert means[True] >= OVERLAP_MIN, means
+    assert means[True] > means[False] + 0.03, means
