@@ -275,9 +275,9 @@ def test_shapes_keep_the_outlines_of_their_control(catalog: Catalog, tiny_folder
             )
             for one in some
         ]
-        for one, image in zip(some, drawn(model, preparer, values), strict=True):
+        for one, picture in zip(some, drawn(model, preparer, values), strict=True):
             wanted = silhouette(np.asarray(draw(one.scene)))
-            overlaps[is_controlled].append(overlap(wanted, silhouette(image.astype(np.uint8))))
+            overlaps[is_controlled].append(overlap(wanted, silhouette(picture.astype(np.uint8))))
     means = {is_controlled: np.mean(found) for is_controlled, found in overlaps.items()}
     assert means[True] >= OVERLAP_MIN, means
     assert means[True] > means[False] + 0.03, means
