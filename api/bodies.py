@@ -26,7 +26,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from shared.diffusion_schedulers import SCHEDULER_NAMES
+from shared.after_image import SCALES
+from shared.diffusion_schedulers import SCHEDULER_ALIASES, SCHEDULER_NAMES
 from shared.errors import BadInput, InputTooLarge
 
 
@@ -68,14 +69,34 @@ Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 
 
 def _known(name: str) -> str:
-    if name not in SCHEDULER_NAMES:
+    known = SCHEDULER_ALIASES.get(name, name)
+    if known not in SCHEDULER_NAMES:
         raise ValueError(f"{name!r} is not a scheduler; known: {', '.join(SCHEDULER_NAMES)}")
-    return name
+    return known
 
 
 SchedulerName = Annotated[
-    str, AfterValidator(_known), Field(json_schema_extra={"enum": list(SCHEDULER_NAMES)})
+    str,
+    AfterValidator(_known),
+    Field(json_schema_extra={"enum": [*SCHEDULER_NAMES, *SCHEDULER_ALIASES]}),
 ]
+SCHEDULER_CHOICE = (
+    f"one of {', '.join(SCHEDULER_NAMES)}, or the name that Replicate or diffusers has for it."
+)
+ClipSkip = Annotated[int, Field(ge=0, le=32)]
+"""How many of the last layers of CLIP do not read the prompt. A model may have fewer."""
+GuidanceRescale = Annotated[float, Field(ge=0, le=1)]
+"""How much of the contrast that guidance adds is taken back."""
+
+
+def _is_scale(value: int) -> int:
+    if value not in SCALES:
+        raise ValueError(f"Input should be {' or '.join(map(str, SCALES))}")
+    return value
+
+
+Upscale = Annotated[int, AfterValidator(_is_scale), Field(json_schema_extra={"enum": list(SCALES)})]
+"""How many times as wide and high an image becomes. Forms have it as text, as no Literal does."""
 
 
 def _is_short(options: dict[str, Any]) -> dict[str, Any]:

@@ -209,6 +209,7 @@ ERROR_MAPPINGS = {
     "invalid_input": ErrorMapping(400, "invalid_request_error"),
     "input_too_large": ErrorMapping(400, "invalid_request_error"),
     "context_length_exceeded": ErrorMapping(400, "invalid_request_error"),
+    "moderation_blocked": ErrorMapping(400, "image_generation_user_error", retry=False),
     "storage_quota_exceeded": ErrorMapping(400, "invalid_request_error"),
     "previous_response_not_found": ErrorMapping(400, "invalid_request_error"),
     "conversation_locked": ErrorMapping(400, "invalid_request_error"),

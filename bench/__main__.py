@@ -31,6 +31,7 @@ MODULES = {
     "custom_batches": "custom_batches",
     "shared_flow": "shared_flow",
     "long_recording": "long_recording",
+    "long_texts": "long_texts",
     "tracing": "tracing",
     "keys": "keys",
     "limits": "limits",

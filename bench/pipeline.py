@@ -158,9 +158,9 @@ class Pipeline:
         return report
 
     def usage_rows(
-        self, columns: Sequence[str], request_ids: set[str], limit_s: float
+        self, columns: Sequence[str], request_ids: set[str], limit_s: float, count: int = 0
     ) -> list[dict[str, Any]]:
-        """The rows of the requests, once BigQuery has one for each, or after `limit_s`."""
+        """The rows of the requests, once BigQuery has `count` (0: one each), or after `limit_s`."""
         settings = self.stack.settings
         client = bigquery.Client(
             project=settings.project,
@@ -175,7 +175,7 @@ class Pipeline:
         while True:
             result = client.query(query).result(timeout=limit_s)
             rows = [dict(row) for row in result if row["request_id"] in request_ids]
-            if len(rows) >= len(request_ids) or time.monotonic() > end_s:
+            if len(rows) >= (count or len(request_ids)) or time.monotonic() > end_s:
                 return rows
             time.sleep(POLL_S)
 

@@ -65,18 +65,12 @@ def run() -> Outcome:
 def _measure(*, is_shared: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         settings = {
-            "PENSTOCK_MODELS_FILE": str(_catalog(Path(folder))),
+            "PENSTOCK_MODELS_FILE": str(_catalog(Path(folder), is_shared=is_shared)),
             "PENSTOCK_PROCESSES": "1",
         }
         ports = Ports.free(1 if is_shared else len(STEPS))
         state_dir = Path(folder) / "state"
-        stack = Stack(
-            state_dir,
-            ports=ports,
-            settings=settings,
-            say=say_nothing,
-            shares_class_worker=is_shared,
-        )
+        stack = Stack(state_dir, ports=ports, settings=settings, say=say_nothing)
         with stack:
             _runs(stack, "warm", WARM_UP, 0.0)
             report = _runs(stack, "run", round(RATE_PER_S * SEND_S * 2), RATE_PER_S)
@@ -94,7 +88,7 @@ def _measure(*, is_shared: bool) -> dict[str, Any]:
     }
 
 
-def _catalog(folder: Path) -> Path:
+def _catalog(folder: Path, *, is_shared: bool) -> Path:
     models = []
     for name in STEPS:
         (folder / name).mkdir()
@@ -108,7 +102,8 @@ def _catalog(folder: Path) -> Path:
     path = folder / "models.yaml"
     path.write_text(yaml.safe_dump({"models": models}))
     refresh_interfaces(path, say_nothing)
-    path.write_text(yaml.safe_dump({"models": models, "flows": [flow]}))
+    workers = {"workers": [{"name": "together", "models": list(STEPS)}]} if is_shared else {}
+    path.write_text(yaml.safe_dump({"models": models, "flows": [flow], **workers}))
     return path
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the shipped models share: their classes, images, and other implementations.
+"""What the tests of the shipped models share: classes, images, words, and other implementations.
 
 An oracle is the package of an `oracle.txt`. It is installed into a folder of its own, and runs in a
 process of its own.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.resources
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -51,6 +52,21 @@ def photograph(name: str) -> Image.Image:
     file = importlib.resources.files("sklearn") / "datasets" / "images" / name
     with file.open("rb") as opened, Image.open(opened) as image:
         return image.convert("RGB")
+
+
+def words(text: str) -> list[str]:
+    """The words that are said, in small letters."""
+    return re.findall(r"[a-z]+", text.lower().replace("mr.", "mister").replace("mr ", "mister "))
+
+
+def word_errors(said: list[str], wanted: list[str]) -> int:
+    """The least number of words to insert, remove or replace (Levenshtein)."""
+    row = list(range(len(wanted) + 1))
+    for number, word in enumerate(said, 1):
+        before, row[0] = row[0], number
+        for at, other in enumerate(wanted, 1):
+            before, row[at] = row[at], min(row[at] + 1, row[at - 1] + 1, before + (word != other))
+    return row[-1]
 
 
 def run_oracle(name: str, code: str, *arguments: str | Path) -> str:

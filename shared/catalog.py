@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -14,13 +15,18 @@ from typing import Any, Self
 import yaml
 from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
 
+from shared.after_image import bounded, check_steps, plan_of_images
 from shared.catalog_entry import (
     FLOW_SOURCE,
+    MAX_DEADLINE_S,
     CatalogEntry,
-    ClassResources,
     Deadline,
     FlowEntry,
+    Gpu,
+    ModelResources,
+    Replicas,
     ServedApi,
+    WorkersEntry,
 )
 from shared.errors import ConfigurationError, UnknownModel
 from shared.flow_plan import FlowPlan
@@ -28,7 +34,7 @@ from shared.flow_types import FlowError, StepSchema, check_flow
 from shared.kubernetes_names import slug
 from shared.model_interface import FILE_NAME, ModelInterface, read_interface
 from shared.tasks import TASKS
-from shared.tasks.base import Task
+from shared.tasks.base import Task, Unit
 from shared.tasks.custom import CUSTOM
 
 log = logging.getLogger(__name__)
@@ -45,6 +51,8 @@ class Model(CatalogEntry):
 
     step_models: tuple[Model, ...] = ()
     """The models of a flow's steps, in the order of these."""
+    drawn_by: Model | None = None
+    """Of the flow that a request for images is: the image model, whose name it has."""
 
     @field_validator("task")
     @classmethod
@@ -116,9 +124,9 @@ class Model(CatalogEntry):
             raise ValueError(f"rerank: {self.definition.noun} has none; leave it out")
 
     def _has_no_resources(self) -> None:
-        usual = ClassResources()
+        usual = ModelResources()
         for name, value in self.resources:
-            if value != getattr(usual, name):
+            if name != "gpu_memory_bytes" and value != getattr(usual, name):
                 raise ValueError(f"resources.{name}: only models of one's own have it")
 
     def _has_no_fields_of_ones_own(self) -> None:
@@ -164,6 +172,11 @@ class Model(CatalogEntry):
         return TASKS[self.task]
 
     @property
+    def limited_unit(self) -> Unit:
+        """The unit of the work that limits count."""
+        return (self.drawn_by or self).definition.unit
+
+    @property
     def budget(self) -> int:
         """The most work (in the unit of the task) in one batch."""
         return self.definition.budget(self)
@@ -174,16 +187,42 @@ class Model(CatalogEntry):
         return self.definition.tolerance(self)
 
 
+@dataclass(frozen=True)
+class WorkerGroup:
+    """Workers that are deployed and scaled together: of one model, or of several."""
+
+    name: str
+    """That of its only model, or of the entry of `workers`."""
+    models: tuple[Model, ...]
+    replicas: Replicas
+
+    @property
+    def gpu(self) -> Gpu:
+        """What each of them gets, the same for all models."""
+        return self.models[0].gpu
+
+    @property
+    def is_shared(self) -> bool:
+        """True if they serve several models."""
+        return len(self.models) > 1
+
+
 class Catalog:
     """All served models, by name and alias.
 
     `models` are those that callers know. `deployed` has their canaries too: all that have topics
-    and workers. `flows` have neither.
+    and workers. `flows` have neither. `shared_workers` are the workers of several models.
     """
 
-    def __init__(self, models: tuple[Model, ...], flows: tuple[Model, ...] = ()) -> None:
+    def __init__(
+        self,
+        models: tuple[Model, ...],
+        flows: tuple[Model, ...] = (),
+        shared_workers: tuple[WorkersEntry, ...] = (),
+    ) -> None:
         self.models = models
         self.flows = flows
+        self.shared_workers = shared_workers
         self.canaries = {
             model.name: canary for model in models if (canary := model.as_canary()) is not None
         }
@@ -193,11 +232,45 @@ class Catalog:
         self._by_name = {
             alias: model for model in self.served for alias in (model.name, *model.aliases)
         }
+        self._image_flows: dict[tuple[str, bool], Model | None] = {}
+
+    def image_flow(self, model: Model, images: int, *, upscales: bool) -> Model | None:
+        """The flow that a request for images is. None: it has no step after the image.
+
+        Args:
+            model: the image model.
+            images: how many it asks for.
+            upscales: whether it asks for larger ones.
+
+        Raises:
+            FlowError: an entry that no file had names what is not there.
+        """
+        key = model.name, upscales
+        if key not in self._image_flows:
+            self._image_flows[key] = image_flow_of(model, self, upscales=upscales)
+        flow = self._image_flows[key]
+        if flow is None or flow.flow is None:
+            return None
+        return flow.model_copy(update={"flow": bounded(flow.flow, images)})
 
     @property
     def served(self) -> tuple[Model, ...]:
         """All that callers can ask: models and flows."""
         return (*self.models, *self.flows)
+
+    @property
+    def worker_groups(self) -> tuple[WorkerGroup, ...]:
+        """Every deployed model once, in the order of the models. A canary has its own workers."""
+        shared = {name: entry for entry in self.shared_workers for name in entry.models}
+        groups: dict[str, WorkerGroup] = {}
+        for model in self.deployed:
+            entry = shared.get(model.name)
+            if entry is None:
+                groups[model.name] = WorkerGroup(model.name, (model,), model.replicas)
+            elif entry.name not in groups:
+                models = tuple(self.find(name) for name in entry.models)
+                groups[entry.name] = WorkerGroup(entry.name, models, entry.replicas)
+        return tuple(groups.values())
 
     def find(self, name: str, task: str | None = None) -> Model:
         """The model or flow called `name` (or by that alias), which must serve `task`, if passed.
@@ -242,6 +315,7 @@ class Catalog:
                 changed.append(old.name)
                 self._replace(new)
         if changed:
+            self._image_flows.clear()
             self.flows = newer.flows
             self._by_name |= {
                 alias: flow for flow in self.flows for alias in (flow.name, *flow.aliases)
@@ -308,34 +382,125 @@ def read_catalog(path: Path) -> Catalog:
         ConfigurationError: the file can't be read or an entry is wrong. The message has file, line
             and reason.
     """
+    root = _composed(path)
+    entries = _entries(path, root, "models")
+    models = tuple(_read_entry(path, node) for node in entries)
+    of_flows, of_workers = _entries(path, root, "flows"), _entries(path, root, "workers")
+    workers = _read_workers(path, of_workers, models)
+    models = _with_replicas(models, workers)
+    catalog = Catalog(models)
+    for model, node in zip(models, entries, strict=True):
+        with _placed(path, node):
+            check_steps(model, catalog.step_schema)
+    flows = tuple(_read_flow(path, node, catalog) for node in of_flows)
+    nodes = [*entries, *of_flows, *of_workers]
+    names = [(one.name, *one.aliases) for one in (*models, *flows)]
+    names += [(one.name,) for one in workers]
+    _check_names(path, names, nodes)
+    deployed = [(one.name, canary.name if (canary := one.as_canary()) else "") for one in models]
+    deployed += [(one.name, "") for one in workers]
+    _check_slugs(path, deployed, [*entries, *of_workers])
+    return Catalog(models, flows, workers)
+
+
+def _composed(path: Path) -> yaml.Node | None:
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        return yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
-    entries = _entries(path, root, "models")
-    models = tuple(_read_entry(path, node) for node in entries)
-    of_flows = _entries(path, root, "flows")
-    catalog = Catalog(models)
-    flows = tuple(_read_flow(path, node, catalog) for node in of_flows)
+
+
+def _check_names(path: Path, names: Sequence[tuple[str, ...]], nodes: Sequence[yaml.Node]) -> None:
+    """Checks that no two entries have a name or an alias in common.
+
+    Raises:
+        ConfigurationError: they have.
+    """
     seen: dict[str, int] = {}
-    for model, node in zip((*models, *flows), [*entries, *of_flows], strict=True):
-        for name in (model.name, *model.aliases):
+    for own, node in zip(names, nodes, strict=True):
+        for name in own:
             if name in seen:
                 raise ConfigurationError(
                     f"{path}:{_line(node)}: the name {name!r} is taken by line {seen[name]}"
                 )
             seen[name] = _line(node)
+
+
+def _check_slugs(
+    path: Path, deployed: Sequence[tuple[str, ...]], nodes: Sequence[yaml.Node]
+) -> None:
+    """Checks that no two of those that have objects in Kubernetes have the same name there.
+
+    Raises:
+        ConfigurationError: they have.
+    """
     slugs: dict[str, str] = {}
-    for model, node in zip(models, entries, strict=True):
-        for name in (model.name, *([canary.name] if (canary := model.as_canary()) else [])):
+    for own, node in zip(deployed, nodes, strict=True):
+        for name in filter(None, own):
             if (other := slugs.setdefault(slug(name), name)) != name:
                 raise ConfigurationError(
-                    f"{path}:{_line(node)}: models {other!r} and {name!r} are both "
+                    f"{path}:{_line(node)}: {other!r} and {name!r} are both "
                     f"{slug(name)!r} to Kubernetes; rename one"
                 )
-    return Catalog(models, flows)
+
+
+def _read_workers(
+    path: Path, nodes: list[yaml.Node], models: tuple[Model, ...]
+) -> tuple[WorkersEntry, ...]:
+    """The entries of `workers`, whose models can share a worker."""
+    found: list[WorkersEntry] = []
+    for node in nodes:
+        with _placed(path, node) as constructor:
+            entry = WorkersEntry.model_validate(constructor.construct_document(node))
+        for number in range(len(entry.models)):
+            if reason := _unshareable(entry, number, models, found):
+                raise _misplaced(path, node, ("models", number), reason)
+        found.append(entry)
+    return tuple(found)
+
+
+def _unshareable(
+    entry: WorkersEntry, number: int, models: tuple[Model, ...], others: list[WorkersEntry]
+) -> str:
+    """Why a model of the list can't be one of those that share these workers. Empty: it can."""
+    by_name = {model.name: model for model in models}
+    name = entry.models[number]
+    if name not in by_name:
+        return f"no model {name!r}; the catalog's models are: {', '.join(by_name)}"
+    if name in entry.models[:number]:
+        return f"{name!r} is in this list twice"
+    for other in others:
+        if name in other.models:
+            return f"{name!r} is a model of the workers {other.name!r} already"
+    model, first = by_name[name], by_name[entry.models[0]]
+    if model.gpu != first.gpu:
+        return (
+            f"{name!r} has the gpu {_gpu_words(model.gpu)}, and {first.name!r} has "
+            f"{_gpu_words(first.gpu)}; models that share workers have the same"
+        )
+    if "replicas" in model.model_fields_set:
+        return f"{name!r} has replicas of its own; leave them out, as the workers have replicas"
+    return ""
+
+
+def _with_replicas(
+    models: tuple[Model, ...], workers: tuple[WorkersEntry, ...]
+) -> tuple[Model, ...]:
+    """The models with the replicas of the workers that they share."""
+    replicas = {name: entry.replicas for entry in workers for name in entry.models}
+    return tuple(
+        model.model_copy(update={"replicas": replicas[model.name]})
+        if model.name in replicas
+        else model
+        for model in models
+    )
+
+
+def _gpu_words(gpu: Gpu) -> str:
+    said = ", ".join(f"{key}: {value}" for key, value in gpu.model_dump().items())
+    return f"{{{said}}}"
 
 
 def reread_interfaces(catalog: Catalog, path: Path) -> None:
@@ -352,13 +517,13 @@ def reread_interfaces(catalog: Catalog, path: Path) -> None:
 
 
 def _entries(path: Path, root: yaml.Node | None, kind: str) -> list[yaml.Node]:
-    """The entries of `models`, of which there is at least one, or of `flows`."""
+    """The entries of `models`, of which there is at least one, of `flows` or of `workers`."""
     for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
         if key.value == kind and isinstance(value, yaml.SequenceNode) and value.value:
             return list(value.value)
-        if key.value == kind == "flows":
-            raise ConfigurationError(f"{path}:{_line(key)}: flows: a list is needed")
-    if kind == "flows":
+        if key.value == kind != "models":
+            raise ConfigurationError(f"{path}:{_line(key)}: {kind}: a list is needed")
+    if kind != "models":
         return []
     raise ConfigurationError(
         f"{path}:1: a catalog is a mapping with a list `models` of at least one entry"
@@ -392,7 +557,44 @@ def flow_of(entry: FlowEntry, catalog: Catalog) -> Model:
     plan = FlowPlan.model_validate(
         entry.model_dump(include=set(FlowPlan.model_fields), exclude_unset=True)
     )
-    output = check_flow(plan, catalog.step_schema)
+    return _served_flow(plan, check_flow(plan, catalog.step_schema), entry, catalog)
+
+
+def image_flow_of(model: Model, catalog: Catalog, *, upscales: bool) -> Model | None:
+    """Returns the flow that requests for images of a model are. None: they have one step.
+
+    It has as much time as its steps together.
+
+    Args:
+        model: the image model.
+        catalog: has the models of the steps.
+        upscales: whether the requests ask for larger images.
+
+    Raises:
+        FlowError: a step does not fit its model.
+    """
+    plan = plan_of_images(model, upscales=upscales)
+    if plan is None:
+        return None
+    check_steps(model, catalog.step_schema)
+    deadlines = [catalog.find(step.model).deadline for step in plan.steps]
+    entry = FlowEntry(
+        name=model.name,
+        steps=plan.steps,
+        output=None,
+        deadline=Deadline(
+            default_s=min(MAX_DEADLINE_S, sum(one.default_s for one in deadlines)),
+            longest_s=min(MAX_DEADLINE_S, sum(one.longest_s for one in deadlines)),
+        ),
+        max_in_flight=model.max_in_flight,
+    )
+    flow = _served_flow(plan, {}, entry, catalog)
+    return flow.model_copy(update={"drawn_by": model})
+
+
+def _served_flow(
+    plan: FlowPlan, output: Mapping[str, Any], entry: FlowEntry, catalog: Catalog
+) -> Model:
     models = tuple(catalog.find(step.model) for step in plan.steps)
     revisions = [(model.name, model.revision) for model in models]
     digest = hashlib.sha256(json.dumps([plan.as_json(), revisions]).encode()).hexdigest()
@@ -409,7 +611,7 @@ def flow_of(entry: FlowEntry, catalog: Catalog) -> Model:
             "batch": {"max_items": RUNS_AT_A_TIME},
             "interface": ModelInterface(
                 inputs=plan.input_schema,
-                output=output,
+                output=dict(output),
                 concurrency=RUNS_AT_A_TIME,
                 cog_version="",
                 sources_sha256=digest,

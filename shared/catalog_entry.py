@@ -235,9 +235,12 @@ class Price(PriceTerms):
 DEFAULT_DISK_BYTES = 4 * 1024**3
 
 
-class ClassResources(_Entry):
-    """What a class of one's own may take in each model process."""
+class ModelResources(_Entry):
+    """What a model may take in each model process. All but `gpu_memory_bytes` is of classes."""
 
+    gpu_memory_bytes: Positive | None = None
+    """Memory of the GPU that its weights and its largest batch take together. It is needed if the
+    model shares workers with others, which all stay in that memory."""
     memory_bytes: Positive | None = None
     """Memory of its process and of all that it starts. Above it, they are killed. None: 80 % of the
     machine's, or of its control group's."""
@@ -292,6 +295,22 @@ class Control(_Entry):
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
+class UpscaleStep(_Entry):
+    """The model of one's own that enlarges images on request (shared/after_image.py)."""
+
+    model: str
+    """Its name in the catalog. It has the inputs `image` and `scale`, and gives a PNG file."""
+
+
+class SafetyStep(_Entry):
+    """The model of one's own that looks at every image before it is delivered."""
+
+    model: str
+    """Its name in the catalog. It has an input `image`, and gives an object with `is_safe`."""
+    threshold: float | None = Field(None, ge=0, le=1)
+    """Its input `threshold`. None: its own default."""
+
+
 class ImageDefaults(_Entry):
     """Defaults and bounds of an image model's parameters.
 
@@ -310,10 +329,15 @@ class ImageDefaults(_Entry):
     """Width and height are multiples of this (the VAE's scale)."""
     join: Literal["auto", "never"] = "auto"
     """Whether images join a running batch between two steps. `auto`: if the pipeline is of
-    Stable Diffusion or Stable Diffusion XL. `never`: batches run as a whole.
+    a family that can (docs/reference/image-models.md). `never`: batches run as a whole.
     """
     compile: Literal["auto", "always", "never"] = "auto"
-    """torch.compile of UNet and VAE for the usual size. `auto`: on GPUs. `always`: on CPUs too."""
+    """torch.compile of denoiser and VAE for the usual size. `auto`: on GPUs. `always`: on CPUs too.
+    """
+    upscale: UpscaleStep | None = None
+    """What makes images two or four times as large. None: requests can't ask for it."""
+    safety: SafetyStep | None = None
+    """What decides whether an image is delivered. None: all are."""
     controls: dict[Annotated[str, Field(pattern=CONTROL_NAME_PATTERN)], Control] = {}
     """ControlNets by the names that callers use. They need `join: auto`."""
 
@@ -421,6 +445,16 @@ class FlowEntry(FlowPlan):
     """As of a model: the runs that an API instance is starting."""
     api: Literal["transcription", "ocr"] | None = None
     """The endpoint of OpenAI's or Mistral's API that it serves too."""
+    gives: None = None
+
+
+class WorkersEntry(_Entry):
+    """Workers that serve several models (docs/decisions/0114-shared-workers.md)."""
+
+    name: str = Field(pattern=NAME_PATTERN)
+    models: tuple[str, ...] = Field(min_length=2)
+    """Names of entries of `models`, which have the same `gpu` and no `replicas`."""
+    replicas: Replicas = Replicas()
 
 
 class CatalogEntry(_Entry):
@@ -465,7 +499,7 @@ class CatalogEntry(_Entry):
     generation: Generation = Generation()
     gpu: Gpu = Gpu()
     replicas: Replicas = Replicas()
-    resources: ClassResources = ClassResources()
+    resources: ModelResources = ModelResources()
     price: Price = Price()
     canary: Canary | None = None
     """A new revision that gets a share of the requests. None: there is none."""

@@ -1,7 +1,8 @@
 """The short names of diffusion schedulers for image requests, and the diffusers class of each.
 
 This module has only names, so the API can check a request without a model library.
-workers/models/image/model.py builds the schedulers.
+workers/models/image/model.py builds the schedulers. The names that Replicate's models have for
+them, and those of the classes, stand for the short ones.
 """
 
 from __future__ import annotations
@@ -45,3 +46,18 @@ no other).
 """
 
 SCHEDULER_NAMES = (OWN_SCHEDULER, *SCHEDULERS)
+
+_OF_REPLICATE = {
+    "DDIM": "ddim",
+    "PNDM": "pndm",
+    "KLMS": "lms",
+    "K_EULER": "euler",
+    "K_EULER_ANCESTRAL": "euler_a",
+    "HeunDiscrete": "heun",
+    "DPMSolverMultistep": "dpmpp_2m",
+    "KarrasDPM": "dpmpp_2m_karras",
+}
+_OF_DIFFUSERS = {choice.class_name: name for name, choice in reversed(SCHEDULERS.items())}
+"""By the first name of each class, which has the fewest options of its own."""
+SCHEDULER_ALIASES: Mapping[str, str] = MappingProxyType(_OF_REPLICATE | _OF_DIFFUSERS)
+"""Short names by the other names that requests may have for them."""

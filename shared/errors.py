@@ -3,8 +3,9 @@
 PenstockError
 ├── BadInput                 the caller's request is wrong, with the field
 │   ├── UnknownModel
-│   └── InputTooLarge
-│       └── ContextLengthExceeded
+│   ├── InputTooLarge
+│   │   └── ContextLengthExceeded
+│   └── ModerationBlocked    what was drawn is withheld, by the catalog's check
 ├── Overloaded               full now, with the seconds to wait
 ├── DeadlineExceeded         the answer came, or would come, too late
 ├── Canceled                 no caller wants the answer any more
@@ -83,6 +84,12 @@ class ContextLengthExceeded(InputTooLarge):
     code = "context_length_exceeded"
 
 
+class ModerationBlocked(BadInput):
+    """What the model made is withheld, because the safety check of the catalog flagged it."""
+
+    code = "moderation_blocked"
+
+
 class Overloaded(PenstockError):
     """The system is full. Try again later."""
 
@@ -148,6 +155,7 @@ _ON_THE_WIRE = (
     UnknownModel,
     InputTooLarge,
     ContextLengthExceeded,
+    ModerationBlocked,
     DeadlineExceeded,
     Canceled,
     ModelFailed,

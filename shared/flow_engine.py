@@ -29,11 +29,14 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from shared import slo
+from shared.after_image import WITHHELD
 from shared.catalog import Catalog, Model
 from shared.errors import (
     BadInput,
     Canceled,
     DeadlineExceeded,
+    ModelFailed,
+    ModerationBlocked,
     Overloaded,
     PenstockError,
     Unavailable,
@@ -43,7 +46,6 @@ from shared.flow_plan import (
     FlowPlan,
     FlowStep,
     index_of,
-    output_of,
     plan_step,
     step_of,
 )
@@ -70,7 +72,8 @@ from shared.stores.record_state import Record
 from shared.stores.records import EndState, Records
 from shared.tasks import Input
 from shared.tasks.base import MAX_JOB_ITEMS
-from shared.tasks.custom import CustomInput, CustomResult, with_places
+from shared.tasks.custom import CustomInput
+from shared.tasks.image import ImagesResult
 from shared.topics import jobs_topic_id
 from shared.tracing.spans import current
 from shared.transport import Publisher
@@ -269,7 +272,7 @@ class FlowEngine:
                     is_notified = True
                 elif await self._go_on(run, envelope, body, rows, is_repeated=is_repeated):
                     return rows
-            except BadInput as error:
+            except (BadInput, ModelFailed) as error:
                 await self._runs.close(run_id, msgspec.json.encode(error_item(error)))
 
     def _planned_rows(
@@ -424,12 +427,12 @@ class FlowEngine:
             raise Unavailable(f"the broker refused the job: {error.message}") from error
 
     async def _succeed(self, run: Run, envelope: Envelope) -> None:
-        value, files, places = with_places(output_of(run.plan, run.scope))
-        reply = ReplyBody(
-            run.receipts, replied_at_s=time.time(), output=CustomResult(value, files, places)
-        )
+        output = run.output()
+        reply = ReplyBody(run.receipts, replied_at_s=time.time(), output=output)
         if await self._finish(run.id, "succeeded", reply):
             self._count_toward_slo(envelope, "succeeded")
+            if isinstance(output, ImagesResult) and output.withheld:
+                WITHHELD.labels(envelope.flow).inc(output.withheld)
 
     def _count_toward_slo(self, envelope: Envelope, status: str) -> None:
         """Counts a run. Those that the API ends are late beyond all measure."""
@@ -467,6 +470,9 @@ class FlowEngine:
             if is_ours and envelope is not None and error is not None:
                 is_late = error.code == DeadlineExceeded.code
                 self._count_toward_slo(envelope, "expired" if is_late else state)
+                if error.code == ModerationBlocked.code:
+                    drawn = sum(step_of(one.index) == 0 for one in reply.outcomes)
+                    WITHHELD.labels(envelope.flow).inc(drawn)
         await self._webhooks.publish(run_id, webhook_events, "output")
         await self._webhooks.publish(run_id, webhook_events, "completed")
         if envelope is not None and envelope.inbox:

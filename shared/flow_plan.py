@@ -4,8 +4,9 @@ Plain rules without a broker or a store. The API keeps the plan of a flow with e
 run ends by the plan that it began with.
 
 A reference is `$name` with fields after it: `$input.document`, `$pages`, `$read.text`, `$item`. A
-field of a list is the list of that field of its elements. A text that begins with `$$` stands for
-the text with one `$`. A condition compares two operands: `$check.flagged == false`.
+field of a list is the list of that field of its elements. Of lists side by side, which `for_each`
+names, `$item.name` is the element of one. A text that begins with `$$` stands for the text with one
+`$`. A condition compares two operands: `$check.flagged == false`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from typing import Annotated, Any, Final, NamedTuple, Self
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -206,6 +207,13 @@ def references_in(value: Any) -> Iterator[Reference]:
             yield from references_in(one)
 
 
+def lists_in(for_each: str | Mapping[str, str] | None) -> dict[str, str]:
+    """Returns the references of a `for_each` by the names of their lists. One has none: ""."""
+    if for_each is None:
+        return {}
+    return {"": for_each} if isinstance(for_each, str) else dict(for_each)
+
+
 def resolved(value: Any, scope: Mapping[str, Any]) -> Any:
     """Returns a value with the values of its references in their places.
 
@@ -227,6 +235,9 @@ def resolved(value: Any, scope: Mapping[str, Any]) -> Any:
     return value
 
 
+FieldName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -240,8 +251,9 @@ class FlowStep(_Part):
     """The name of a model in the catalog, or an alias."""
     input: dict[str, Any]
     """The input of the model: literals and references, at any depth."""
-    for_each: str | None = None
-    """A reference to a list. The step has an item for each element, which is `$item`."""
+    for_each: str | Annotated[dict[FieldName, str], Field(min_length=1)] | None = None
+    """A reference to a list. The step has an item for each element, which is `$item`. Or several of
+    equal length by names: then `$item.name` is the element of one of them."""
     when: str | None = None
     """A condition. If it does not hold, the step, or its item, is skipped."""
     default: Any = None
@@ -268,9 +280,9 @@ class FlowStep(_Part):
 
     @field_validator("for_each")
     @classmethod
-    def _is_a_reference(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_reference(value)
+    def _has_references(cls, value: str | dict[str, str] | None) -> str | dict[str, str] | None:
+        for one in lists_in(value).values():
+            parse_reference(one)
         return value
 
     @field_validator("input", "default")
@@ -286,9 +298,19 @@ class FlowStep(_Part):
                 raise ValueError("$item: only steps with for_each have items")
             if "max_items" in self.model_fields_set:
                 raise ValueError("max_items: only steps with for_each have it")
-        elif parse_reference(self.for_each).name == ITEM:
+        elif any(one.name == ITEM for one in self.lists.values()):
             raise ValueError("for_each: $item is an element of the list that for_each names")
+        elif isinstance(self.for_each, dict):
+            for one in self.references:
+                if one.name == ITEM and one.fields[:1] not in {(name,) for name in self.for_each}:
+                    known = ", ".join(f"$item.{name}" for name in self.for_each)
+                    raise ValueError(f"{one}: it is an element of one of several lists: {known}")
         return self
+
+    @property
+    def lists(self) -> dict[str, Reference]:
+        """The lists that it has an item for each element of, by their names. One has none: ""."""
+        return {name: parse_reference(one) for name, one in lists_in(self.for_each).items()}
 
     @property
     def has_default(self) -> bool:
@@ -303,7 +325,7 @@ class FlowStep(_Part):
     @property
     def references(self) -> list[Reference]:
         """All references of the step."""
-        lists = [] if self.for_each is None else [parse_reference(self.for_each)]
+        lists = self.lists.values()
         conditions = [] if self.condition is None else self.condition.references
         return [*lists, *conditions, *references_in(self.input), *references_in(self.default)]
 
@@ -316,11 +338,13 @@ class FlowStep(_Part):
 class FlowPlan(_Part):
     """What a flow takes, its steps, and what it gives."""
 
-    input: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Any] = {}
+    input: dict[FieldName, Any] = {}
     """The type of each input: a word of TYPES, a list with one of them, or JSON Schema."""
     steps: tuple[FlowStep, ...] = Field(min_length=1, max_length=MAX_STEPS)
     output: Any
     """What the flow gives: literals and references."""
+    gives: Literal["images"] | None = None
+    """`images`: it was made of a request for images, and gives these (shared/after_image.py)."""
 
     @field_validator("input")
     @classmethod
@@ -431,17 +455,25 @@ def _scopes(step: FlowStep, scope: Mapping[str, Any]) -> list[Mapping[str, Any]]
     """
     if step.for_each is None:
         return [scope]
-    elements = parse_reference(step.for_each).in_scope(scope)
-    if elements is MISSING or elements is None:
-        return []
-    if not isinstance(elements, list):
-        raise BadInput(f"for_each: {step.for_each} is not a list")
-    if len(elements) > step.max_items:
-        raise BadInput(
-            f"for_each: {step.for_each} has {len(elements)} elements; at most {step.max_items} are "
-            "allowed"
-        )
-    return [{**scope, ITEM: MISSING if one is None else one} for one in elements]
+    lists = {}
+    for name, reference in step.lists.items():
+        elements = reference.in_scope(scope)
+        if elements is MISSING or elements is None:
+            return []
+        if not isinstance(elements, list):
+            raise BadInput(f"for_each: {reference} is not a list")
+        if len(elements) > step.max_items:
+            raise BadInput(
+                f"for_each: {reference} has {len(elements)} elements; at most {step.max_items} are "
+                "allowed"
+            )
+        lists[name] = [MISSING if one is None else one for one in elements]
+    if len({len(elements) for elements in lists.values()}) > 1:
+        raise BadInput("for_each: its lists do not have equal lengths")
+    if isinstance(step.for_each, str):
+        return [{**scope, ITEM: one} for one in lists[""]]
+    rows = zip(*lists.values(), strict=True)
+    return [{**scope, ITEM: dict(zip(lists, row, strict=True))} for row in rows]
 
 
 def _item_input(step: FlowStep, scope: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from shared.after_image import images_of
 from shared.blob import RESULTS
 from shared.errors import BadInput, ModelFailed, error_for_code
 from shared.flow_plan import (
@@ -21,12 +22,14 @@ from shared.flow_plan import (
     FlowPlan,
     FlowStep,
     index_of,
+    output_of,
     step_of,
     value_of,
 )
 from shared.messages import ItemError, ItemOutcome, JobBody
 from shared.stores.flow_runs import FlowRuns, RunState
-from shared.tasks.custom import CustomInput
+from shared.tasks import Result
+from shared.tasks.custom import CustomInput, CustomResult, with_places
 
 _outcomes = msgspec.json.Decoder(ItemOutcome)
 _bodies = msgspec.json.Decoder(JobBody)
@@ -98,8 +101,22 @@ class Run:
             outcome, step = self.outcomes[index], self.plan.steps[step_of(index)]
             is_borne = step.has_default and outcome.status == "failed"
             if outcome.error is not None and not is_borne:
+                if self.plan.gives == "images" and step_of(index) == 0:
+                    return outcome.error  # what it says is of the caller's own input
                 return _error_of_step(step, index, outcome.error)
         return None
+
+    def output(self) -> Result:
+        """Returns what the flow gives, once all steps are over.
+
+        Raises:
+            BadInput: a reference has no value. ModerationBlocked: all images are withheld.
+            ModelFailed: a model gave something else than it should.
+        """
+        if self.plan.gives == "images":
+            drawn = sorted(index for index in self.outcomes if step_of(index) == 0)
+            return images_of(self.scope, [self.outcomes[index].result for index in drawn])
+        return CustomResult(*with_places(output_of(self.plan, self.scope)))
 
     @property
     def receipts(self) -> list[ItemOutcome]:

@@ -76,7 +76,12 @@ def _check_step(step: FlowStep, place: Place, scope: Mapping[str, Schema], find:
         raise FlowError((*place, "model"), f"there is no model {step.model!r} in the catalog")
     own_scope = dict(scope)
     if step.for_each is not None:
-        own_scope[ITEM] = _element(step.for_each, (*place, "for_each"), scope)
+        elements = {
+            name: _element(one, (*place, "for_each", *([name] if name else [])), scope)
+            for name, one in step.lists.items()
+        }
+        is_one = isinstance(step.for_each, str)
+        own_scope[ITEM] = elements[""] if is_one else {"type": "object", "properties": elements}
     if step.condition is not None:
         _check_condition(step.condition, (*place, "when"), own_scope)
     _check_input(step, (*place, "input"), own_scope, schema.inputs)
@@ -89,10 +94,10 @@ def _check_step(step: FlowStep, place: Place, scope: Mapping[str, Schema], find:
     return output if step.for_each is None else {"type": "array", "items": output}
 
 
-def _element(text: str, place: Place, scope: Mapping[str, Schema]) -> Schema:
-    elements = _plain(_of_reference(parse_reference(text), place, scope))
+def _element(one: Reference, place: Place, scope: Mapping[str, Schema]) -> Schema:
+    elements = _plain(_of_reference(one, place, scope))
     if _kind(elements) not in ("array", "any"):
-        raise FlowError(place, f"{text} is {_noun(elements)}, not a list")
+        raise FlowError(place, f"{one} is {_noun(elements)}, not a list")
     items: Schema = elements.get("items", {})
     return items
 

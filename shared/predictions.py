@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from shared.after_image import SAFETY
 from shared.charge import ItemPrice, cost_usd, device_s
 from shared.flow_plan import MAX_STEP_ITEMS, step_of
 from shared.messages import ItemOutcome, PrintedLogs, decode_reply_body, reason_of
@@ -22,6 +23,7 @@ from shared.stores.signed_urls import UrlSigner
 from shared.stores.waiting_line import QueuePosition
 from shared.tasks import Result
 from shared.tasks.custom import CustomResult, with_places
+from shared.tasks.image import ImageResult, ImagesResult
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
 """One of the output formats of the API. Workers produce PNG."""
@@ -225,8 +227,15 @@ def output_of(
     """Returns vectors as lists of floats, and images as signed URLs, or `data:` URLs if small."""
     if record.state != "succeeded" or record.reply is None:
         return None
-    if record.reply.output is not None:
-        return _shown(prediction, 0, record.reply.output, url_signer)
+    output = record.reply.output
+    if isinstance(output, ImagesResult):  # each has a link of its own
+        return [
+            _shown(prediction, index, image, url_signer)
+            for index, image in enumerate(output.images)
+            if image is not None
+        ]
+    if output is not None:
+        return _shown(prediction, 0, output, url_signer)
     results = [outcome.result for outcome in record.reply.outcomes]
     shown = [
         _shown(prediction, index, result, url_signer)
@@ -329,7 +338,28 @@ def metrics_of(prediction: Prediction, record: Record) -> dict[str, Any]:
         )
         if left_out is not None:
             times["truncated_tokens"] = left_out
+        times |= _metrics_of_images(record.reply.output)
     return times
+
+
+def _metrics_of_images(output: Result | None) -> dict[str, Any]:
+    """What a request for images with steps after each image says of these."""
+    if not isinstance(output, ImagesResult):
+        return {}
+    cut = ImageResult.count_truncated(output.delivered)
+    said = {} if cut is None else {"truncated_tokens": cut}
+    return said | ({"withheld": output.withheld} if output.withheld else {})
+
+
+def gives_images(prediction: Prediction) -> bool:
+    """Returns whether a run of a flow is a request for images: its steps are not shown."""
+    return prediction.flow is not None and prediction.flow.get("gives") == "images"
+
+
+def is_checked(prediction: Prediction) -> bool:
+    """Returns whether images are checked before they are delivered. Then nobody sees previews."""
+    steps = (prediction.flow or {}).get("steps", ())
+    return gives_images(prediction) and any(step["id"] == SAFETY for step in steps)
 
 
 def _steps_of(prediction: Prediction, outcomes: Sequence[ItemOutcome]) -> list[dict[str, Any]]:

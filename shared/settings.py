@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from redis.connection import parse_url
 
 from shared.errors import ConfigurationError
-from shared.rabbitmq.connection import broker_url
+from shared.rabbitmq.broker_url import broker_url
 from shared.retention import BUDGET_BYTES
 
 SPOOL_MAX_BYTES = 768 * 1024 * 1024

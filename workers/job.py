@@ -101,6 +101,16 @@ class PulledJob:
         return self.envelope.request_id if self.envelope.flow else self.record
 
     @property
+    def shown_in(self) -> str:
+        """The id of the record that shows how far its images are. Empty: none does.
+
+        A request for images with steps after each image shows those that are being drawn.
+        """
+        if self.envelope.has_record:
+            return self.record
+        return self.run if self.envelope.flow == self.envelope.model else ""
+
+    @property
     def tolerated_crashes(self) -> int:
         """Worker crashes tolerated before the job is treated as a poison pill.
 

@@ -56,7 +56,8 @@ SWITCH_SECONDS = Counter(
 _ITEMS = (1, 2, 4, 8, 16, 32, 64, 128)
 BATCH_ITEMS = Histogram(
     "penstock_worker_batch_items",
-    "Items in a batch. Where items join and leave between steps, each counts by itself.",
+    "Items in a batch, by model. Where items join and leave between steps, each counts by itself.",
+    ["model"],
     buckets=_ITEMS,
 )
 ITEMS_AT_A_TIME = Histogram(
@@ -67,14 +68,16 @@ ITEMS_AT_A_TIME = Histogram(
 )
 INFERENCE_SECONDS = Histogram(
     "penstock_worker_inference_seconds",
-    "Seconds a batch takes in the model. Where items join and leave between steps, the part of one "
-    "in the time of its steps.",
+    "Seconds a batch takes in the model, by model. Where items join and leave between steps, the "
+    "part of one in the time of its steps.",
+    ["model"],
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
 )
 SPARE_SECONDS = Counter(
     "penstock_worker_spare_seconds_total",
     "Of penstock_worker_inference_seconds, what more items could have used for nothing: where "
     "items join and leave between steps, the part of the free room in the fixed time of the steps.",
+    ["model"],
 )
 BUSY_RATIO = Gauge(
     "penstock_worker_busy_ratio",
@@ -116,20 +119,33 @@ MODEL_PROCESS_DEATHS = Counter(
 )
 
 
-def observe_batch(done: BatchResult, exemplar: dict[str, str] | None = None) -> None:
-    """Records one batch. `exemplar` names a trace of it."""
-    items = len(done.results)
-    BATCH_ITEMS.observe(items)
-    ITEMS_AT_A_TIME.observe(done.batch_items)
-    # inference_ms is that of all that share the time. Each of them reports it when it ends.
-    INFERENCE_SECONDS.observe(done.inference_ms / 1000 * items / done.batch_items, exemplar)
-    SPARE_SECONDS.inc(done.spare_s)
-    REAL_WORK.inc(done.real_work)
-    PADDED_WORK.inc(done.padded_work)
-    if done.switched is not None:
-        LOADS.inc(done.switched.loads)
-        EVICTIONS.inc(done.switched.evictions)
-        SWITCH_SECONDS.inc(done.switched.switch_s)
+class BatchMetrics:
+    """Records the batches of one model. What it counts is 0 from the start, so that rates see all.
+
+    Args:
+        model: its name.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._items = BATCH_ITEMS.labels(model)
+        self._inference_seconds = INFERENCE_SECONDS.labels(model)
+        self._spare_seconds = SPARE_SECONDS.labels(model)
+
+    def observe(self, done: BatchResult, exemplar: dict[str, str] | None = None) -> None:
+        """Records one batch. `exemplar` names a trace of it."""
+        items = len(done.results)
+        self._items.observe(items)
+        ITEMS_AT_A_TIME.observe(done.batch_items)
+        # inference_ms is that of all that share the time. Each of them reports it when it ends.
+        inference_s = done.inference_ms / 1000 * items / done.batch_items
+        self._inference_seconds.observe(inference_s, exemplar)
+        self._spare_seconds.inc(done.spare_s)
+        REAL_WORK.inc(done.real_work)
+        PADDED_WORK.inc(done.padded_work)
+        if done.switched is not None:
+            LOADS.inc(done.switched.loads)
+            EVICTIONS.inc(done.switched.evictions)
+            SWITCH_SECONDS.inc(done.switched.switch_s)
 
 
 State = Literal["busy", "idle", "loading"]

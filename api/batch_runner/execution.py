@@ -300,7 +300,7 @@ class LineExecutor:
         """Waits before the next try. Returns whether something has changed for it."""
         if isinstance(error, BudgetReserved):
             model = line.request.model
-            account = self.limiter.account(caller, model.name, model.definition.unit)
+            account = self.limiter.account(caller, model.name, model.limited_unit)
             longest_s = min(drawn_s, MAX_RESERVED_PAUSE_S, left_s)
             return await self.limiter.wait_released(account, longest_s)
         await asyncio.sleep(min(_pause_s(error, drawn_s), left_s))

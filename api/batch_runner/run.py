@@ -386,8 +386,8 @@ class BatchRun:
         for line in lines:
             with suppress(LineRefused):
                 batch_line = read_line(line, self._batch, self._tools.catalog)
-                if batch_line.request.model.flow is None:  # as in all lines of a batch
-                    return
+                if batch_line.request.model.flow is None:
+                    continue
                 attempt = self._progress.attempts.get(line.number, 0)
                 await self._tools.executor.cancel_run(self._batch, batch_line, attempt)
 

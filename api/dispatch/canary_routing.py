@@ -118,7 +118,8 @@ class CanaryRouter:
         Raises:
             ModelWithdrawn: the revision that would get it is withdrawn.
         """
-        has_canary = request.model.name in self._canaries
+        # Steps of flows go to the model itself.
+        has_canary = request.model.name in self._canaries and request.model.flow is None
         return self.to_revision(request, self._choose(request) if has_canary else request.model)
 
     def to_revision(self, request: InferenceRequest, model: Model) -> InferenceRequest:
@@ -127,7 +128,7 @@ class CanaryRouter:
         Raises:
             ModelWithdrawn: the revision is withdrawn.
         """
-        self.withdrawals.check(model)
+        self.withdrawals.check(model.drawn_by or model)
         purges = self.withdrawals.purges(model)
         if model is request.model and purges == request.purges:
             return request

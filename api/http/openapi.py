@@ -131,6 +131,10 @@ ANSWERED: dict[str, Described] = {
         {"type": "integer", "minimum": 0},
     ),
     "X-Penstock-Seed": _of_answers("The seeds of the images, comma-separated.", {"type": "string"}),
+    "X-Penstock-Withheld": _of_answers(
+        "How many images the model's safety check has kept back. They are not in `data`.",
+        {"type": "integer", "minimum": 1},
+    ),
     "Idempotent-Replayed": _of_answers(
         "Present if this answer was given before.", {"type": "string", "enum": ["true"]}
     ),

@@ -23,10 +23,9 @@ from dataclasses import dataclass
 from email.message import Message
 from ipaddress import ip_network
 from pathlib import PurePosixPath
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
 
-from aiohttp import ClientError, ClientResponse, ClientTimeout
 from prometheus_client import Counter
 from yarl import URL
 
@@ -47,6 +46,9 @@ from shared.public_url import Reach, UrlForbidden, parse_public_url
 from shared.settings import ApiSettings
 from shared.stores.fetched_urls import FetchedUrl, FetchedUrls
 from shared.stores.objects import ObjectStore, key_of_digest
+
+if TYPE_CHECKING:
+    from aiohttp import ClientResponse
 
 MAX_BYTES = 64 * 1024 * 1024
 """As an uploaded file."""
@@ -142,6 +144,8 @@ class UrlFetcher:
         resolve: Resolve = resolve,
     ) -> None:
         self._hosts = HostRules.read(settings.fetch_hosts)
+        if self._hosts.names:
+            import aiohttp  # noqa: F401  at the start, so that no request waits for it
         networks = filter(None, map(str.strip, settings.fetch_networks.split(",")))
         self._reach = Reach(networks=tuple(ip_network(one) for one in networks))
         self._limit_s = settings.fetch_limit_s
@@ -336,6 +340,8 @@ class _Fetch:
         self, url: URL, asked: str, known: FetchedUrl | None, objects: ObjectStore
     ) -> _Loaded | str:
         """Asks one server. Returns the file, or the URL that it redirects to."""
+        from aiohttp import ClientError, ClientTimeout
+
         is_known = known is not None and known.final_url == str(url)
         headers = _HEADERS | ({"if-none-match": known.etag} if known and is_known else {})
         timeout = ClientTimeout(total=None, connect=CONNECT_LIMIT_S, sock_read=IDLE_LIMIT_S)

@@ -14,6 +14,7 @@ from api.errors import ClientGone
 from api.limits.accounts import Account
 from api.limits.counters import month_of
 from api.limits.limiter import Limiter, RequestDemand, Taking
+from shared.after_image import IMAGE, drawings_of
 from shared.catalog import Model
 from shared.charge import (
     ItemPrice,
@@ -25,11 +26,12 @@ from shared.charge import (
     step_prices_of,
 )
 from shared.errors import Unavailable
-from shared.flow_plan import step_of
+from shared.flow_plan import FlowStep, step_of
 from shared.messages import ItemOutcome
 from shared.predictions import Prediction
 from shared.tasks import Input
 from shared.tasks.base import Unit, WorkBound
+from shared.tasks.custom import CustomInput
 from shared.tenants.plan import Caller
 
 STOPS_WITHIN_S = 5.0
@@ -120,7 +122,7 @@ class LimitedRequest:
         self._hold: Hold | None = None
         self._follow: Follow | None = None
         self._account = (
-            limiter.account(caller, model.name, model.definition.unit, month_of(received_at_s))
+            limiter.account(caller, model.name, model.limited_unit, month_of(received_at_s))
             if caller.is_limited
             else None
         )
@@ -176,7 +178,7 @@ class LimitedRequest:
         kept = HeldLimits(
             prediction_id=prediction.id,
             deadline_s=prediction.deadline_s,
-            unit=self._model.definition.unit,
+            unit=self._model.limited_unit,
             price=price_of(self._model, self._received_at_s, self._price_share),
             takings=self._reservation.takings(),
             step_prices=self._step_prices(),
@@ -224,7 +226,7 @@ class LimitedRequest:
         """
         if self._account is not None:
             charged = as_delivered(outcomes, is_delivered=is_delivered)
-            unit = self._model.definition.unit
+            unit = self._model.limited_unit
             self._used = used_by(price, unit, outcomes, charged, self._step_prices())
 
     def _step_prices(self) -> list[ItemPrice]:
@@ -232,10 +234,10 @@ class LimitedRequest:
 
     def _estimate(self, account: Account) -> RequestDemand:
         """Returns the estimated work and the maximum cost."""
-        unit = self._model.definition.unit
+        unit = self._model.limited_unit
         work, usd = 0, 0.0
         if account.counts_work:
-            work = sum(one.estimate_work(self._model) for one in self._inputs)
+            work = sum(one.estimate_work(self._model) for one in self._drawn())
         if account.has_budget:
             price = price_of(self._model, self._received_at_s, self._price_share)
             bounds = (one.bound_work(self._model) for one in self._inputs)
@@ -251,15 +253,24 @@ class LimitedRequest:
             self._model.flow.steps, self._model.step_models, self._step_prices(), strict=True
         )
         return sum(
-            (1 if step.for_each is None else step.max_items)
-            * highest_cost_usd(
-                price,
-                model.definition.unit,
-                model.definition.step_bound(model),
-                self._longest_s,
-            )
+            highest_cost_usd(price, model.definition.unit, bound, self._longest_s)
             for step, model, price in steps
+            for bound in self._bounds_of_items(step, model)
         )
+
+    def _bounds_of_items(self, step: FlowStep, model: Model) -> list[WorkBound]:
+        """The most work of each item that a step may have."""
+        if self._model.drawn_by is not None and step.id == IMAGE:
+            return [one.bound_work(model) for one in self._drawn()]
+        count = 1 if step.for_each is None else step.max_items
+        return [model.definition.step_bound(model)] * count
+
+    def _drawn(self) -> Sequence[Input]:
+        """The inputs. Of a flow that gives images, those that its first step draws."""
+        if self._model.drawn_by is None:
+            return self._inputs
+        runs = (one for one in self._inputs if isinstance(one, CustomInput))
+        return [drawn for run in runs for drawn in drawings_of(run)]
 
 
 def used_by(
@@ -279,9 +290,13 @@ def used_by(
         step_prices: of a flow, the terms of each of its steps. Then they are items of these.
     """
     delivered = outcomes if charged is None else charged
-    if step_prices:  # the work of its models has many units, so each item counts as one
+    if step_prices:
         priced = [(step_prices[step_of(one.index)], one) for one in delivered]
-        work = float(sum(one.status == "succeeded" for one in outcomes))
+        if unit == "work":  # that of its models has many units, so each item counts as one
+            work = float(sum(one.status == "succeeded" for one in outcomes))
+        else:  # of a request for images, the work of those that draw
+            own = [(step_prices[0], one) for one in outcomes if step_of(one.index) == 0]
+            work = sum(charged_work(terms, one) for terms, one in own)
     else:
         priced = [(price, one) for one in delivered]
         work = sum(charged_work(price, outcome) for outcome in outcomes)

@@ -26,6 +26,7 @@ from api.inputs.image_codec import data_of_uri
 from api.inputs.source_images import ACCEPTED
 from api.openai.images import (
     FORM_LIMITS,
+    OWN_HEADERS,
     ImageBody,
     ImageRoute,
     ImagesReply,
@@ -321,9 +322,7 @@ router = APIRouter(route_class=ImageRoute)
         "drawn anew, and all other pixels are those of the source."
     ),
     openapi_extra=inference_body(EditBody, form=EditForm),
-    responses=streamed(
-        inference_responses(ImagesReply, "X-Penstock-Seed", "X-Penstock-Truncated-Tokens")
-    ),
+    responses=streamed(inference_responses(ImagesReply, *OWN_HEADERS)),
 )
 async def edit_image(request: Request) -> Response:
     """Image-to-image: the source is resized, and changed as much as `strength` says."""
@@ -344,9 +343,7 @@ async def edit_image(request: Request) -> Response:
         "and what is small is drawn anew. A form, as OpenAI's clients send it."
     ),
     openapi_extra=inference_body(form=VariationForm),
-    responses=streamed(
-        inference_responses(ImagesReply, "X-Penstock-Seed", "X-Penstock-Truncated-Tokens")
-    ),
+    responses=streamed(inference_responses(ImagesReply, *OWN_HEADERS)),
 )
 async def vary_image(request: Request) -> Response:
     """Image-to-image with an empty prompt."""

@@ -22,7 +22,7 @@ from api.http.request_options import wants_event_ids
 from api.openai.chat import failure_event
 from api.predictions.creation import POLL_S, PredictionSnapshot
 from api.predictions.generation_stream import HEARTBEAT, HEARTBEAT_BESIDE_IDS, HEARTBEAT_S, MAX_S
-from api.tasks.image import results_of
+from api.tasks.image import images_in
 from shared.catalog import Model
 from shared.errors import BadInput, DeadlineExceeded, PenstockError
 from shared.stores.previews import Preview
@@ -171,9 +171,8 @@ class ImageStream:
             snapshot = await predictions.refresh(snapshot)
         if snapshot.record.state != "succeeded" or snapshot.record.reply is None:
             raise snapshot.failure
-        results = results_of(snapshot.record.reply.outcomes, model)
-        for index, result in enumerate(results):
-            if index >= self._position.completed:
+        for index, result in enumerate(images_in(snapshot.record.reply, model)):
+            if result is not None and index >= self._position.completed:
                 yield await self._completed(index, result)
 
     async def _partials(self, snapshot: PredictionSnapshot) -> AsyncGenerator[bytes]:

@@ -25,9 +25,13 @@ from starlette.responses import Response
 from api.bodies import (
     MAX_PROMPT_CHARS,
     MAX_SEED,
+    SCHEDULER_CHOICE,
+    ClipSkip,
     EndUser,
+    GuidanceRescale,
     Option,
     SchedulerName,
+    Upscale,
     null_is,
 )
 from api.dispatch.request import InferenceRequest
@@ -50,16 +54,24 @@ from api.predictions.creation import digest_of
 from api.predictions.event_stream import HeldResponse
 from api.predictions.generation_stream import behind
 from api.tasks.base import Inputs
-from api.tasks.image import first_image, results_of, size_of
+from api.tasks.image import (
+    UPSCALE,
+    as_run,
+    first_image,
+    images_in,
+    is_run,
+    results_of,
+    size_of,
+)
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
-from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.errors import BadInput, PenstockError, Unavailable
 from shared.messages import ItemOutcome
 from shared.predictions import EVENTS_TYPE, MEDIA_TYPES
 from shared.stores.objects import ObjectStore, object_key
 from shared.stores.previews import Preview
-from shared.tasks.image import ImageInput, ImageResult
+from shared.tasks import Input
+from shared.tasks.image import ImageInput, ImageResult, ImagesResult
 
 
 class ImageItem(msgspec.Struct, omit_defaults=True):
@@ -103,13 +115,20 @@ class ImageBody(ControlFields):
     num_inference_steps: int | None = Field(None, ge=1, description="Extension.")
     guidance_scale: float | None = Field(None, ge=0, le=100, description="Extension.")
     negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS, description="Extension.")
-    scheduler: SchedulerName | None = Field(
-        None, description=f"Extension: one of {', '.join(SCHEDULER_NAMES)}."
+    scheduler: SchedulerName | None = Field(None, description=f"Extension: {SCHEDULER_CHOICE}")
+    clip_skip: ClipSkip | None = Field(
+        None,
+        description="Extension: how many of the last layers of CLIP do not read the prompt.",
+    )
+    guidance_rescale: GuidanceRescale | None = Field(
+        None,
+        description="Extension: how much of the contrast that guidance adds is taken back.",
     )
     quality: Option | None = Field(None, description="Accepted, without effect.")
     style: Option | None = Field(None, description="Accepted, without effect.")
     background: Option | None = Field(None, description="Accepted, without effect.")
     moderation: Option | None = Field(None, description="Accepted, without effect.")
+    upscale: Upscale | None = Field(None, description=f"Extension: {UPSCALE}")
     user: EndUser | None = None
     safety_identifier: EndUser | None = None
     complexity: None = None
@@ -182,16 +201,25 @@ class GenerationsEndpoint(Endpoint):
         model = model_of(body, catalog)
         first = first_of(body, model)
         start = default_seed if body.seed is None else body.seed
-        inputs = consecutive(first, start, body.n)
-        reply_bytes = body.n * first.width * first.height * _BYTES_PER_PIXEL
-        return LineRequest(body, model, inputs, body.seed is not None, reply_bytes)
+        inputs: Sequence[Input] = consecutive(first, start, body.n)
+        width, height = size_after(body, first)
+        reply_bytes = body.n * width * height * _BYTES_PER_PIXEL
+        is_repeatable = body.seed is not None
+        run = as_run(inputs, body.upscale, model, catalog, is_repeatable=is_repeatable)
+        if run is not None:
+            model, inputs = run[0], [run[1]]
+        return LineRequest(body, model, inputs, is_repeatable, reply_bytes)
 
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
         """Returns the images as base64."""
         body = cast(GenerationBody, request.body)
-        results = results_of(outcomes, request.model)
+        whole = outcomes[0].result  # of a run
+        if isinstance(whole, ImagesResult):
+            results = whole.delivered
+        else:
+            results = results_of(outcomes, request.model)
         items = []
         for result in results:
             png = await read_blob(tools.objects, result.image, "image")
@@ -232,6 +260,12 @@ def first_of(body: GenerationBody, model: Model) -> ImageInput:
     return first_image(body, model, size_in(body, model) or (model.image.width, model.image.height))
 
 
+def size_after(body: ImageBody, first: ImageInput) -> tuple[int, int]:
+    """Returns width and height of the images of a body, as they are delivered."""
+    scale = body.upscale or 1
+    return first.width * scale, first.height * scale
+
+
 def consecutive(first: ImageInput, start: int, count: int) -> list[ImageInput]:
     """Returns the images of a request: like the first one, with the seeds from `start` on."""
     return [msgspec.structs.replace(first, seed=start + number) for number in range(count)]
@@ -268,6 +302,7 @@ class ImageRoute(StreamedRoute):
         return await form_asks_for_stream(request, **FORM_LIMITS)
 
 
+OWN_HEADERS = ("X-Penstock-Seed", "X-Penstock-Truncated-Tokens", "X-Penstock-Withheld")
 router = APIRouter(route_class=ImageRoute)
 
 
@@ -275,9 +310,7 @@ router = APIRouter(route_class=ImageRoute)
     "/v1/images/generations",
     summary="Create images from a prompt",
     openapi_extra=inference_body(GenerationBody),
-    responses=streamed(
-        inference_responses(ImagesReply, "X-Penstock-Seed", "X-Penstock-Truncated-Tokens")
-    ),
+    responses=streamed(inference_responses(ImagesReply, *OWN_HEADERS)),
 )
 async def create_images(request: Request) -> Response:
     """Answers when all images are ready, or with `stream` image by image.
@@ -337,15 +370,23 @@ async def answer_with(
     inputs = consecutive(first, start, body.n)
     # A random seed never comes again, so its image is not worth a place in the cache.
     is_repeatable = body.seed is not None or key_seed is not None
-    deadline_s = call.answer_by_s(model)
-    async with call.inferred(model, inputs, is_repeatable=is_repeatable) as response:
-        images = results_of(response.outcomes, model)
-        items = [await _encode(call, body, result, deadline_s) for result in images]
     headers = call.context.headers
+    if is_run(model, body.upscale):
+        new = await _recorded(call, body, model, inputs, is_repeatable=is_repeatable)
+        images = await _run(call, new)
+        if len(images) < body.n:
+            headers[WITHHELD_HEADER] = str(body.n - len(images))
+        items = [await _encode(call, body, result, new.deadline_s) for result in images]
+    else:
+        deadline_s = call.answer_by_s(model)
+        async with call.inferred(model, inputs, is_repeatable=is_repeatable) as response:
+            images = results_of(response.outcomes, model)
+            items = [await _encode(call, body, result, deadline_s) for result in images]
     headers["x-penstock-seed"] = ",".join(str(result.seed) for result in images)
     if (truncated := ImageResult.count_truncated(images)) is not None:
         headers[TRUNCATED_HEADER] = str(truncated)
-    reply = ImagesReply(items, model.name, f"{first.width}x{first.height}", body.output_format)
+    width, height = size_after(body, first)
+    reply = ImagesReply(items, model.name, f"{width}x{height}", body.output_format)
     return Response(msgspec.json.encode(reply), media_type="application/json")
 
 
@@ -356,11 +397,12 @@ async def _stream(call: ApiRequest, body: ImageBody, model: Model, first: ImageI
     kind = "image_generation" if first.image is None else "image_edit"
     with ExitStack() as held:
         held.enter_context(dependencies.event_streams.reserved(call.tenant))
-        new = await _recorded(call, body, model, first)
+        inputs, is_repeatable = consecutive(first, first.seed, body.n), body.seed is not None
+        new = await _recorded(call, body, model, inputs, is_repeatable=is_repeatable)
         async with call.created(new, waits=False) as creation:
             snapshot = creation.snapshot
         deadline_s, codec = snapshot.prediction.deadline_s, dependencies.image_codec
-        size = first.width, first.height
+        size = size_after(body, first)
 
         async def encode(result: ImageResult) -> bytes:
             item = await _encode(call, body, result, deadline_s, is_awaited=False)
@@ -388,8 +430,26 @@ async def _stream(call: ApiRequest, body: ImageBody, model: Model, first: ImageI
         return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
 
 
+async def _run(call: ApiRequest, new: InferenceRequest) -> list[ImageResult]:
+    """Returns the images of a request with steps after each image, without those withheld.
+
+    Raises:
+        PenstockError: it failed. ModerationBlocked: all are withheld.
+    """
+    snapshot = await call.run_flow(new)
+    reply = snapshot.record.reply
+    if snapshot.record.state != "succeeded" or reply is None:
+        raise snapshot.failure
+    return [image for image in images_in(reply, new.model) if image is not None]
+
+
 async def _recorded(
-    call: ApiRequest, body: ImageBody, model: Model, first: ImageInput
+    call: ApiRequest,
+    body: ImageBody,
+    model: Model,
+    inputs: Sequence[ImageInput],
+    *,
+    is_repeatable: bool,
 ) -> InferenceRequest:
     """Returns the request for a prediction of the images."""
     path = call.http.scope["route"].path
@@ -397,22 +457,27 @@ async def _recorded(
         mode="json", exclude_unset=True, exclude={"images", "mask", CONTROL_IMAGE}
     )
     asked: list[object] = [path, model.name, shown]
-    if first.sources:
+    if inputs[0].sources:
         images = call.dependencies.source_images
-        sources = [await images.stored(source) for source in first.sources]
-        first = first.with_sources(sources)
+        sources = [await images.stored(source) for source in inputs[0].sources]
+        inputs = [one.with_sources(sources) for one in inputs]
         asked += [one.object_key or hashlib.sha256(one.data or b"").hexdigest() for one in sources]
+    catalog = call.dependencies.catalog
+    run = as_run(inputs, body.upscale, model, catalog, is_repeatable=is_repeatable)
     read = Inputs(
-        consecutive(first, first.seed, body.n),
+        inputs if run is None else [run[1]],
         shown,
         is_list=True,
-        is_repeatable=body.seed is not None,
+        is_repeatable=is_repeatable,
         output_format=body.output_format,
     )
+    model = model if run is None else run[0]
     digest = digest_of(json.dumps(asked, sort_keys=True))
     return call.recorded(model, read, digest=digest, endpoint=path)
 
 
+WITHHELD_HEADER = "x-penstock-withheld"
+"""How many images the safety check has kept back."""
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 

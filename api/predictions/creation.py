@@ -38,7 +38,8 @@ _CLIENTS = re.compile(r"replicate[-/]", re.IGNORECASE)
 
 def version_of(model: Model) -> str:
     """Returns a model's version id: 256 bits of BLAKE2b (RFC 7693) of all that decides results."""
-    facts = "\n".join((model.name, model.source, model.revision, model.precision))
+    shown = model.drawn_by or model
+    facts = "\n".join((shown.name, shown.source, shown.revision, shown.precision))
     return hashlib.blake2b(facts.encode(), digest_size=32).hexdigest()
 
 

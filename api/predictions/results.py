@@ -13,6 +13,8 @@ from shared.predictions import MEDIA_TYPES
 from shared.stores.objects import ObjectStore
 
 OBJECT_LIMIT_BYTES = 64 * 1024 * 1024
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+"""How PNG files begin: https://www.w3.org/TR/png-3/#5PNG-file-signature."""
 _INLINE = re.compile(r"predictions/([A-Za-z0-9_]{1,64})/(\d{1,3})\.png")
 _FORMATS = {media_type: name for name, media_type in MEDIA_TYPES.items()}
 
@@ -67,7 +69,7 @@ class ResultFetcher:
         except BadInput as error:
             raise NotFound("the image no longer exists") from error
         # Workers return PNG. Other formats are encoded at each fetch, so they are not stored.
-        if key.endswith(".png") and media_type in _FORMATS:
+        if data.startswith(PNG_SIGNATURE) and media_type in _FORMATS:
             return await self._image_codec.encode(
                 data, _FORMATS[media_type], None, deadline_s, is_new=True
             )

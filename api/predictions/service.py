@@ -46,6 +46,8 @@ from shared.predictions import (
     decode_document,
     encode_document,
     encode_end,
+    gives_images,
+    is_checked,
     record_of,
 )
 from shared.stores.previews import Preview
@@ -54,6 +56,8 @@ from shared.stores.records import Records
 from shared.stores.waiting_line import QueuePosition
 from shared.stores.webhook_log import WebhookAttempt
 from shared.stores.withdrawals import withdrawn_error
+from shared.tasks import Result
+from shared.tasks.image import ImagesResult
 from shared.webhook_publisher import WebhookPublisher
 
 GRACE_S = 5.0
@@ -411,8 +415,8 @@ class Predictions:
             Unavailable: Redis is out of reach.
         """
         record = await self._records.read(record_id)
-        outcomes = record.reply.outcomes if record is not None and record.reply is not None else []
-        result = outcomes[index].result if index < len(outcomes) else None
+        results = _results_of(record.reply) if record is not None and record.reply else []
+        result = results[index] if index < len(results) else None
         blob = next(iter(result.blobs), None) if result is not None else None
         if blob is not None and blob.data is not None:
             return blob.data
@@ -448,7 +452,8 @@ class Predictions:
         None while Redis does not answer.
         """
         prediction, record = snapshot
-        if prediction.flow is None:
+        # Of images, a step may have what is withheld.
+        if prediction.flow is None or gives_images(prediction):
             return []
         with suppress(Unavailable):
             reading = outcomes_after(
@@ -474,6 +479,8 @@ class Predictions:
 
         None while Redis does not answer.
         """
+        if is_checked(snapshot.prediction):  # a preview may show what is withheld
+            return []
         record, previews = snapshot.prediction.record, self._records.previews
         with suppress(Unavailable):
             if not snapshot.record.is_over:
@@ -601,6 +608,12 @@ class Predictions:
             if model is not None and version_of(model) == prediction.version:
                 return withdrawn_error(model)
         return None
+
+
+def _results_of(reply: ReplyBody) -> Sequence[Result | None]:
+    if isinstance(reply.output, ImagesResult):
+        return reply.output.images
+    return [outcome.result for outcome in reply.outcomes]
 
 
 def _encode_within_bounds(prediction: Prediction) -> bytes:

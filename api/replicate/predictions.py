@@ -14,6 +14,7 @@ import asyncio
 import json
 import re
 import time
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -35,6 +36,7 @@ from api.predictions.service import CALLER_ID
 from api.problem_details import ProblemRoute
 from api.replicate.replies import PredictionReply, PredictionsPage
 from api.tasks import read_inputs
+from api.tasks.image import as_run
 from shared.catalog import Model
 from shared.errors import BadInput
 from shared.predictions import body_of
@@ -143,6 +145,15 @@ async def read_prediction(
     )
     reading = read_inputs(body.input, model, caller, call.dependencies.source_images)
     read = await while_connected(call.http.receive, reading)
+    run = as_run(
+        read.inputs,
+        read.upscale,
+        model,
+        call.dependencies.catalog,
+        is_repeatable=read.is_repeatable,
+    )
+    if run is not None:
+        model, read = run[0], replace(read, inputs=[run[1]])
     webhook, events = _webhook_of(body, allow_private=call.dependencies.settings.webhooks_private)
     is_repeatable = own_id or call.options.idempotency_key
     return call.recorded(

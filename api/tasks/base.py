@@ -26,6 +26,8 @@ class Inputs:
     """True if the output is a list, and false if it is the only element."""
     is_repeatable: bool
     output_format: str = "png"
+    upscale: int | None = None
+    """How many times as wide and high images become. None: not at all."""
 
 
 class ApiTask(ABC):

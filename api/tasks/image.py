@@ -12,7 +12,15 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 import msgspec
 from pydantic import Field, field_validator, model_validator
 
-from api.bodies import MAX_PROMPT_CHARS, MAX_SEED, SchedulerName
+from api.bodies import (
+    MAX_PROMPT_CHARS,
+    MAX_SEED,
+    SCHEDULER_CHOICE,
+    ClipSkip,
+    GuidanceRescale,
+    SchedulerName,
+    Upscale,
+)
 from api.errors import WrongField
 from api.inputs.codec_protocol import UNPADDED, Padding
 from api.inputs.controls import (
@@ -25,11 +33,13 @@ from api.inputs.controls import (
 )
 from api.inputs.source_images import FetchedFile, ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs
-from shared.catalog import Model
-from shared.diffusion_schedulers import SCHEDULER_NAMES
+from shared.after_image import input_of
+from shared.catalog import Catalog, Model
 from shared.errors import BadInput, PenstockError
-from shared.messages import ItemOutcome
-from shared.tasks.image import ImageInput, ImageResult
+from shared.messages import ItemOutcome, ReplyBody
+from shared.tasks import Input
+from shared.tasks.custom import CustomInput
+from shared.tasks.image import ImageInput, ImageResult, ImagesResult
 
 
 class ImageRequest(Protocol):
@@ -58,6 +68,14 @@ class ImageRequest(Protocol):
     @property
     def scheduler(self) -> str | None:
         """One of shared.diffusion_schedulers."""
+
+    @property
+    def clip_skip(self) -> int | None:
+        """How many of the last layers of CLIP do not read the prompt."""
+
+    @property
+    def guidance_rescale(self) -> float | None:
+        """How much of the contrast that guidance adds is taken back."""
 
 
 def checked_size(width: int, height: int, model: Model) -> tuple[int, int]:
@@ -90,6 +108,49 @@ def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[ImageResul
     return images
 
 
+def images_in(reply: ReplyBody, model: Model) -> list[ImageResult | None]:
+    """Returns the images of a prediction that succeeded. None: it is withheld."""
+    if isinstance(reply.output, ImagesResult):
+        return reply.output.images
+    return [*results_of(reply.outcomes, model)]
+
+
+def is_run(model: Model, upscale: int | None) -> bool:
+    """Returns whether a request for images is a flow, or is refused because it can't be one."""
+    return upscale is not None or model.image.safety is not None
+
+
+def as_run(
+    inputs: Sequence[Input],
+    upscale: int | None,
+    model: Model,
+    catalog: Catalog,
+    *,
+    is_repeatable: bool,
+) -> tuple[Model, CustomInput] | None:
+    """Returns the flow that a request is, and its input. None: no step follows its images.
+
+    Args:
+        inputs: of the request. Large sources are in the object store.
+        upscale: how many times as wide and high its images become. None: not at all.
+        model: that it names. If it draws no images, no step follows.
+        catalog: has the models of the steps.
+        is_repeatable: whether equal requests get equal images.
+
+    Raises:
+        BadInput: images of the model can't be enlarged.
+    """
+    images = [one for one in inputs if isinstance(one, ImageInput)]
+    if not images:
+        return None
+    if upscale is not None and model.image.upscale is None:
+        raise BadInput(f"upscale: {model.name} does not have it; leave it out", field="upscale")
+    flow = catalog.image_flow(model, len(images), upscales=upscale is not None)
+    if flow is None:
+        return None
+    return flow, input_of(images, upscale, is_repeatable=is_repeatable)
+
+
 def size_of(text: str, model: Model) -> tuple[int, int]:
     """Parses and validates WIDTHxHEIGHT."""
     width, height = (int(length) for length in text.split("x"))
@@ -118,6 +179,8 @@ def first_image(request: ImageRequest, model: Model, size: tuple[int, int]) -> I
         seed=secrets.randbelow(2**32) if request.seed is None else request.seed,
         scheduler=request.scheduler or defaults.scheduler,
         negative_prompt=request.negative_prompt or "",
+        clip_skip=request.clip_skip or None,
+        guidance_rescale=request.guidance_rescale or 0.0,
     )
 
 
@@ -133,6 +196,7 @@ def check_strength(steps: int, strength: float) -> None:
 
 
 USUAL_STRENGTH = 0.8
+UPSCALE = "How many times as wide and high the image becomes, if the model has an upscaler: 2 or 4."
 MAX_MASK_BLUR = 64.0
 """Pixels."""
 MAX_PADDING = 4096
@@ -189,10 +253,15 @@ class ImagePredictionInput(ControlFields):
     num_inference_steps: int | None = Field(None, ge=1)
     guidance_scale: float | None = Field(None, ge=0, le=100)
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    scheduler: SchedulerName | None = Field(
-        None, description=f"One of {', '.join(SCHEDULER_NAMES)}."
+    scheduler: SchedulerName | None = Field(None, description=f"One {SCHEDULER_CHOICE[4:]}")
+    clip_skip: ClipSkip | None = Field(
+        None, description="How many of the last layers of CLIP do not read the prompt."
+    )
+    guidance_rescale: GuidanceRescale | None = Field(
+        None, description="How much of the contrast that guidance adds is taken back, 0.7 if any."
     )
     output_format: Literal["png", "jpg", "jpeg", "webp"] = "png"
+    upscale: Upscale | None = Field(None, description=UPSCALE)
 
     @model_validator(mode="after")
     def _said_once(self) -> ImagePredictionInput:
@@ -236,11 +305,15 @@ class ImageApi(ApiTask):
     """The output is a list of URLs."""
 
     input_schema = ImagePredictionInput
-    output_schema: ClassVar = {"type": "array", "items": {"type": "string", "format": "uri"}}
 
     def input_schema_of(self, model: Model) -> dict[str, Any]:
-        """The fields for controls are those of models that have some."""
-        return show_controls(super().input_schema_of(model), [model])
+        """The input of a model. `upscale` and controls are in it if the model has them."""
+        schema = show_controls(super().input_schema_of(model), [model])
+        if model.image.upscale is None:
+            schema["properties"].pop("upscale")
+        return schema
+
+    output_schema: ClassVar = {"type": "array", "items": {"type": "string", "format": "uri"}}
 
     async def read(
         self, raw_input: dict[str, Any], model: Model, caller: ImageCaller, images: SourceImages
@@ -258,7 +331,8 @@ class ImageApi(ApiTask):
             msgspec.structs.replace(first, seed=first.seed + number)
             for number in range(parsed.num_outputs)
         ]
-        return Inputs(inputs, shown, True, parsed.seed is not None, parsed.output_format)
+        is_repeatable = parsed.seed is not None
+        return Inputs(inputs, shown, True, is_repeatable, parsed.output_format, parsed.upscale)
 
 
 async def _from_pictures(

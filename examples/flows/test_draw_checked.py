@@ -1,4 +1,5 @@
-"""The shipped flow of a prompt, an image, its check and its enlargement, with real weights."""
+"""A prompt, an image, its check and its enlargement with real weights: as the shipped flow, and as
+requests to an image model whose entry names both steps."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import yaml
 from PIL import Image
@@ -21,17 +23,26 @@ from infra.local.ports import Ports
 from infra.local.stack import Stack
 from tests.limits import START_LIMIT_S
 
-pytestmark = pytest.mark.slow(about_s=60)
+pytestmark = pytest.mark.slow(about_s=80)
 ROOT = EXAMPLES.parent
 PROMPT = "a large red circle on a blue background"
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: Any) -> Iterator[Stack]:
-    """The flow as it is shipped, and the same one that enlarges only what is not safe."""
+    """The flow as it is shipped, the same one that enlarges only what is not safe, and two image
+    models with steps after the image."""
     folder: Path = tmp_path_factory.mktemp("draw-checked")
     shipped = yaml.safe_load((ROOT / "models.yaml").read_text(encoding="utf-8"))["models"]
-    models = [one for one in shipped if one["name"] == "stable-diffusion-tiny"]
+    (tiny,) = [one for one in shipped if one["name"] == "stable-diffusion-tiny"]
+    # From 0 on, no image is safe.
+    models = [
+        tiny | {"name": name, "aliases": [], "image": tiny["image"] | after}
+        for name, after in {
+            tiny["name"]: {"upscale": {"model": "upscale"}, "safety": {"model": "safety"}},
+            "never-safe": {"safety": {"model": "safety", "threshold": 0.0}},
+        }.items()
+    ]
     for name in ("safety", "upscale"):
         fetched(name)
         entries = yaml.safe_load((EXAMPLES / name / "models.yaml").read_text(encoding="utf-8"))
@@ -92,3 +103,40 @@ def test_what_is_not_is_left_out(stack: Stack) -> None:
     assert shown["status"] == "succeeded", shown["error"]
     assert shown["output"]["image"] is None
     assert [one["items"] for one in shown["metrics"]["steps"]] == [1, 1, 0]
+
+
+def test_openai_requests_are_checked_and_enlarged(stack: Stack) -> None:
+    client = openai.OpenAI(
+        base_url=f"{stack.api_url}/v1", api_key="any", timeout=START_LIMIT_S, max_retries=0
+    )
+    raw = client.images.with_raw_response.generate(
+        model="stable-diffusion-tiny", prompt=PROMPT, extra_body={"seed": 7, "upscale": 2}
+    )
+    reply = raw.parse()
+    assert reply.size == "128x128"
+    assert reply.data is not None
+    (drawn,) = reply.data
+    assert drawn.b64_json is not None
+    with Image.open(io.BytesIO(base64.b64decode(drawn.b64_json))) as image:
+        assert image.size == (128, 128)
+        middle = image.convert("RGB").crop((64, 64, 65, 65)).tobytes()
+    assert middle[0] > 2 * middle[1], "the circle is in the middle, and red"
+    prediction = httpx.get(stack.api_url + raw.headers["location"]).json()
+    assert prediction["model"] == "penstock/stable-diffusion-tiny"
+    assert [(one["id"], one["items"]) for one in prediction["metrics"]["steps"]] == [
+        ("image", 1),
+        ("safety", 1),
+        ("upscale", 1),
+    ]
+    cost = float(raw.headers["x-penstock-cost-usd"])
+    assert cost == prediction["metrics"]["cost_usd"] > 0
+
+
+def test_an_image_that_is_flagged_is_withheld(stack: Stack) -> None:
+    client = openai.OpenAI(
+        base_url=f"{stack.api_url}/v1", api_key="any", timeout=START_LIMIT_S, max_retries=0
+    )
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.images.generate(model="never-safe", prompt=PROMPT, extra_body={"seed": 7})
+    assert caught.value.code == "moderation_blocked"
+    assert float(caught.value.response.headers["x-penstock-cost-usd"]) > 0

@@ -20,7 +20,7 @@ import openai
 import pytest
 import yaml
 
-from examples.oracles import INSTALL_LIMIT_S, RUN_LIMIT_S, fetched
+from examples.oracles import INSTALL_LIMIT_S, RUN_LIMIT_S, fetched, word_errors, words
 from examples.show import EXAMPLES, KEPT
 from infra.local.interfaces import refresh_interfaces
 from infra.local.ports import Ports
@@ -134,20 +134,6 @@ def run(python: str, code: str | Path, *arguments: str | Path) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def words(text: str) -> list[str]:
-    return re.findall(r"[a-z]+", text.lower().replace("mr.", "mister").replace("mr ", "mister "))
-
-
-def word_errors(said: list[str], wanted: list[str]) -> int:
-    """The least number of words to insert, remove or replace (Levenshtein)."""
-    row = list(range(len(wanted) + 1))
-    for number, word in enumerate(said, 1):
-        before, row[0] = row[0], number
-        for at, other in enumerate(wanted, 1):
-            before, row[at] = row[at], min(row[at] + 1, row[at - 1] + 1, before + (word != other))
-    return row[-1]
 
 
 def seconds_of(path: Path) -> float:

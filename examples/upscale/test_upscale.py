@@ -13,8 +13,11 @@ from PIL import Image
 
 from examples.oracles import loaded, photograph, run_oracle
 from examples.show import KEPT
+from models.shapes.draw import draw
+from models.shapes.judge import read
+from models.shapes.score import held_out, matched
 
-pytestmark = pytest.mark.slow(about_s=40)
+pytestmark = pytest.mark.slow(about_s=120)
 
 NCNN = """
 import sys
@@ -89,6 +92,29 @@ def test_tiles_leave_no_seams(
     assert difference.mean() < 0.005
     seam = difference[:, :, 158:162].mean()
     assert seam < 3 * difference.mean() + 0.005
+
+
+def test_shapes_are_recognized_better_than_of_bicubic(module: ModuleType, predictor: Any) -> None:
+    """By the judge of the shapes world: held-out scenes of 64 pixels, made 16 pixels small.
+
+    Of 36 figures it finds 36 as told in the scenes themselves, 29 in what is enlarged here, and 21
+    in what bicubic resampling gives (Zen 3 CPU, fp32).
+    """
+    right = {"enlarged": 0, "bicubic": 0}
+    for asked in held_out(24):
+        seen = draw(asked.scene).resize((16, 16), Image.Resampling.BOX)
+        pixels = module.enlarge(predictor.network, numbers(seen)).mul(255).round().to(torch.uint8)
+        images = {
+            "enlarged": pixels.permute(1, 2, 0).numpy(),
+            "bicubic": np.asarray(seen.resize((64, 64), Image.Resampling.BICUBIC)),
+        }
+        for name, image in images.items():
+            for figure, found in matched(asked.scene.figures, read(image).figures):
+                right[name] += (found and (found.shape, found.color)) == (
+                    figure.shape,
+                    figure.color,
+                )
+    assert right["enlarged"] >= right["bicubic"] + 4, right
 
 
 @pytest.mark.parametrize(("scale", "size"), [(4, (128, 96)), (1.5, (48, 36))])

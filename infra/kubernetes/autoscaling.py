@@ -17,12 +17,12 @@ nobody has asked for recently may be without metrics of workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from infra.kubernetes.deployment import Deployment
-from shared.catalog import Model
+from shared.catalog import Model, WorkerGroup
 from shared.topics import batch_subscription_id, workers_subscription_id
 
 MAX_UTILIZATION = 0.9
@@ -92,83 +92,117 @@ def patient_s(model: Model) -> float:
 
 
 class TriggerQueries:
-    """The PromQL queries of one model in one region.
+    """The PromQL queries of the workers of one model, or of several, in one region.
 
     Of callers' requests, only those of this region count. Workers of all regions pull from one
     subscription, and each region's autoscaler answers for its own callers and its own workers. So
     if a region has no GPUs left, the workers of others get busier, and they become more.
 
+    What several models ask for is added up, each with the seconds of its own items.
+
     Args:
-        model: the model, as the API labels its items.
-        worker: the worker, as the collector labels the pods of this model.
+        models: the models, as the API labels their items.
+        worker: the worker, as the collector labels its pods.
         source: the source that answers the queries.
         processes: model processes of a worker. They compute at the same time, so a worker does an
             item in that part of a process's time.
     """
 
-    def __init__(self, model: Model, worker: str, source: MetricSource, processes: int) -> None:
-        self._model = model
+    def __init__(
+        self, models: Sequence[Model], worker: str, source: MetricSource, processes: int
+    ) -> None:
+        self._models = models
+        self._worker = worker
+        self._source = source
         self._processes = processes
-        self._messages = source.messages
-        self._asked = _matchers({"model": model.name} | dict(source.region))
         self._here = _matchers({"worker": worker} | dict(source.region))
-        self._everywhere = _matchers({"worker": worker} | dict(source.deployment))
 
     def arrivals(self) -> str:
         """Seconds of work that callers of the region ask for each second.
 
         Refused items were requested too. `batch` priority waits for workers that are idle.
         """
-        asked = f'{{{self._asked},lane="interactive"}}[{ARRIVED}]'
+        each = [self._asked_of(model) for model in self._models]
+        arrived = _added(
+            f"({admitted} + {shed}) * ({self._item_s(model)})"
+            for model, (admitted, shed) in zip(self._models, each, strict=True)
+        )
+        most = f"{MAX_STEP} * (({self._busy_workers()} or vector(0)) + 1)"
+        admitted = " and ".join(admitted for admitted, _ in each)
+        return f"({arrived} < {most}) or ({most} and {admitted})"
+
+    def _asked_of(self, model: Model) -> tuple[str, str]:
+        """PromQL: items that are admitted and refused each second."""
+        asked = f'{{{self._items_of(model)},lane="interactive"}}[{ARRIVED}]'
         admitted, shed = (
             f"sum(rate(penstock_api_items_{name}_total{asked}))" for name in ("admitted", "shed")
         )
-        arrived = f"({admitted} + {shed}) * ({self._item_s()})"
-        most = f"{MAX_STEP} * (({self._busy_workers()} or vector(0)) + 1)"
-        return f"({arrived} < {most}) or ({most} and {admitted})"
+        return admitted, shed
+
+    def _items_of(self, model: Model) -> str:
+        return _matchers({"model": model.name} | dict(self._source.region))
 
     def work(self) -> str:
         """PromQL: full workers needed for the current work, plus those for the waiting work.
 
         No series if metrics of workers are lost. Without workers, 0 if nobody has asked lately.
         """
-        admitted = f"penstock_api_items_admitted_total{{{self._asked}}}"
-        busy = f"{self._busy_workers()} or (sum(increase({admitted}[{QUIET}])) == 0)"
-        in_flight = f"penstock_api_items_in_flight{{{self._asked},lane="
-        waiting = (
-            f'sum({in_flight}"interactive"}}) / {self._model.deadline.default_s:g}'
-            f' + sum({in_flight}"batch"}}) / {patient_s(self._model):g}'
+        asked = _added(
+            f"sum(increase(penstock_api_items_admitted_total{{{self._items_of(model)}}}[{QUIET}]))"
+            for model in self._models
         )
-        return f"({busy}) / {MAX_UTILIZATION:g} + ({waiting}) * ({self._item_s()})"
+        busy = f"{self._busy_workers()} or ({asked} == 0)"
+        waiting = _added(
+            f"({self._waiting(model)}) * ({self._item_s(model)})" for model in self._models
+        )
+        return f"({busy}) / {MAX_UTILIZATION:g} + {waiting}"
+
+    def _waiting(self, model: Model) -> str:
+        in_flight = f"penstock_api_items_in_flight{{{self._items_of(model)},lane="
+        return (
+            f'sum({in_flight}"interactive"}}) / {model.deadline.default_s:g}'
+            f' + sum({in_flight}"batch"}}) / {patient_s(model):g}'
+        )
 
     def messages(self) -> str | None:
         """Seconds of work in the messages of both priorities. None: nothing counts them."""
-        if self._messages is None:
+        count = self._source.messages
+        if count is None:
             return None
-        subscriptions = (workers_subscription_id, batch_subscription_id)
-        counts = " + ".join(f"({self._messages(one(self._model.name))})" for one in subscriptions)
-        return f"({counts}) * ({self._item_s()})"
+        parts = []
+        for model in self._models:
+            subscriptions = (workers_subscription_id(model.name), batch_subscription_id(model.name))
+            counts = " + ".join(f"({count(one)})" for one in subscriptions)
+            parts.append(f"({counts}) * ({self._item_s(model)})")
+        return _added(parts)
 
     def _busy_workers(self) -> str:
         fresh = f'penstock_worker_busy_ratio{{{self._here},lane="interactive"}}[{FRESH}]'
         return f"sum(last_over_time({fresh}))"
 
-    def _item_s(self) -> str:
+    def _item_s(self, model: Model) -> str:
         """PromQL: the time of an item in full-worker seconds.
 
         Spare is what others could have used for nothing (shared/step_time.py). Workers
         report seconds of their processes.
         """
+        # Workers of earlier releases, which have one model, do not label it.
+        of_model = {"model": model.name} if len(self._models) > 1 else {}
+        labels = {"worker": self._worker} | of_model | dict(self._source.deployment)
         # Sums over all regions: one without workers learns from the others.
         seconds, spare, items = (
-            f"sum(rate(penstock_worker_{name}{{{self._everywhere}}}[{MEASURED}]))"
+            f"sum(rate(penstock_worker_{name}{{{_matchers(labels)}}}[{MEASURED}]))"
             for name in ("inference_seconds_sum", "spare_seconds_total", "batch_items_sum")
         )
-        guess_s = self._model.definition.first_guesses.item_s
+        guess_s = model.definition.first_guesses.item_s
         # Workers that do not report spare time have none: their items count for more, not for less.
         taken = f"({seconds} - ({spare} or vector(0)))"
         process_s = f"{taken} / ({items} > 0) or vector({guess_s:g})"
         return process_s if self._processes == 1 else f"({process_s}) / {self._processes}"
+
+
+def _added(parts: Iterable[str]) -> str:
+    return " + ".join(parts)
 
 
 UTILIZATION = 0.7
@@ -180,32 +214,35 @@ FALLBACK_FAILURES = 6
 """Failed reads of a trigger until KEDA stands in for it. Until then the HPA keeps the count."""
 
 
-def keda_patch(model: Model, worker: str, deployment: Deployment, processes: int) -> dict[str, Any]:
+def keda_patch(
+    group: WorkerGroup, worker: str, deployment: Deployment, processes: int
+) -> dict[str, Any]:
     """Returns the fields of one worker's ScaledObject beyond components/keda.
 
     Args:
-        model: the model.
+        group: its models and bounds.
         worker: the worker's name.
         deployment: where it runs.
         processes: model processes of a worker.
     """
-    queries = TriggerQueries(model, worker, _source(deployment), processes)
+    queries = TriggerQueries(group.models, worker, _source(deployment), processes)
     triggers = [
         _trigger("arrivals", queries.arrivals(), UTILIZATION, deployment),
         _trigger("work", queries.work(), 1, deployment),
     ]
     if (messages := queries.messages()) is not None:
-        triggers.append(_trigger("messages", messages, patient_s(model), deployment))
+        wait_s = min(patient_s(model) for model in group.models)
+        triggers.append(_trigger("messages", messages, wait_s, deployment))
     return {
         "apiVersion": "keda.sh/v1alpha1",
         "kind": "ScaledObject",
         "metadata": {"name": "worker"},
         "spec": {
-            "minReplicaCount": model.replicas.min,
-            "maxReplicaCount": model.replicas.max,
+            "minReplicaCount": group.replicas.min,
+            "maxReplicaCount": group.replicas.max,
             "fallback": {
                 "failureThreshold": FALLBACK_FAILURES,
-                "replicas": max(1, model.replicas.min),
+                "replicas": max(1, group.replicas.min),
                 "behavior": "currentReplicasIfHigher",
             },
             "triggers": triggers,
@@ -235,46 +272,52 @@ def _trigger(name: str, query: str, threshold: float, deployment: Deployment) ->
     return trigger
 
 
-def hpa_patch(model: Model, worker: str, deployment: Deployment, processes: int) -> dict[str, Any]:
+def hpa_patch(
+    group: WorkerGroup, worker: str, deployment: Deployment, processes: int
+) -> dict[str, Any]:
     """The metrics of a worker's HorizontalPodAutoscaler, which can't multiply or add.
 
     So what waits is counted in items, by the first guess of the seconds that one takes. Where a
     step computes many items for little more than one, those that a full worker has wait for none.
+    The busy part of workers has all models in it; what waits of each of them counts alone.
     Arguments as of `keda_patch`.
     """
-    item_s = model.definition.first_guesses.item_s / processes
-    held = model.batch.max_items if model.definition.shares_weights else 1
     here = {"resource.labels.location": deployment.region}
     metrics = [
         _external(
             "prometheus.googleapis.com|penstock_worker_busy_ratio|gauge",
             {"metric.labels.worker": worker, "metric.labels.lane": "interactive"} | here,
             f"{round(UTILIZATION * 1000)}m",
-        ),
-        _external(
-            "prometheus.googleapis.com|penstock_api_items_in_flight|gauge",
-            {"metric.labels.model": model.name, "metric.labels.lane": "interactive"} | here,
-            str(max(held, round(model.deadline.default_s * HPA_WAIT_SHARE / item_s))),
-        ),
-    ]
-    for subscription_id in (workers_subscription_id, batch_subscription_id):
-        metrics.append(
-            _external(
-                "pubsub.googleapis.com|subscription|num_undelivered_messages",
-                {"resource.labels.subscription_id": subscription_id(model.name)},
-                str(max(held, round(patient_s(model) / item_s))),
-            )
         )
+    ]
+    for model in group.models:
+        metrics += _waiting_items(model, here, processes)
     return {
         "apiVersion": "autoscaling/v2",
         "kind": "HorizontalPodAutoscaler",
         "metadata": {"name": "worker"},
         "spec": {
-            "minReplicas": max(1, model.replicas.min),
-            "maxReplicas": model.replicas.max,
+            "minReplicas": max(1, group.replicas.min),
+            "maxReplicas": group.replicas.max,
             "metrics": metrics,
         },
     }
+
+
+def _waiting_items(model: Model, here: dict[str, str], processes: int) -> Iterator[dict[str, Any]]:
+    item_s = model.definition.first_guesses.item_s / processes
+    held = model.batch.max_items if model.definition.shares_weights else 1
+    yield _external(
+        "prometheus.googleapis.com|penstock_api_items_in_flight|gauge",
+        {"metric.labels.model": model.name, "metric.labels.lane": "interactive"} | here,
+        str(max(held, round(model.deadline.default_s * HPA_WAIT_SHARE / item_s))),
+    )
+    for subscription_id in (workers_subscription_id, batch_subscription_id):
+        yield _external(
+            "pubsub.googleapis.com|subscription|num_undelivered_messages",
+            {"resource.labels.subscription_id": subscription_id(model.name)},
+            str(max(held, round(patient_s(model) / item_s))),
+        )
 
 
 def _external(name: str, labels: dict[str, str], target: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Writes the Kustomize overlay of a region: one folder per model, and one per class of GPU nodes.
+"""Writes the Kustomize overlay of a region: one folder per worker, and one per class of GPU nodes.
 
 Kustomize does the rest: `kubectl kustomize OUT` renders it, `kubectl apply -k OUT` puts it into a
 cluster, and the Terraform stage `workloads` takes the rendered file.
@@ -37,7 +37,7 @@ from infra.kubernetes.kustomization import (
     write_kustomization,
 )
 from infra.kubernetes.placement import Placement, compute_class, leave_room, place, share_of
-from shared.catalog import Catalog, Model
+from shared.catalog import Catalog, Model, WorkerGroup
 from shared.catalog_entry import Gpu
 from shared.errors import ConfigurationError
 from shared.kubernetes_names import slug
@@ -72,29 +72,29 @@ class Weights:
 NOTHING = Weights({}, {}, (), ())
 
 
-def weights_of(model: Model, deployment: Deployment, disk_mib: int) -> Weights:
-    """The source of one model's weights.
+def weights_of(models: Sequence[Model], deployment: Deployment, disk_mib: int) -> Weights:
+    """The source of the weights of the models of one worker.
 
     Args:
-        model: only those of the hub need anything.
+        models: only those of the hub need anything.
         deployment: whether they were prefetched, and whether there is a token for the hub.
         disk_mib: the worker's part of the node's disk.
     """
-    of_hub = [source for source, _ in model.sources.values() if source.startswith(HUB)]
+    sources = [source for model in models for source, _ in model.sources.values()]
+    of_hub = [source for source in sources if source.startswith(HUB)]
     if not of_hub or deployment.is_outside:
         return NOTHING
     if deployment.weights_bucket:
         repositories = list(dict.fromkeys(source.removeprefix(HUB) for source in of_hub))
         mounted = _mounted(repositories, deployment.weights_bucket, disk_mib)
-        if not _compiles(model):
+        if not any(map(_compiles, models)):
             return mounted
         return _with_kernels(mounted, deployment.weights_bucket)
     return _with_token() if deployment.hub_token else NOTHING
 
 
 def _mounted(repositories: Sequence[str], bucket: str, disk_mib: int) -> Weights:
-    """Mounts the copies of repositories, which share the disk for their caches."""
-    cache_mib = int(disk_mib * CACHE_SHARE / len(repositories))
+    """A volume for each repository. They share the disk of the file caches evenly."""
     annotations = {
         "gke-gcsfuse/volumes": "true",
         "gke-gcsfuse/cpu-request": f"{SIDECAR_CPU_M}m",
@@ -105,21 +105,19 @@ def _mounted(repositories: Sequence[str], bucket: str, disk_mib: int) -> Weights
         "gke-gcsfuse/ephemeral-storage-request": "16Mi",
         "gke-gcsfuse/ephemeral-storage-limit": "0",
     }
-    names = ["weights", *(f"weights-{number}" for number in range(2, len(repositories) + 1))]
-    copies = list(zip(names, repositories, strict=True))
-    volumes = (
-        *(_copy(name, repository, bucket, cache_mib) for name, repository in copies),
-        {"name": CACHE_VOLUME, "emptyDir": {"sizeLimit": f"{disk_mib}Mi"}},
-    )
-    mounts = tuple(
-        {"name": name, "mountPath": f"{WEIGHTS_DIR}/hub/{repository}", "readOnly": True}
-        for name, repository in copies
-    )
-    return Weights(annotations, {"PENSTOCK_WEIGHTS_DIR": WEIGHTS_DIR}, mounts, volumes, True)
+    cache_mib = int(disk_mib * CACHE_SHARE) // len(repositories)
+    volumes, mounts = [], []
+    for number, repository in enumerate(repositories):
+        name = f"weights-{number}" if number else "weights"
+        volumes.append(_volume(name, repository, bucket, cache_mib))
+        path = f"{WEIGHTS_DIR}/hub/{repository}"
+        mounts.append({"name": name, "mountPath": path, "readOnly": True})
+    volumes.append({"name": CACHE_VOLUME, "emptyDir": {"sizeLimit": f"{disk_mib}Mi"}})
+    settings = {"PENSTOCK_WEIGHTS_DIR": WEIGHTS_DIR}
+    return Weights(annotations, settings, tuple(mounts), tuple(volumes), True)
 
 
-def _copy(name: str, repository: str, bucket: str, cache_mib: int) -> dict[str, Any]:
-    """The volume with the copy of a repository."""
+def _volume(name: str, repository: str, bucket: str, cache_mib: int) -> dict[str, Any]:
     options = (
         "implicit-dirs",
         f"only-dir=hub/{repository}",
@@ -327,48 +325,70 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
     Args:
         out: the folder. Files of an earlier run are deleted.
         catalog: the models to run workers of.
-        models_file: its file. Each worker gets its own entry, so that a change restarts no
-            other.
+        models_file: its file. Each worker gets only entries that it needs, so that a change
+            restarts no other.
         deployment: where and with what.
 
     Raises:
-        ConfigurationError: a model that is to run there is not in the catalog, or `out` is a folder
-            that is not an overlay.
+        ConfigurationError: a model that is to run there is not in the catalog, or without others
+            that it shares workers with, or the models of a worker do not fit into its GPU. Or `out`
+            is a folder that is not an overlay.
     """
-    models = _chosen(catalog, deployment)
-    clear_folder(out)
+    groups = _chosen(catalog, deployment)
     gpu_types = read_gpu_types()
-    entries = {
-        entry["name"]: entry
-        for entry in yaml.safe_load(models_file.read_text(encoding="utf-8"))["models"]
-    }
+    placements = [place(group, deployment, gpu_types) for group in groups]
+    clear_folder(out)
+    document = yaml.safe_load(models_file.read_text(encoding="utf-8"))
     folders = []
-    for model in models:
-        name = slug(model.name)
-        _write_worker(
-            out / f"worker-{name}", model, entries[model.public_name], deployment, gpu_types
-        )
-        folders.append(f"worker-{name}")
+    for group, placement in zip(groups, placements, strict=True):
+        folders.append(f"worker-{slug(group.name)}")
+        entries = _entries_of(group, catalog, document)
+        _write_worker(out / folders[-1], group, entries, deployment, placement)
     if not deployment.is_outside:
-        for gpu in dict.fromkeys(model.gpu for model in models if model.gpu.type != "none"):
+        for gpu in dict.fromkeys(group.gpu for group in groups if group.gpu.type != "none"):
             folders += write_gpu_class(out, gpu, deployment, gpu_types)
         if deployment.hub_token:
             folders.append(_write_hub_token(out / "hub-token", deployment))
-    if not deployment.is_outside and any(model.gpu.type != "none" for model in models):
+    if not deployment.is_outside and any(group.gpu.type != "none" for group in groups):
         folders.append(_write_gpu_nodes(out / "gpu-nodes", deployment))
     _write_cluster(out / "cluster", deployment)
     write_kustomization(out, ["cluster", *folders], patches=[])
 
 
-def _chosen(catalog: Catalog, deployment: Deployment) -> list[Model]:
+def _chosen(catalog: Catalog, deployment: Deployment) -> list[WorkerGroup]:
     if deployment.models is None:
-        return list(catalog.deployed)
-    chosen = [model for model in catalog.deployed if model.public_name in deployment.models]
-    if missing := set(deployment.models) - {model.name for model in chosen}:
+        return list(catalog.worker_groups)
+    asked = set(deployment.models)
+    if missing := asked - {model.name for model in catalog.deployed}:
         raise ConfigurationError(
             f"models of {deployment.region} are not in the catalog: {', '.join(sorted(missing))}"
         )
+    chosen = []
+    for group in catalog.worker_groups:
+        names = {model.public_name for model in group.models}
+        if names <= asked:
+            chosen.append(group)
+        elif names & asked:
+            raise ConfigurationError(
+                f"models of {deployment.region}: the workers {group.name!r} need "
+                f"{', '.join(sorted(names - asked))} too"
+            )
     return chosen
+
+
+def _entries_of(group: WorkerGroup, catalog: Catalog, document: dict[str, Any]) -> dict[str, Any]:
+    """The part of a catalog that a worker needs: its models, and flows that it carries on.
+
+    Whoever ends a step of a flow publishes the next one, so it has the models of all its steps.
+    """
+    names = {model.public_name for model in group.models}
+    flows = [flow for flow in catalog.flows if names & {model.name for model in flow.step_models}]
+    names |= {model.name for flow in flows for model in flow.step_models}
+    entries = {"models": [entry for entry in document["models"] if entry["name"] in names]}
+    if flows:
+        of_flows = {flow.name for flow in flows}
+        entries["flows"] = [one for one in document["flows"] if one["name"] in of_flows]
+    return entries
 
 
 def _write_cluster(folder: Path, deployment: Deployment) -> None:
@@ -433,12 +453,10 @@ def clear_folder(out: Path, mark: str = "kustomization.yaml", kind: str = "an ov
 
 
 def _write_configs(
-    folder: Path, entry: dict[str, Any], settings: dict[str, str], deployment: Deployment
+    folder: Path, entries: dict[str, Any], settings: dict[str, str], deployment: Deployment
 ) -> list[dict[str, Any]]:
     """Writes the files of a worker's ConfigMaps. Returns their generators."""
-    (folder / "models.yaml").write_text(
-        yaml.safe_dump({"models": [entry]}, sort_keys=False), encoding="utf-8"
-    )
+    (folder / "models.yaml").write_text(yaml.safe_dump(entries, sort_keys=False), encoding="utf-8")
     literals = [f"{key}={value}" for key, value in sorted(settings.items())]
     configs: list[dict[str, Any]] = [
         {"name": "models", "files": ["models.yaml"]},
@@ -452,18 +470,18 @@ def _write_configs(
 
 def _write_worker(
     folder: Path,
-    model: Model,
-    entry: dict[str, Any],
+    group: WorkerGroup,
+    entries: dict[str, Any],
     deployment: Deployment,
-    gpu_types: dict[str, GpuType],
+    placement: Placement,
 ) -> None:
-    placement, name = place(model, deployment, gpu_types), slug(model.name)
-    weights = weights_of(model, deployment, placement.disk_mib)
+    name = slug(group.name)
+    weights = weights_of(group.models, deployment, placement.disk_mib)
     components = [*placement.components]
-    patches = [_worker_patch(model, placement, weights, deployment)]
+    patches = [_worker_patch(group, placement, weights, deployment)]
     folder.mkdir()
-    settings = worker_settings(model, deployment) | placement.settings | weights.settings
-    configs = _write_configs(folder, entry, settings, deployment)
+    settings = worker_settings(group, deployment) | placement.settings | weights.settings
+    configs = _write_configs(folder, entries, settings, deployment)
     if deployment.audience:
         components.append("outside")
     if deployment.is_scaled:
@@ -472,7 +490,7 @@ def _write_worker(
         if by_keda and not deployment.is_outside:
             components.append("keda-google")
         patch = keda_patch if by_keda else hpa_patch
-        patches.append(patch(model, name, deployment, placement.processes))
+        patches.append(patch(group, name, deployment, placement.processes))
     write_kustomization(
         folder,
         [path_up_to(folder, "worker")],
@@ -492,7 +510,7 @@ def _write_worker(
     )
 
 
-def worker_settings(model: Model, deployment: Deployment) -> dict[str, str]:
+def worker_settings(group: WorkerGroup, deployment: Deployment) -> dict[str, str]:
     """The environment of a worker, except what depends on its node."""
     settings = {
         "HF_HOME": f"{CACHE_DIR}/hub",
@@ -501,7 +519,7 @@ def worker_settings(model: Model, deployment: Deployment) -> dict[str, str]:
         "PENSTOCK_DATASET": deployment.dataset,
         "PENSTOCK_HEALTH_HOST": "0.0.0.0",
         "PENSTOCK_HEALTH_PORT": str(HEALTH_PORT),
-        "PENSTOCK_MODEL": model.name,
+        "PENSTOCK_MODEL": ",".join(model.name for model in group.models),
         "PENSTOCK_MODELS_DIR": f"{CACHE_DIR}/models",
         "PENSTOCK_MODELS_FILE": MODELS_FILE,
         "PENSTOCK_OBJECTS_URL": deployment.objects_url,
@@ -517,18 +535,19 @@ def worker_settings(model: Model, deployment: Deployment) -> dict[str, str]:
     return settings | (identity_settings(deployment.project) if deployment.audience else {})
 
 
-def _sized_volumes(model: Model, placement: Placement) -> Iterator[dict[str, Any]]:
+def _sized_volumes(group: WorkerGroup, placement: Placement) -> Iterator[dict[str, Any]]:
     """Yields the volumes of a worker that have another size than in infra/kubernetes/worker."""
     if placement.cache_gib is not None:
         yield {"name": "cache", "emptyDir": {"sizeLimit": f"{placement.cache_gib}Gi"}}
-    if model.definition.has_interface:  # each process of a class writes to /tmp within a bound
-        process_mib = -(-model.resources.disk_bytes // 2**20)
+    classes = [model for model in group.models if model.definition.has_interface]
+    if classes:  # each process of a class writes to /tmp within a bound
+        process_mib = sum(-(-model.resources.disk_bytes // 2**20) for model in classes)
         tmp_mib = TMP_MIB + process_mib * placement.processes
         yield {"name": "tmp", "emptyDir": {"sizeLimit": f"{tmp_mib}Mi"}}
 
 
 def _worker_patch(
-    model: Model, placement: Placement, weights: Weights, deployment: Deployment
+    group: WorkerGroup, placement: Placement, weights: Weights, deployment: Deployment
 ) -> dict[str, Any]:
     resources = placement.resources
     if weights.has_sidecar:
@@ -536,7 +555,7 @@ def _worker_patch(
     container: dict[str, Any] = {"name": "worker", "resources": resources}
     if weights.mounts:
         container["volumeMounts"] = list(weights.mounts)
-    volumes = [*weights.volumes, *_sized_volumes(model, placement)]
+    volumes = [*weights.volumes, *_sized_volumes(group, placement)]
     pod: dict[str, Any] = {
         "terminationGracePeriodSeconds": placement.grace_s,
         "containers": [container],
@@ -551,7 +570,7 @@ def _worker_patch(
         pod["volumes"] = volumes
     if deployment.is_outside:
         # With an autoscaler, each apply would take its count back.
-        count = {} if deployment.is_scaled else {"replicas": max(1, model.replicas.min)}
+        count = {} if deployment.is_scaled else {"replicas": max(1, group.replicas.min)}
         return deployment_patch("worker", pod, **count)
     patch = deployment_patch("worker", pod)
     if weights.annotations:

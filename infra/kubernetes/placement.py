@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from infra.kubernetes.deployment import Deployment, GpuType, gpu_class, zones_with
 from infra.kubernetes.kustomization import dump_yaml
-from shared.catalog import Model
+from shared.catalog import Model, WorkerGroup
 from shared.catalog_entry import Gpu
+from shared.errors import ConfigurationError
 
 SHARED_MEMORY = 0.92
 """The share of GPU memory for torch. Each process also has a CUDA context.
@@ -67,27 +68,33 @@ class Placement:
         return int(asked.removesuffix("Mi"))
 
 
-def processes_of(model: Model) -> int:
-    """Model processes of one of its workers, which compute at the same time.
+def processes_of(models: Sequence[Model]) -> int:
+    """Model processes of a worker that serves these models, which compute at the same time.
 
-    One for each CPU, or one for all of them if the weights are shared. One on a GPU.
+    One for each CPU, or one for all of them if weights are shared. One on a GPU.
     """
-    has_one = model.gpu.type != "none" or model.definition.shares_weights
+    has_one = models[0].gpu.type != "none" or any(one.definition.shares_weights for one in models)
     return 1 if has_one else int(CPU_ONLY["cpu"])
 
 
-def place(model: Model, deployment: Deployment, gpu_types: dict[str, GpuType]) -> Placement:
-    """The placement of one model's workers."""
-    may_be_spot = deployment.spot and model.gpu.type != "none" and is_standard(model.gpu)
+def place(group: WorkerGroup, deployment: Deployment, gpu_types: dict[str, GpuType]) -> Placement:
+    """The placement of the workers of one model, or of several.
+
+    Raises:
+        ConfigurationError: the memory of the GPU is too small for all models.
+    """
+    check_gpu_memory(group, gpu_types)
+    gpu = group.gpu
+    may_be_spot = deployment.spot and gpu.type != "none" and is_standard(gpu)
     drain_s, margin_s = (SPOT_DRAIN_S, SPOT_MARGIN_S) if may_be_spot else (DRAIN_S, KILL_MARGIN_S)
     settings = {
         "PENSTOCK_DRAIN_S": str(drain_s),
-        "PENSTOCK_MEMORY_FRACTION": f"{memory_fraction(model.gpu):g}",
+        "PENSTOCK_MEMORY_FRACTION": f"{memory_fraction(gpu):g}",
     }
     grace_s = PAUSE_S + drain_s + margin_s
-    if model.gpu.type == "none":
+    if gpu.type == "none":
         # A container sees the cores of the whole node: what it may use is said.
-        processes = processes_of(model)
+        processes = processes_of(group.models)
         settings |= {
             "PENSTOCK_DEVICE": "cpu",
             "PENSTOCK_PROCESSES": str(processes),
@@ -97,21 +104,21 @@ def place(model: Model, deployment: Deployment, gpu_types: dict[str, GpuType]) -
     settings |= {"PENSTOCK_DEVICE": "cuda", "PENSTOCK_PROCESSES": "1"}
     if not may_be_spot and not deployment.is_outside:
         settings["PENSTOCK_SPOT"] = "false"  # otherwise a pod can't know
-    resources = _resources(share_of(model.gpu, gpu_types), gpu=gpu_types[model.gpu.type])
+    resources = _resources(share_of(gpu, gpu_types), gpu=gpu_types[gpu.type])
     if deployment.is_outside:
-        chosen = {PLUGIN_CONFIG: shared_by(model.gpu)} if deployment.time_slicing else {}
+        chosen = {PLUGIN_CONFIG: shared_by(gpu)} if deployment.time_slicing else {}
         return Placement(("gpu-outside",), chosen, (), resources, settings, grace_s)
-    packed = ("packed",) if model.gpu.share > 1 else ()
+    packed = ("packed",) if gpu.share > 1 else ()
     if deployment.compute_classes:
-        chosen = {"cloud.google.com/compute-class": f"workers-{gpu_class(model.gpu)}"}
+        chosen = {"cloud.google.com/compute-class": f"workers-{gpu_class(gpu)}"}
         return Placement(("compute-class", *packed), chosen, (), resources, settings, grace_s)
     components: tuple[str, ...] = ("gpu", *packed)
-    chosen = {"penstock.dev/gpu": gpu_class(model.gpu)}
-    if model.gpu.share > 1:
+    chosen = {"penstock.dev/gpu": gpu_class(gpu)}
+    if gpu.share > 1:
         components += ("time-shared",)
-        chosen["cloud.google.com/gke-max-shared-clients-per-gpu"] = str(model.gpu.share)
-    overflow = deployment.overflow if is_standard(model.gpu) else None
-    types = dict.fromkeys(type_ for type_ in (model.gpu.type, overflow) if type_)
+        chosen["cloud.google.com/gke-max-shared-clients-per-gpu"] = str(gpu.share)
+    overflow = deployment.overflow if is_standard(gpu) else None
+    types = dict.fromkeys(type_ for type_ in (gpu.type, overflow) if type_)
     accelerators = tuple(gpu_types[type_].accelerator for type_ in types)
     return Placement(components, chosen, accelerators, resources, settings, grace_s)
 
@@ -145,6 +152,44 @@ def memory_fraction(gpu: Gpu) -> float:
     Time-sharing does not divide memory.
     """
     return 1.0 if gpu.share == 1 else int(SHARED_MEMORY / gpu.share * 1000) / 1000
+
+
+GIB = 2**30
+
+
+def gpu_memory_bytes(gpu: Gpu, gpu_types: dict[str, GpuType]) -> int:
+    """What the models of one worker may take of a GPU's memory, without that of CUDA contexts."""
+    part = min(SHARED_MEMORY, memory_fraction(gpu))
+    return int(gpu_types[gpu.type].gpu_memory_gib * GIB * part)
+
+
+def check_gpu_memory(group: WorkerGroup, gpu_types: dict[str, GpuType]) -> None:
+    """Checks that all models that share a worker fit into the memory of its GPU at once.
+
+    Raises:
+        ConfigurationError: they do not, or what one of them takes is not said.
+    """
+    if not group.is_shared or group.gpu.type == "none":
+        return
+    for model in group.models:
+        if model.resources.gpu_memory_bytes is None:
+            field = f"{model.name}.resources.gpu_memory_bytes"
+            raise ConfigurationError(
+                f"{field}: missing: what its weights and its largest batch take of a GPU's memory; "
+                f"the workers {group.name!r} hold all their models at once",
+                field=field,
+            )
+    taken = {one.name: one.resources.gpu_memory_bytes or 0 for one in group.models}
+    has = gpu_memory_bytes(group.gpu, gpu_types)
+    if sum(taken.values()) > has:
+        each = ", ".join(f"{name} {size / GIB:.2f}" for name, size in taken.items())
+        raise ConfigurationError(
+            f"workers.{group.name}: its models take {sum(taken.values()) / GIB:.2f} GiB of a GPU's "
+            f"memory ({each}), and a worker has {has / GIB:.2f} GiB of a {group.gpu.type} "
+            f"(gpu.share: {group.gpu.share}); take fewer models, a smaller gpu.share or a larger "
+            "gpu.type",
+            field=f"workers.{group.name}",
+        )
 
 
 def share_of(gpu: Gpu, gpu_types: dict[str, GpuType]) -> dict[str, str]:

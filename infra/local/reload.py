@@ -48,6 +48,7 @@ class Reloader:
 
     Args:
         classes: the local classes of the catalog.
+        workers: the names of the processes that serve them, by the names of their models.
         processes: of the stack, by their names.
         supervisor: of these processes.
         report: gets a word and facts about each reload.
@@ -57,13 +58,15 @@ class Reloader:
     def __init__(
         self,
         classes: Iterable[LocalClass],
+        workers: Mapping[str, str],
         processes: Mapping[str, Process],
         supervisor: Supervisor,
         report: Callable[[str, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._watched = [
-            _WatchedClass(one, processes, supervisor, report, clock) for one in classes
+            _WatchedClass(one, workers[one.model], processes, supervisor, report, clock)
+            for one in classes
         ]
         self._clock = clock
         self._next_s = 0.0
@@ -87,12 +90,14 @@ class _WatchedClass:
     def __init__(
         self,
         one: LocalClass,
+        worker: str,
         processes: Mapping[str, Process],
         supervisor: Supervisor,
         report: Callable[[str, str], None],
         clock: Callable[[], float],
     ) -> None:
         self._class = one
+        self._worker = worker
         self._processes = processes
         self._supervisor = supervisor
         self._report = report
@@ -128,7 +133,7 @@ class _WatchedClass:
             self._report("note", f"{self._class.model}: {note.removeprefix('note: ')}")
         if self._changed_s is None:  # else they have changed again
             self._report("reload", f"{self._class.model}: its sources have changed")
-            self._supervisor.restart(f"worker-{self._class.model}", self._on_started)
+            self._supervisor.restart(self._worker, self._on_started)
 
     def _on_started(self) -> None:
         for name in READERS:

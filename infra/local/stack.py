@@ -136,8 +136,6 @@ class Stack:
         keep_messages: whether Pub/Sub keeps what it holds in the state's folder, over restarts and
             crashes. RabbitMQ always does.
         broker: `rabbitmq` starts a RabbitMQ instead of the embedded Pub/Sub.
-        shares_class_worker: whether one worker serves all models of one's own (decision 6), and not
-            one each: for many that get few requests.
         say: gets each line of progress.
 
     Raises:
@@ -153,7 +151,6 @@ class Stack:
         settings: Mapping[str, str] | None = None,
         keep_messages: bool = False,
         broker: Broker = "pubsub",
-        shares_class_worker: bool = False,
         say: Callable[[str], None] = print,
     ) -> None:
         self.state_dir = state_dir.resolve()
@@ -162,6 +159,8 @@ class Stack:
         self.processes: dict[str, Process] = {}
         """The processes by name: redis, pubsub or rabbitmq, bigquery, worker-<model>, api,
         batches, functions, row-archive."""
+        self.workers: dict[str, str] = {}
+        """The names of the processes that serve the models, by the models' names."""
         self._given = dict(settings or {})
         self.broker: Broker = broker
         self._make = StackProcesses(
@@ -171,7 +170,6 @@ class Stack:
             keep_messages=keep_messages,
             has_rabbitmq="rabbitmq" in self._own_servers(),
         )
-        self._shares_class_worker = shares_class_worker
         self._say = say
         self._began_s = 0.0
         self._undo = ExitStack()
@@ -223,7 +221,7 @@ class Stack:
             undo.callback(self.report, "stopped", "")
             settings = self.settings
             catalog = read_catalog(settings.models_file)
-            self._check_ports(len(self._served_together(catalog)))
+            self._check_ports(len(catalog.worker_groups))
             makers = self._start_makers(undo, catalog)
             self._start_servers(undo)
             provision_broker(settings, catalog, self.functions_url)
@@ -324,8 +322,8 @@ class Stack:
         and waits until nothing else starts.
         """
         workers = {
-            models[0].name: self._make.worker(models, port, self._sockets)
-            for models, port in zip(self._served_together(catalog), self.ports.health, strict=False)
+            group.name: self._make.worker(group, port, self._sockets)
+            for group, port in zip(catalog.worker_groups, self.ports.health, strict=False)
         }
         for worker in workers.values():
             undo.callback(worker.stop)
@@ -334,8 +332,18 @@ class Stack:
         for worker in workers.values():
             undo.callback(worker.ask_to_stop)
         self.processes |= {worker.name: worker for worker in workers.values()}
-        for name in workers.keys() - makers.keys():
-            workers[name].start()
+        self.workers |= {
+            model.name: workers[group.name].name
+            for group in catalog.worker_groups
+            for model in group.models
+        }
+        waiting = {
+            group.name: {model.name for model in group.models} & makers.keys()
+            for group in catalog.worker_groups
+        }
+        for name, missing in waiting.items():
+            if not missing:
+                workers[name].start()
         signing = {
             name: value
             for name, value in kept_secrets(self.state_dir).items()
@@ -349,8 +357,11 @@ class Stack:
             self._start(undo, self._make.functions(self._sockets | signing))
         if self.settings.rows_url:
             self._start(undo, self._make.row_archive())
-        for name in await_graphs(makers, self.report):
-            workers[name].start()
+        for made in await_graphs(makers, self.report):
+            for name, missing in waiting.items():
+                if missing == {made}:
+                    workers[name].start()
+                missing.discard(made)
         self._await_pipeline(list(workers.values()))
 
     def _await_pipeline(self, workers: Sequence[Process]) -> None:
@@ -369,14 +380,6 @@ class Stack:
         if self.settings.rows_url:
             archive = partial(answers, self.ports.row_archive, "/metrics")
             self._await("row-archive", archive, SERVER_LIMIT_S, self.settings.rows_url)
-
-    def _served_together(self, catalog: Catalog) -> list[list[Model]]:
-        """The models of each worker."""
-        classes = [model for model in catalog.deployed if model.definition.has_interface]
-        if not self._shares_class_worker or not classes:
-            return [[model] for model in catalog.deployed]
-        others = [[model] for model in catalog.deployed if model not in classes]
-        return [*others, classes]
 
     def _start(self, undo: ExitStack, process: Process) -> None:
         self.processes[process.name] = undo.enter_context(process)

@@ -15,7 +15,7 @@ from pathlib import Path
 from infra.local.ports import Ports
 from infra.local.process import Process, free_port
 from infra.local.redis_server import RedisServer
-from shared.catalog import Model
+from shared.catalog import WorkerGroup
 from shared.errors import ConfigurationError
 from shared.settings import environment_with
 
@@ -241,18 +241,18 @@ class StackProcesses:
             "batches", ["api.batch_runner"], {**settings, "PENSTOCK_METRICS_PORT": "0"}
         )
 
-    def worker(self, models: Sequence[Model], port: int, settings: Mapping[str, str]) -> Process:
+    def worker(self, group: WorkerGroup, port: int, settings: Mapping[str, str]) -> Process:
         """A worker that may use all cores, like the others: the OS assigns them by load.
 
         Args:
-            models: that it serves. It has the name of the first.
+            group: the models that it serves, and its name.
             port: port of its health checks.
             settings: above those that every process has.
         """
-        names = ",".join(model.name for model in models)
+        names = ",".join(model.name for model in group.models)
         own = {"PENSTOCK_MODEL": names, "PENSTOCK_HEALTH_PORT": str(port)}
         return self.module(
-            f"worker-{models[0].name}",
+            f"worker-{group.name}",
             ["workers"],
             own | dict(settings),
             stop_limit_s=WORKER_STOP_LIMIT_S,

@@ -138,7 +138,9 @@ def stay_up(
     with served_stack(state_dir, ports, settings, _say, broker) as stack:
         print(_usage(stack), flush=True)
         supervisor = Supervisor(stack.parts, stack.report)
-        reloader = Reloader(local_classes(models_file), stack.processes, supervisor, stack.report)
+        reloader = Reloader(
+            local_classes(models_file), stack.workers, stack.processes, supervisor, stack.report
+        )
         try:
             while not (failure := supervisor.look()):
                 reloader.look()

@@ -254,13 +254,13 @@ def prometheus_config(catalog: Catalog, ports: Ports, rules_file: str) -> dict[s
     """The configuration of Prometheus for `penstock up`.
 
     Args:
-        catalog: the models. Each has one worker, whose series get the `worker` label.
+        catalog: the models. Series of their workers get the `worker` label.
         ports: ports of the stack.
         rules_file: the path of the rules, from the configuration.
     """
     workers = [
-        {"targets": [f"127.0.0.1:{port}"], "labels": {"worker": slug(model.name)}}
-        for model, port in zip(catalog.models, ports.health, strict=False)
+        {"targets": [f"127.0.0.1:{port}"], "labels": {"worker": slug(group.name)}}
+        for group, port in zip(catalog.worker_groups, ports.health, strict=False)
     ]
     return {
         "global": {"scrape_interval": INTERVAL, "evaluation_interval": "30s"},

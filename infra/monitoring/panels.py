@@ -55,13 +55,12 @@ class Terms:
 REPLICAS = "count by (worker) (penstock_worker_items_waiting)"
 _FROM_CACHE = f'penstock_api_items_total{{cache=~"{"|".join(sorted(SHARED))}",status="succeeded"}}'
 _ITEM_S = (
-    "(sum by (worker) (rate(penstock_worker_inference_seconds_sum[1h]))"
-    " - sum by (worker) (rate(penstock_worker_spare_seconds_total[1h])))"
-    " / (sum by (worker) (rate(penstock_worker_batch_items_sum[1h])) > 0)"
+    "(sum by (worker, model) (rate(penstock_worker_inference_seconds_sum[1h]))"
+    " - sum by (worker, model) (rate(penstock_worker_spare_seconds_total[1h])))"
+    " / (sum by (worker, model) (rate(penstock_worker_batch_items_sum[1h])) > 0)"
 )
-_WORKER_OF_MODEL = "(count by (worker, model) (penstock_worker_wait_seconds_count) > bool 0)"
 SAVED_WORKERS = (
-    f"sum by (worker) ({_WORKER_OF_MODEL} * on (worker) group_left () ({_ITEM_S})"
+    f"sum by (worker) (({_ITEM_S})"
     f" * on (model) group_left () sum by (model) (rate({_FROM_CACHE}[5m])))"
 )
 """PromQL: seconds of workers per second that results from the cache would have taken."""

@@ -11,7 +11,8 @@ from aiormq import Channel
 
 from shared.backoff import backoff
 from shared.errors import BadInput, Unavailable
-from shared.rabbitmq.connection import BROKEN, BrokerConnection, broker_url, translate
+from shared.rabbitmq.broker_url import broker_url
+from shared.rabbitmq.connection import BROKEN, BrokerConnection, translate
 from shared.rabbitmq.topology import (
     binding_key,
     delay_queue,

@@ -27,13 +27,8 @@ from aiormq.abc import DeliveredMessage
 
 from shared.backoff import backoff
 from shared.errors import BadInput, InputTooLarge, Overloaded, PenstockError, Unavailable
-from shared.rabbitmq.connection import (
-    BROKEN,
-    MAX_PAUSE_S,
-    BrokerConnection,
-    broker_url,
-    translate,
-)
+from shared.rabbitmq.broker_url import broker_url
+from shared.rabbitmq.connection import BROKEN, MAX_PAUSE_S, BrokerConnection, translate
 from shared.rabbitmq.properties import check_topic, properties_of, returned_properties
 from shared.rabbitmq.subscriber import DelayedReturn, QueueSubscription
 from shared.rabbitmq.topology import (

@@ -1,14 +1,10 @@
-"""A connection to RabbitMQ that opens again when it is next used, and the translation of errors.
-
-It also parses the setting that names a RabbitMQ.
-"""
+"""A connection to RabbitMQ that opens again when it is next used, and the translation of errors."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
 from typing import cast
-from urllib.parse import urlsplit
 
 import aiormq
 from aiormq import Channel, Connection
@@ -17,31 +13,6 @@ from yarl import URL
 from shared.backoff import backoff
 from shared.errors import BadInput, ConfigurationError, PenstockError, Unavailable
 from shared.rabbitmq.waits import ANSWER_LIMIT_S, CLOSE_LIMIT_S, only_own_cancellation
-
-SCHEMES = {"rabbitmq": "amqp", "rabbitmqs": "amqps", "amqp": "amqp", "amqps": "amqps"}
-
-
-def broker_url(broker: str) -> URL:
-    """The AMQP URL of a broker setting.
-
-    Args:
-        broker: `rabbitmq://USER:PASSWORD@HOST:PORT/VHOST`, or `rabbitmqs://` for TLS. `amqp://` and
-            `amqps://` are taken too.
-
-    Raises:
-        ConfigurationError: it is not such a URL.
-    """
-    try:
-        parts = urlsplit(broker)
-        scheme, _ = SCHEMES[parts.scheme], parts.port
-    except (KeyError, ValueError):
-        raise ConfigurationError(
-            "the broker is not a URL rabbitmq://USER:PASSWORD@HOST:PORT/VHOST", field="broker"
-        ) from None
-    if not parts.hostname:
-        raise ConfigurationError("the URL of the broker has no host", field="broker")
-    return URL(broker).with_scheme(scheme)
-
 
 CONNECT_LIMIT_S = 5.0
 MAX_PAUSE_S = 2.0

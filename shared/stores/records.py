@@ -517,7 +517,7 @@ class Records(RedisStore):
             await self._commands.run_script(HAND_OVER, [self._key(record)])
 
     async def progress(self, record: str, step: int, steps: int) -> bool:
-        """Notes how far the job is. Returns whether somebody wants previews of it."""
+        """Notes how far the job is, unless `steps` is 0. Returns whether previews are wanted."""
         watched, _ = self.previews.keys_of(record)
         with contextlib.suppress(Unavailable):
             keys = [self._key(record), watched]

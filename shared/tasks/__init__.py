@@ -16,7 +16,7 @@ from shared.tasks.embedding import (
     TextToTokenize,
     TokensInput,
 )
-from shared.tasks.image import IMAGE, ImageInput, ImageResult
+from shared.tasks.image import IMAGE, ImageInput, ImageResult, ImagesResult
 from shared.tasks.similarity import SIMILARITY, SimilarityInput, SimilarityResult
 from shared.tasks.text import (
     TEXT,
@@ -40,6 +40,7 @@ Result = (
     EmbeddingResult
     | TextTokens
     | ImageResult
+    | ImagesResult
     | SimilarityResult
     | GenerationResult
     | TokenCount

@@ -51,6 +51,9 @@ class ImageInput(TaskInput, tag="image"):
 
     `mask`: a gray image of the size to draw. Only where it is not black, `image` is drawn anew.
     `control`: a ControlNet that guides the drawing.
+    `clip_skip`: how many of the last layers of CLIP do not read `prompt`. `guidance_rescale`: how
+    much of the contrast that guidance adds is taken back, from 0 to 1
+    (https://arxiv.org/abs/2305.08891).
     """
 
     prompt: str
@@ -64,6 +67,8 @@ class ImageInput(TaskInput, tag="image"):
     image: Blob | None = None
     strength: float | None = None
     mask: Blob | None = None
+    clip_skip: int | None = None
+    guidance_rescale: float = 0.0
     control: ControlInput | None = None
 
     @property
@@ -90,7 +95,11 @@ class ImageInput(TaskInput, tag="image"):
         """Every parameter. 7 and 7.0 are one guidance scale. Pictures count by digest."""
         size = (self.width, self.height, self.steps)
         guidance = float(self.guidance_scale)
-        drawn = (guidance, self.seed, self.scheduler, self.prompt, self.negative_prompt)
+        drawn: tuple[object, ...] = (guidance, self.seed, self.scheduler)
+        drawn += (self.prompt, self.negative_prompt)
+        # Only if they are given, so that the keys of others stay as they are.
+        if self.clip_skip or self.guidance_rescale:
+            drawn += (self.clip_skip or 0, float(self.guidance_rescale))
         controlled = () if self.control is None else (self.control.cache_form(),)
         if self.image is None:
             return ("image", size, drawn, *controlled)
@@ -135,6 +144,42 @@ class ImageResult(TaskResult, tag="image"):
         """Tokens that the prompts lost. All images of a request have the same prompts."""
         counts = [one.truncated_tokens for one in results if isinstance(one, ImageResult)]
         return max((count for count in counts if count is not None), default=None)
+
+
+class ImagesResult(TaskResult, tag="images"):
+    """The images of a request with steps after each image (shared/after_image.py), in its order."""
+
+    images: list[ImageResult | None]
+    """None: it is withheld."""
+
+    @property
+    def delivered(self) -> list[ImageResult]:
+        """Those that the caller gets."""
+        return [image for image in self.images if image is not None]
+
+    @property
+    def withheld(self) -> int:
+        """How many are not."""
+        return self.images.count(None)
+
+    @property
+    def blobs(self) -> Sequence[Blob]:
+        """Those of all images."""
+        return [image.image for image in self.delivered]
+
+    def with_blobs(self, blobs: Sequence[Blob]) -> Self:
+        """The same images in other places."""
+        left = iter(blobs)
+        images = [image and image.with_blobs([next(left)]) for image in self.images]
+        return msgspec.structs.replace(self, images=images)
+
+    def to_output(self, media_type: str, link_to: LinkTo) -> list[str]:
+        """The URIs of those that are delivered."""
+        return [image.to_output(media_type, link_to) for image in self.delivered]
+
+    def step_value(self) -> list[Blob]:
+        """Those that are delivered."""
+        return list(self.blobs)
 
 
 MAX_PROMPT_CHARS = 32_000
@@ -199,7 +244,12 @@ class ImageTask(Task):
         return StepSchema(fields, {"type": "string", "format": FILE_FORMAT})
 
     def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
-        """A prompt."""
+        """A prompt. Or `drawing`: a whole image of a request, as `drawing_of` gives it."""
+        if "drawing" in values:
+            drawing = msgspec.convert(values["drawing"], ImageInput)
+            return StepInput(
+                msgspec.structs.replace(drawing, seed=values["seed"]), values["is_repeatable"]
+            )
         limits, prompt = entry.image, values.get("prompt")
         if not isinstance(prompt, str) or not 0 < len(prompt) <= MAX_PROMPT_CHARS:
             raise BadInput(

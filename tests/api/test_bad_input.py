@@ -91,6 +91,8 @@ async def test_embeddings(api: ApiUnderTest, body: object, param: str | None, re
             "at most 100 are allowed",
         ),
         ({"prompt": "a", "scheduler": "magic"}, "scheduler", "'magic' is not a scheduler; known: "),
+        ({"prompt": "a", "clip_skip": -1}, "clip_skip", "greater than or equal to 0"),
+        ({"prompt": "a", "guidance_rescale": 1.1}, "guidance_rescale", "less than or equal to 1"),
         ({"prompt": "a", "guidance_scale": -0.5}, "guidance_scale", "greater than or equal to 0"),
         ({"prompt": "a", "seed": -1}, "seed", "greater than or equal to 0"),
         ({"prompt": "a", "size": "64"}, "size", "match pattern"),

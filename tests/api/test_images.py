@@ -4,6 +4,7 @@ import base64
 import io
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -56,6 +57,8 @@ async def test_every_parameter_reaches_the_model(api: ApiUnderTest) -> None:
         "guidance_scale": 3,
         "negative_prompt": "dogs",
         "scheduler": "euler_a",
+        "clip_skip": 1,
+        "guidance_rescale": 0.7,
     }
     await api.openai().images.generate(
         prompt="a cat",
@@ -69,7 +72,28 @@ async def test_every_parameter_reaches_the_model(api: ApiUnderTest) -> None:
         stream=False,
         extra_body=extra,
     )
-    assert drawn(api) == [ImageInput("a cat", 72, 128, 7, 3.0, 5, "euler_a", "dogs")]
+    usual = ImageInput("a cat", 72, 128, 7, 3.0, 5, "euler_a", "dogs")
+    assert drawn(api) == [msgspec.structs.replace(usual, clip_skip=1, guidance_rescale=0.7)]
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("K_EULER_ANCESTRAL", "euler_a"),
+        ("KarrasDPM", "dpmpp_2m_karras"),
+        ("DPMSolverMultistepScheduler", "dpmpp_2m"),
+        ("EulerDiscreteScheduler", "euler"),
+    ],
+)
+async def test_names_of_replicate_and_diffusers_stand_for_the_short_ones(
+    api: ApiUnderTest, name: str, short: str
+) -> None:
+    for scheduler in (name, short):
+        await api.openai().images.generate(
+            prompt="a cat", extra_body={"scheduler": scheduler, "seed": 1}
+        )
+    # The second comes from the cache.
+    assert [given.scheduler for given in drawn(api)] == [short]
 
 
 async def test_n_images_count_up_from_the_seed_one_job_each(api: ApiUnderTest) -> None:

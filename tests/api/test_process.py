@@ -181,14 +181,36 @@ async def test_wrong_setting_is_told_in_one_line(tmp_path: Path) -> None:
     )
 
 
-async def test_neither_model_library_nor_decoder_is_imported() -> None:
-    code = (
-        "import api.__main__, sys;"
-        "print(sorted({name.partition('.')[0] for name in sys.modules}"
-        " & {'torch', 'transformers', 'diffusers', 'tokenizers', 'sentence_transformers', 'PIL'}))"
-    )
+async def test_neither_model_library_nor_decoder_nor_http_client_is_imported() -> None:
+    unwanted = {"torch", "transformers", "diffusers", "tokenizers", "sentence_transformers", "PIL"}
+    assert not await _imported("import api.__main__") & (unwanted | {"aiohttp"})
+
+
+@pytest.mark.parametrize(
+    ("broker", "client", "other"),
+    [("", "grpc", "aiormq"), ("rabbitmq://guest:guest@127.0.0.1", "aiormq", "grpc")],
+)
+async def test_only_the_client_of_its_own_broker_is_imported(
+    broker: str, client: str, other: str
+) -> None:
+    code = f"""
+from shared.brokers import admin_of, transport_of
+from shared.settings import ApiSettings
+
+settings = ApiSettings(broker={broker!r})
+transport_of(settings), admin_of(settings)
+"""
+    loaded = await _imported(code)
+    assert client in loaded
+    assert other not in loaded
+
+
+async def _imported(code: str) -> set[str]:
+    """The packages that are loaded once a new process has run `code`."""
+    code += "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, cwd=ROOT, stdout=asyncio.subprocess.PIPE
     )
     output, _ = await asyncio.wait_for(process.communicate(), START_LIMIT_S)
-    assert output.decode().strip() == "[]"
+    assert process.returncode == 0
+    return set(output.decode().split())

@@ -84,9 +84,7 @@ def _service(given: argparse.Namespace, *, has_classes: bool) -> Iterator[Servic
         entries += write_audio_classes(folder / "audio-classes") if has_classes else []
         settings = {"PENSTOCK_KEYS_URL": keys_url(folder, clients="clients")}
         settings |= _catalog_settings(folder, entries)
-        stack = opened.enter_context(
-            Stack(folder, ports=Ports.free(), settings=settings, shares_class_worker=True)
-        )
+        stack = opened.enter_context(Stack(folder, ports=Ports.free(), settings=settings))
         yield Service(
             stack.api_url,
             key_for("clients"),
@@ -109,6 +107,9 @@ def _catalog_settings(folder: Path, classes: list[dict[str, Any]]) -> dict[str, 
     if _has_text():
         catalog["models"].append(TEXT_ENTRY)
     catalog["models"] += classes
+    if classes:
+        names = [entry["name"] for entry in classes]
+        catalog["workers"] = [{"name": "classes", "models": names}]
     for model in catalog["models"]:
         model["deadline"] = DEADLINE
     path = folder / "models.yaml"

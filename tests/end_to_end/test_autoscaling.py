@@ -67,7 +67,7 @@ def scrapes(stack: Stack) -> Scrapes:
 
 def queries(model: str) -> TriggerQueries:
     source = own_prometheus(LABELS, has_rabbitmq=True)
-    return TriggerQueries(CATALOG.find(model), slug(model), source, 1)
+    return TriggerQueries([CATALOG.find(model)], slug(model), source, 1)
 
 
 def test_work_that_was_asked_for_is_seen(

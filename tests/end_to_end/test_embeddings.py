@@ -7,6 +7,7 @@ import base64
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import numpy as np
 import openai
@@ -107,6 +108,30 @@ def _tokenizer() -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def test_windows_of_a_long_text_equal_the_reference(
+    client: openai.OpenAI, reference: Embed, rows: Rows, text: str
+) -> None:
+    """`python -m bench long_texts` does the same with 300 pages."""
+    long = f"{text} {topics['formatstrings'][:8000]}"
+    answer = client.embeddings.with_raw_response.create(
+        model=EMBEDDER, input=long, extra_body={"chunk": {"overlap": 20}}
+    )
+    reply = answer.parse()
+    windows = [item.window for item in reply.data]  # type: ignore[attr-defined]
+    assert len(windows) > 5
+    parts = [long[one["start"] : one["end"]] for one in windows]
+    assert_near(vectors(reply), [reference(part) for part in parts])
+    tokens = [len(_tokenizer().encode(part).ids) for part in parts]
+    assert [one["tokens"] for one in windows] == tokens
+    found = rows.of([answer.headers["x-request-id"]], len(windows))
+    assert sorted(row["tokens"] for row in found) == sorted(tokens)
+    assert reply.usage.total_tokens == sum(tokens)
+    price = read_catalog(Path("models.yaml")).find(EMBEDDER).price.per_million_tokens_usd
+    cost_usd = float(answer.headers["x-penstock-cost-usd"])
+    assert cost_usd == pytest.approx(sum(tokens) * price / 1e6)
+    assert cost_usd == pytest.approx(sum(float(row["cost_usd"]) for row in found))
 
 
 def test_dimensions_are_cut_and_scaled(client: openai.OpenAI, reference: Embed, text: str) -> None:

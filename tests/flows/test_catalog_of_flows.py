@@ -13,6 +13,7 @@ from shared.catalog import Catalog, flow_of, read_catalog
 from shared.catalog_entry import FlowEntry
 from shared.errors import BadInput, ConfigurationError
 from shared.flow_plan import MISSING, Condition, Reference, parse_condition
+from tests.api.harness import CATALOG
 from tests.flows.models import CHECK, JOIN, SPLIT, class_entry
 
 WORDS = {"id": "words", "model": SPLIT.name, "input": {"text": "$input.text"}}
@@ -191,6 +192,20 @@ SHIPPED = (
         },
         {"type": "array", "items": {"type": "object"}},
     ),
+    class_entry("transcribe", {"file": FILE}, {"type": "array", "items": {"type": "object"}}),
+    class_entry(
+        "transcript-text",
+        {"segments": {"type": "array", "items": {"type": "object"}}},
+        {"type": "string"},
+    ),
+    class_entry(
+        "speech",
+        {
+            "input": {"type": "string", "minLength": 1, "maxLength": 4096},
+            "response_format": {"type": "string", "enum": ["mp3", "opus", "flac", "wav", "pcm"]},
+        },
+        {"type": "array", "items": FILE},
+    ),
     class_entry(
         "upscale", {"image": FILE, "scale": {"type": "number", "minimum": 1, "maximum": 4}}, FILE
     ),
@@ -199,14 +214,17 @@ SHIPPED = (
 
 
 def test_shipped_flows_fit_their_models() -> None:
-    models = (*read_catalog(ROOT / "models.yaml").models, *SHIPPED)
+    writer = CATALOG.default("text").model_copy(update={"name": "smollm2-135m"})
+    models = (*read_catalog(ROOT / "models.yaml").models, writer, *SHIPPED)
     entries = [
         FlowEntry.model_validate(entry)
         for path in sorted((ROOT / "examples/flows").glob("*.yaml"))
         for entry in yaml.safe_load(path.read_text())["flows"]
     ]
     flows = [flow_of(entry, Catalog(models)) for entry in entries]
-    assert [flow.name for flow in flows] == ["draw-checked", "ocr-pages"]
+    assert [flow.name for flow in flows] == ["draw-checked", "ocr-pages", "spoken-answer"]
     assert flows[1].api == "ocr"
     assert flows[0].interface is not None
     assert flows[0].interface.output["properties"]["is_safe"] == {"type": "boolean"}
+    assert flows[2].interface is not None
+    assert flows[2].interface.output["properties"]["speech"]["anyOf"][0]["items"] == FILE

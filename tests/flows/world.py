@@ -12,16 +12,19 @@ from typing import Any
 import httpx
 
 from api.testing import running_api
+from shared.blob import Blob
 from shared.catalog import Model
 from shared.errors import PenstockError
 from shared.in_memory_broker import InMemoryBroker
 from shared.tasks import Result
 from shared.tasks.custom import CustomResult, with_places
+from shared.tasks.image import ImageResult
 from shared.usage.row import Row
 from tests.flows.models import MODELS, Compute, catalog_of
 from tests.limits import WAIT_LIMIT_S
-from workers.models.base import OnStep, PreparedCustom, PreparedItem
+from workers.models.base import OnStep, PreparedCustom, PreparedImage, PreparedItem, Preparer
 from workers.models.custom.preparation import CustomPreparer
+from workers.models.image.preprocessing import ImagePreparer
 from workers.testing import running_worker
 
 OVER = {"succeeded", "failed", "canceled"}
@@ -57,14 +60,23 @@ class ThreadModel:
         """Computes each."""
         results: list[Result | PenstockError] = []
         for item in batch:
-            assert isinstance(item, PreparedCustom)
             try:
+                if isinstance(item, PreparedImage):
+                    results.append(self._drawn(item))
+                    continue
+                assert isinstance(item, PreparedCustom)
                 files = {str(one.at[0]): one.data for one in item.files}
                 output = self._compute.output(self._name, item.values | files)
                 results.append(CustomResult(*with_places(output)))
             except PenstockError as error:
                 results.append(error)
         return results
+
+    def _drawn(self, item: PreparedImage) -> ImageResult:
+        given = {"prompt": item.prompt, "width": item.width, "height": item.height}
+        png = self._compute.output(self._name, given | {"seed": item.seed, "source": item.source})
+        work = item.width * item.height * item.steps
+        return ImageResult(Blob("image/png", png), item.width, item.height, item.seed, work)
 
 
 @dataclass
@@ -123,6 +135,12 @@ class World:
         return self.rows
 
 
+def preparer_of(entry: Model) -> Preparer:
+    """What prepares the inputs of a model of these tests."""
+    is_image = entry.task == "image"
+    return ImagePreparer(entry.image) if is_image else CustomPreparer(entry)
+
+
 @asynccontextmanager
 async def world(
     redis_url: str,
@@ -140,7 +158,7 @@ async def world(
                 running_worker(
                     broker,
                     entry,
-                    preparer=CustomPreparer(entry),
+                    preparer=preparer_of(entry),
                     model=partial(ThreadModel, entry.name, compute),
                     redis_url=redis_url,
                     catalog=catalog,

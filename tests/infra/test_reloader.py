@@ -52,6 +52,7 @@ class World:
         )
         self.reloader = Reloader(
             [LocalClass("mine", str(folder / "mine"))],
+            {"mine": "worker-mine"},
             {"worker-mine": self.worker, "api": self.api, "batches": self.api},
             self.supervisor,
             self._report,

@@ -77,6 +77,8 @@ def test_backends_within_the_tolerance_share_results() -> None:
         {"guidance_scale": 7.6},
         {"seed": 4},
         {"scheduler": "euler"},
+        {"clip_skip": 1},
+        {"guidance_rescale": 0.5},
         {"image": PNG},
     ],
     ids=lambda change: next(iter(change)),

@@ -18,8 +18,8 @@ from pubsub_emulator import parse_filter
 from shared import topics
 from shared.errors import BadInput, ConfigurationError, Unavailable
 from shared.rabbitmq.admin import RabbitAdmin
+from shared.rabbitmq.broker_url import broker_url
 from shared.rabbitmq.client import RabbitTransport
-from shared.rabbitmq.connection import broker_url
 from shared.rabbitmq.subscriber import AckRuns
 from shared.rabbitmq.topology import binding_key, delays_between, message_keys
 from shared.topics import BATCH_FILTER, INTERACTIVE_FILTER, slot_filter

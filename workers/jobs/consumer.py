@@ -560,12 +560,16 @@ class JobConsumer:
         self.cancellation.on_unwanted()
 
     async def _look_up(self, pulled_jobs: Sequence[PulledJob]) -> dict[str, tuple[Result, Level]]:
-        """The results in the cache. Redis is not asked again right after the API asked it."""
+        """The results in the cache. Redis is not asked again right after the API asked it.
+
+        It does not ask for first steps of flows.
+        """
         in_memory, in_redis = list[str](), list[str]()
         for pulled in pulled_jobs:
             if pulled.reads_cache:
                 keys = [item.cache_key for item in pulled.items if item.cache_key is not None]
-                (in_memory if pulled.is_fresh else in_redis).extend(keys)
+                is_asked = pulled.is_fresh and not pulled.envelope.flow
+                (in_memory if is_asked else in_redis).extend(keys)
         hits = self._cache.in_memory(in_memory)
         return hits | await self._cache.get_many(in_redis) if in_redis else hits
 

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
-from PIL import Image
 
 from shared.blob import Blob
 from shared.catalog import Model
@@ -203,6 +202,8 @@ FASTEST = 0
 
 def encode_preview(preview: RgbImage) -> bytes:
     """The image as a small WebP."""
+    from PIL import Image  # few models have previews, and every worker would take 0.1 s longer
+
     encoded = io.BytesIO()
     image = Image.frombytes("RGB", (preview.width, preview.height), preview.pixels)
     image.save(encoded, "WEBP", quality=QUALITY, method=FASTEST)
@@ -222,6 +223,7 @@ class BatchResults:
         self._completion = completion
         self._records = records
         self._waits = metrics.WAIT_SECONDS.labels(model.name)
+        self._metrics = metrics.BatchMetrics(model.name)
         self._reported_s = float("-inf")
 
     def report_progress(
@@ -240,7 +242,7 @@ class BatchResults:
             return
         self._reported_s = now_s
         predictions = {
-            pulled for queued in batch for pulled, _ in queued.waiters if pulled.envelope.has_record
+            pulled for queued in batch for pulled, _ in queued.waiters if pulled.shown_in
         }
         if predictions:
             self._completion.registry.spawn(self._write(batch, predictions, watch, step, steps))
@@ -256,7 +258,7 @@ class BatchResults:
         steps: int,
     ) -> None:
         reported = await asyncio.gather(
-            *(self._records.progress(pulled.record, step, steps) for pulled in predictions)
+            *(self._note(pulled, step, steps) for pulled in predictions)
         )
         watched = {
             pulled for pulled, is_watched in zip(predictions, reported, strict=True) if is_watched
@@ -264,6 +266,14 @@ class BatchResults:
         # The process may be at its next batch by now.
         if watched and any(one is batch for one in self._queue.running):
             watch([index for index, queued in enumerate(batch) if _wait_for(queued, watched)])
+
+    async def _note(self, pulled: PulledJob, step: int, steps: int) -> bool:
+        """Notes how far a prediction is. Returns whether somebody wants previews of it.
+
+        A run of a flow counts its items, as they end.
+        """
+        noted = (step, steps) if pulled.envelope.has_record else (0, 0)
+        return await self._records.progress(pulled.shown_in, *noted)
 
     def report_items(
         self,
@@ -278,7 +288,7 @@ class BatchResults:
         reported: dict[PulledJob, tuple[int, int]] = {}
         for queued, steps in progress.items():
             for pulled, _ in queued.waiters:
-                if pulled.envelope.has_record:
+                if pulled.shown_in:
                     reported[pulled] = min(reported.get(pulled, steps), steps, key=_share_done)
         if reported:
             self._completion.registry.spawn(self._write_items(reported, progress, watch))
@@ -292,7 +302,7 @@ class BatchResults:
         watch: Callable[[Collection[QueuedItem]], None],
     ) -> None:
         answers = await asyncio.gather(
-            *(self._records.progress(pulled.record, *steps) for pulled, steps in reported.items())
+            *(self._note(pulled, *steps) for pulled, steps in reported.items())
         )
         watched = {
             pulled for pulled, is_watched in zip(reported, answers, strict=True) if is_watched
@@ -324,16 +334,16 @@ class BatchResults:
             # On a thread, because libwebp releases the interpreter for the milliseconds it takes.
             encoded = await asyncio.to_thread(encode_preview, preview)
             for pulled, item in batch[index].open_waiters():
-                if pulled.envelope.has_record:
+                if pulled.shown_in:
                     await self._records.previews.add(
-                        pulled.record, item.index, previews.step, previews.steps, encoded
+                        pulled.shown_in, item.index, previews.step, previews.steps, encoded
                     )
 
     def distribute(self, batch: list[QueuedItem], done: BatchResult) -> None:
         """Settles the items of a batch that ran."""
         self._queue.batch_ended(batch, done)
         traces = kept_traces(batch)
-        metrics.observe_batch(done, traces[0].exemplar if traces else None)
+        self._metrics.observe(done, traces[0].exemplar if traces else None)
         work: Sequence[int | None] = done.computed_work or [None] * len(batch)
         for index, (queued, outcome) in enumerate(zip(batch, done.outcomes, strict=True)):
             logs, call = done.logs.get(index), done.calls.get(index)
@@ -343,7 +353,7 @@ class BatchResults:
         """Settles an item that left the others of its batch."""
         self._queue.item_ended(queued)
         traces = kept_traces([queued])
-        metrics.observe_batch(done, traces[0].exemplar if traces else None)
+        self._metrics.observe(done, traces[0].exemplar if traces else None)
         computed = Computed(done.outcomes[0], done, traces, logs=done.logs.get(0))
         self._settle(queued, computed)
 

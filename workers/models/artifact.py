@@ -17,13 +17,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import numpy as np
 
 from shared.errors import ConfigurationError
 from workers.models.base import PreparedText
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FORMAT_VERSION = 3
 """Also increased when new artifacts are better. Artifacts of earlier versions are ignored."""
@@ -163,6 +165,8 @@ def read_calibration(artifact: Artifact) -> Calibration:
     Raises:
         ConfigurationError: the file is missing or broken.
     """
+    import numpy as np  # every worker reads manifests, and few of them texts
+
     path = artifact.folder / CALIBRATION
     try:
         with np.load(path, allow_pickle=False) as arrays:
@@ -190,6 +194,8 @@ def read_calibration(artifact: Artifact) -> Calibration:
 
 def write_calibration(folder: Path, calibration: Calibration) -> None:
     """Writes calibration.npz: `ids` (flat uint32), `lengths`, `vectors` and maybe `type_ids`."""
+    import numpy as np
+
     texts = calibration.texts
     arrays = {
         "ids": np.frombuffer(b"".join(text.ids for text in texts), "<u4"),

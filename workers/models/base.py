@@ -66,6 +66,8 @@ class PreparedImage(Prepared, tag="image", omit_defaults=True):
     strength: float | None = None
     source: bytes | None = None
     mask: bytes | None = None
+    clip_skip: int | None = None
+    guidance_rescale: float = 0.0
     control: str = ""
     control_map: bytes = b""
     control_scale: float = 1.0

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shared.catalog import Model
 from workers.models.backend import Backend, unmeasured_backend
 from workers.models.base import InferenceModel, Preparer
-from workers.models.embedding.model import EmbeddingModel, Encoder
 from workers.models.embedding.model_folder import SentenceFolder, read_sentence_folder
 from workers.tasks.base import Resources, WorkerTask
+
+if TYPE_CHECKING:
+    from workers.models.embedding.model import EmbeddingModel, Encoder
 
 
 class EmbeddingWorker(WorkerTask):
@@ -49,6 +52,8 @@ def encoder_model(entry: Model, folder: Path, resources: Resources) -> Embedding
         ConfigurationError: the folder is not a sentence encoder, or the entry needs a backend
             that is not given.
     """
+    from workers.models.embedding.model import EmbeddingModel
+
     # Read first: a wrong folder is refused before the seconds that importing torch takes.
     settings = read_sentence_folder(folder)
     backend = resources.backend or unmeasured_backend(entry)

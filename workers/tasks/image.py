@@ -22,10 +22,10 @@ class ImageWorker(WorkerTask):
         return ("tuned", "bf16", "int8") + (("compiled",) if has_gpu else ())
 
     def computes_steps(self, entry: Model, folder: Path) -> bool:
-        """Pipelines of Stable Diffusion and its XL, unless the entry says otherwise."""
-        from workers.models.image.preprocessing import can_step
+        """Pipelines of a known family, unless the entry says otherwise."""
+        from workers.models.image.families import family_in
 
-        return entry.image.join == "auto" and can_step(folder)
+        return entry.image.join == "auto" and family_in(folder) is not None
 
     def provide(self, entry: Model, folder: Path) -> None:
         """The weights of its controls."""
@@ -43,9 +43,15 @@ class ImageWorker(WorkerTask):
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:
         """Checks sizes and steps, and decodes sources."""
+        from workers.models.image.families import family_in
         from workers.models.image.preprocessing import ImagePreparer
 
-        return ImagePreparer(entry.image, is_stepped=self.computes_steps(entry, folder))
+        family = family_in(folder)
+        return ImagePreparer(
+            entry.image,
+            is_stepped=self.computes_steps(entry, folder),
+            rounds_up=family is not None and family.rounds_up,
+        )
 
     def model(self, entry: Model, folder: Path, resources: Resources) -> InferenceModel:
         """A pipeline."""

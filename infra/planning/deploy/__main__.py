@@ -117,7 +117,13 @@ def _models(plan: DeployPlan) -> str:
     measured = dict.fromkeys(
         _measured(one) for one in _workers(plan) if one.rate.item_s is not None
     )
-    return "\n".join([table(heads, rows), *measured])
+    shared = dict.fromkeys(_shared(one) for one in _workers(plan) if one.group.is_shared)
+    return "\n".join([table(heads, rows), *shared, *measured])
+
+
+def _shared(one: Workers) -> str:
+    names = ", ".join(model.name for model in one.group.models)
+    return f"  {names}: the same processes and pods, workers {one.group.name!r}"
 
 
 def _measured(one: Workers) -> str:
@@ -296,9 +302,10 @@ def plan_as_json(plan: DeployPlan) -> str:
 
 
 def _model_document(one: Workers) -> dict[str, Any]:
-    figures = {name: value for name, value in vars(one).items() if name not in ("model", "rate")}
+    others = ("group", "model", "rate")
+    figures = {name: value for name, value in vars(one).items() if name not in others}
     return (
-        {"model": one.model.name, "gpu": one.model.gpu.model_dump()}
+        {"model": one.model.name, "workers": one.group.name, "gpu": one.model.gpu.model_dump()}
         | figures
         | {"rate": one.rate.model_dump()}
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from infra.planning.deploy.platform_variables import Platform
 from infra.planning.deploy.prices import Prices
 from infra.planning.deploy.reply_costs import THROUGHPUT, billed_tib, replies_tib, reply_times
-from infra.planning.deploy.sizing import Pool, Site
+from infra.planning.deploy.sizing import Pool, Site, once
 from infra.planning.deploy.topology import redis
 from infra.planning.deploy.volumes import DAYS, HOURS, SECONDS, Volume, row_days
 from shared.catalog_entry import Replies
@@ -277,9 +277,9 @@ def _archive(
     rows = sum(one.items for one in volumes)
     writers = (
         platform.batches.instances
-        + sum(site.api_mean + sum(one.pods_mean for one in site.workers) for site in sites),
+        + sum(site.api_mean + sum(one.pods_mean for one in once(site.workers)) for site in sites),
         platform.batches.instances
-        + sum(site.api_peak + sum(one.pods_peak for one in site.workers) for site in sites),
+        + sum(site.api_peak + sum(one.pods_peak for one in once(site.workers)) for site in sites),
     )
     passes = ARCHIVE_TABLES * SECONDS / platform.rows.every_s
     # An object has what came in the linger time, and at most a batch. None is empty.

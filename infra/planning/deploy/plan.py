@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from infra.kubernetes.deployment import GpuType
-from infra.kubernetes.placement import memory_mib, processes_of
+from infra.kubernetes.placement import check_gpu_memory, memory_mib, processes_of
 from infra.planning.deploy.costs import (
     SIDECAR_CPU,
     SIDECAR_GIB,
@@ -30,6 +30,7 @@ from infra.planning.deploy.reply_costs import reply_notes
 from infra.planning.deploy.sizing import (
     Site,
     inboxes_for,
+    once,
     size_site,
     size_workers,
 )
@@ -220,7 +221,7 @@ def make_plan(
     """The plan.
 
     Args:
-        catalog: the models. Those without a rate have no more workers than replicas.min.
+        catalog: the models and their workers. Those without a rate are replicas.min.
         rates: the expected rates.
         platform: the variables of infra/terraform/platform.
         prices: prices of resources.
@@ -232,6 +233,8 @@ def make_plan(
         ConfigurationError: rates, variables and catalog do not fit together. The message names the
             field.
     """
+    for group in catalog.worker_groups:
+        check_gpu_memory(group, gpus)
     shares = _shares(rates, platform)
     sites = tuple(
         _site(name, share, catalog, rates, platform, gpus, buffer) for name, share in shares.items()
@@ -295,8 +298,9 @@ def _site(
     buffer: int,
 ) -> Site:
     workers = [
-        size_workers(model, _rate_of(model, rates), share, region, rates)
-        for model in catalog.deployed
+        one
+        for group in catalog.worker_groups
+        for one in size_workers(group, lambda model: _rate_of(model, rates), share, region, rates)
     ]
     return size_site(region, share, workers, rates, platform, gpus, buffer)
 
@@ -387,11 +391,9 @@ def _inboxes_of_region(instances: int, platform: Platform) -> int:
 def _too_few_replicas(sites: Sequence[Site]) -> list[Change]:
     """A region's autoscaler makes replicas.max workers of a model at most."""
     most: dict[str, tuple[int, int]] = {}
-    for one in (one for site in sites for one in site.workers):
-        most[one.model.name] = (
-            one.model.replicas.max,
-            max(one.pods_most, most.get(one.model.name, (0, 0))[1]),
-        )
+    for one in (one for site in sites for one in once(site.workers)):
+        name = f"workers.{one.group.name}" if one.group.is_shared else one.model.name
+        most[name] = (one.group.replicas.max, max(one.pods_most, most.get(name, (0, 0))[1]))
     return [
         Change("models.yaml", f"{name}: replicas.max", now, needed)
         for name, (now, needed) in most.items()
@@ -432,14 +434,16 @@ def _notes(
 
 
 def _memory_notes(catalog: Catalog, rates: DemandRates, gpus: dict[str, GpuType]) -> Iterator[str]:
-    """Yields the models of one's own that took more memory than a worker has."""
-    for model in catalog.models:
-        peak = _rate_of(model, rates).peak_memory_bytes or 0
-        processes = processes_of(model)
-        needed_mib, has_mib = processes * peak / 2**20, memory_mib(model.gpu, gpus)
+    """Yields the workers whose models of one's own took more memory than they have."""
+    for group in catalog.worker_groups:
+        if group.models[0].is_canary:
+            continue
+        peak = sum(_rate_of(model, rates).peak_memory_bytes or 0 for model in group.models)
+        processes = processes_of(group.models)
+        needed_mib, has_mib = processes * peak / 2**20, memory_mib(group.gpu, gpus)
         if needed_mib > has_mib:
             yield (
-                f"{model.name}: {processes} processes of a worker take up to {needed_mib:,.0f} MiB "
+                f"{group.name}: {processes} processes of a worker take up to {needed_mib:,.0f} MiB "
                 f"of memory, and it has {has_mib:,} MiB (infra/kubernetes/placement.py)"
             )
 

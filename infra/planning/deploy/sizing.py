@@ -6,13 +6,15 @@ Workers of one model are the servers of one queue, as all of them pull from one 
 Arrivals are taken as Poisson and service times as exponential (M/M/c). Batches of one model differ
 less than that, and M/D/c waits less than M/M/c at the same load, so the result is on the safe side.
 With continuous batching, the servers are the slots of all workers, each as slow as in a full
-worker. Not counted: a request of more items than a batch holds brings them all at once.
+worker. Workers of several models are the servers of one queue too: the loads of the models add up,
+each wait is as long as the longest full batch among them, and the shortest slack counts.
+Not counted: a request of more items than a batch holds brings them all at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from infra.kubernetes.deployment import GpuType, gpu_class, zones_with
@@ -21,7 +23,7 @@ from infra.planning.autoscaled import gpu_nodes, most_workers, usual_workers
 from infra.planning.deploy.platform_variables import INSTANCES_TO_INBOXES, Platform
 from infra.planning.deploy.rates import DemandRates, ModelRate
 from infra.planning.item_load import batch_items
-from shared.catalog import Model
+from shared.catalog import Model, WorkerGroup
 from shared.catalog_entry import Gpu
 from shared.errors import ConfigurationError
 from shared.flow_control import held_messages, messages_ahead, refill_s
@@ -91,9 +93,10 @@ CPUS_OF_A_WORKER = int(CPU_ONLY["cpu"])
 
 @dataclass(frozen=True)
 class Workers:
-    """The workers of one model in one region."""
+    """The workers of one model in one region. Processes and pods may serve other models too."""
 
     model: Model
+    group: WorkerGroup
     region: str
     rate: ModelRate
     requests_mean_per_s: float
@@ -124,6 +127,11 @@ class Workers:
     def batch_s(self) -> float:
         """Seconds of one worker for a full batch."""
         return self.batch * self.service_s
+
+
+def once(workers: Iterable[Workers]) -> list[Workers]:
+    """One for each group of workers, to count its pods once."""
+    return list({(one.region, one.group.name): one for one in workers}.values())
 
 
 @dataclass(frozen=True)
@@ -167,63 +175,6 @@ class Site:
     api_peak: int
 
 
-def size_workers(
-    model: Model, rate: ModelRate, share: float, region: str, rates: DemandRates
-) -> Workers:
-    """Workers for the part `share` of a model's rate.
-
-    Offered load = items per second x (1 - hit share) x seconds per item. As many workers as keep
-    their utilization at the target and let no more than `late_share` wait past the deadline
-    (Erlang C). Time-sharing gives each of n workers an n-th of a GPU: with n places
-    taken an item takes n times as long as with one, and longer by what sharing itself costs.
-    Texts join and leave between steps, so they wait for a place of a worker, not for a batch.
-
-    Raises:
-        ConfigurationError: a full batch alone takes longer than the deadline.
-    """
-    service_s, batch = _service_s(model, rate), batch_items(model, rate)
-    places = batch if model.definition.shares_weights else 1
-    trips_s = 2 * rates.broker_round_trip_s
-    spare_s = _spare_s(model, batch, batch * service_s, trips_s)
-    hand = _hand(model, rate, service_s, batch, rates.broker_round_trip_s)
-
-    def processes(requests_per_s: float) -> int:
-        computed_per_s = requests_per_s * rate.items_per_request * (1 - rate.hit_share)
-        load = computed_per_s * service_s / hand.most_busy
-        return servers_needed(
-            load, batch * service_s, spare_s, late_share=rates.late_share, places=places
-        )
-
-    def pods(processes: int) -> int:
-        return max(model.replicas.min, _pods(model, processes))
-
-    peak_per_s, mean_per_s = rate.peak * share, rate.mean_per_s * share
-    computed_per_s = peak_per_s * rate.items_per_request * (1 - rate.hit_share)
-    at_peak, at_mean = processes(peak_per_s), processes(mean_per_s)
-    load = computed_per_s * service_s / hand.most_busy
-    most = most_workers(load / processes_of(model), peak_per_s * (1 - rate.hit_share))
-    wait_s = mean_wait_s(at_peak * places, load * places, batch * service_s)
-    return Workers(
-        model=model,
-        region=region,
-        rate=rate,
-        requests_mean_per_s=mean_per_s,
-        requests_peak_per_s=peak_per_s,
-        computed_peak_per_s=computed_per_s,
-        service_s=service_s,
-        batch=batch,
-        processes_mean=at_mean,
-        processes_peak=at_peak,
-        pods_mean=pods(at_mean),
-        pods_peak=pods(at_peak),
-        pods_most=max(pods(at_peak), most),
-        answer_s=trips_s + wait_s + batch * service_s,
-        held_jobs=hand.jobs,
-        most_busy=hand.most_busy,
-        repeated_s=hand.work_s,
-    )
-
-
 @dataclass(frozen=True)
 class _Hand:
     """What a process of a worker holds."""
@@ -231,6 +182,105 @@ class _Hand:
     jobs: int
     most_busy: float
     work_s: float
+
+
+@dataclass(frozen=True)
+class _Demand:
+    """What one model asks of its workers in one region."""
+
+    model: Model
+    rate: ModelRate
+    mean_per_s: float
+    peak_per_s: float
+    service_s: float
+    batch: int
+    spare_s: float
+    hand: _Hand
+
+    def load(self, requests_per_s: float) -> float:
+        """Erlangs: workers that it keeps busy."""
+        computed_per_s = requests_per_s * self.rate.items_per_request * (1 - self.rate.hit_share)
+        return computed_per_s * self.service_s / self.hand.most_busy
+
+
+def _demand(model: Model, rate: ModelRate, share: float, rates: DemandRates) -> _Demand:
+    service_s, batch = _service_s(model, rate), batch_items(model, rate)
+    trips_s = 2 * rates.broker_round_trip_s
+    return _Demand(
+        model=model,
+        rate=rate,
+        mean_per_s=rate.mean_per_s * share,
+        peak_per_s=rate.peak * share,
+        service_s=service_s,
+        batch=batch,
+        spare_s=_spare_s(model, batch, batch * service_s, trips_s),
+        hand=_hand(model, rate, service_s, batch, rates.broker_round_trip_s),
+    )
+
+
+def size_workers(
+    group: WorkerGroup,
+    rate_of: Callable[[Model], ModelRate],
+    share: float,
+    region: str,
+    rates: DemandRates,
+) -> list[Workers]:
+    """Workers for the part `share` of the rates of their models, by model.
+
+    Offered load = items per second x (1 - hit share) x seconds per item. As many workers as keep
+    their utilization at the target and let no more than `late_share` wait past the deadline
+    (Erlang C). Time-sharing gives each of n workers an n-th of a GPU: with n places
+    taken an item takes n times as long as with one, and longer by what sharing itself costs.
+    Texts join and leave between steps, so they wait for a place of a worker, not for a batch. If
+    their worker has other models, they wait for it.
+
+    Raises:
+        ConfigurationError: a full batch alone takes longer than the deadline.
+    """
+    demands = [_demand(model, rate_of(model), share, rates) for model in group.models]
+    asked = [one for one in demands if one.peak_per_s] or demands
+    service_s = max(one.batch * one.service_s for one in asked)
+    in_steps = not group.is_shared and group.models[0].definition.shares_weights
+    places = demands[0].batch if in_steps else 1
+
+    def processes(load: float) -> int:
+        spare_s = min(one.spare_s for one in asked)
+        return servers_needed(load, service_s, spare_s, late_share=rates.late_share, places=places)
+
+    def pods(processes: int) -> int:
+        return max(group.replicas.min, math.ceil(processes / processes_of(group.models)))
+
+    load = sum(one.load(one.peak_per_s) for one in demands)
+    at_peak = processes(load)
+    at_mean = processes(sum(one.load(one.mean_per_s) for one in demands))
+    computed_per_s = sum(one.peak_per_s * (1 - one.rate.hit_share) for one in demands)
+    most = most_workers(load / processes_of(group.models), computed_per_s)
+    wait_s = mean_wait_s(at_peak * places, load * places, service_s)
+    return [
+        Workers(
+            model=one.model,
+            group=group,
+            region=region,
+            rate=one.rate,
+            requests_mean_per_s=one.mean_per_s,
+            requests_peak_per_s=one.peak_per_s,
+            computed_peak_per_s=(
+                one.peak_per_s * one.rate.items_per_request * (1 - one.rate.hit_share)
+            ),
+            service_s=one.service_s,
+            batch=one.batch,
+            processes_mean=at_mean,
+            processes_peak=at_peak,
+            pods_mean=pods(at_mean),
+            pods_peak=pods(at_peak),
+            pods_most=max(pods(at_peak), most),
+            answer_s=2 * rates.broker_round_trip_s + wait_s + one.batch * one.service_s,
+            held_jobs=one.hand.jobs,
+            most_busy=one.hand.most_busy,
+            repeated_s=one.hand.work_s,
+        )
+        for one in demands
+    ]
 
 
 def _hand(
@@ -277,10 +327,6 @@ def _spare_s(model: Model, batch: int, batch_s: float, trips_s: float) -> float:
     return spare_s
 
 
-def _pods(model: Model, processes: int) -> int:
-    return math.ceil(processes / processes_of(model))
-
-
 def size_site(
     region: str,
     share: float,
@@ -300,12 +346,13 @@ def size_site(
             region that the platform's variables allow, or is not sold as they want it.
     """
     classes: dict[Gpu, list[Workers]] = {}
-    for one in workers:
+    deployed = once(workers)
+    for one in deployed:
         if one.model.gpu.type != "none":
             classes.setdefault(one.model.gpu, []).append(one)
     _check_gpus(region, list(classes), platform, gpus)
     pools = tuple(_pool(region, members, gpus, buffer) for members in classes.values())
-    without = [one for one in workers if one.model.gpu.type == "none"]
+    without = [one for one in deployed if one.model.gpu.type == "none"]
     fits = _cpu_workers_per_node(platform.nodes.general.machine_type)
     least = platform.nodes.general.min
     return Site(

@@ -8,6 +8,7 @@ that they expect are the same. Tenants are not modeled, so all that waits is ahe
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from shared.catalog import Model
 from shared.service_rate import ServiceRate
@@ -32,6 +33,7 @@ class SimulatedJob:
         "spare_s",
         "started_s",
         "steps",
+        "then",
     )
 
     def __init__(
@@ -53,6 +55,8 @@ class SimulatedJob:
         """With continuous batching: the rest of its first step, and its other steps."""
         self.share_s = self.spare_s = 0.0
         """The batch's share_s and spare_s when it was admitted."""
+        self.then: Callable[[SimulatedJob], None] | None = None
+        """What follows when it was served: the next step of a flow."""
 
 
 class ApiSite:
@@ -89,11 +93,15 @@ class ApiSite:
         if not self._has_room(job) or (self.in_flight and not self._is_in_time(job, now_s)):
             self.shed[job.is_batch_priority] += job.items
             return False
+        self.take(job, now_s)
+        self.admitted[job.is_batch_priority] += job.items
+        return True
+
+    def take(self, job: SimulatedJob, now_s: float) -> None:
+        """Takes a job that nobody may refuse: a step of a flow that is not the first."""
         if self.in_flight == 0:
             self.rate.start_busy_period(now_s)
         self._count(job, 1)
-        self.admitted[job.is_batch_priority] += job.items
-        return True
 
     def _has_room(self, job: SimulatedJob) -> bool:
         if self.requests >= self._most_requests:

@@ -19,8 +19,18 @@ BUSY_DIGITS = 3
 """Equals DIGITS of workers/metrics.py."""
 
 
+def _of_models(
+    value: Callable[[SimulatedWorker], float],
+) -> Callable[[SimulatedWorker, float], Values]:
+    """A counter with the label `model`, which a worker of several models has for each of them."""
+    return lambda worker, now_s: tuple(
+        ((("model", part.model),), value(part)) for part in worker.parts or (worker,)
+    )
+
+
 def _busy_ratio(worker: SimulatedWorker, now_s: float) -> Values:
-    interactive, batch = worker.busy_ratio(now_s)
+    ratios = [part.busy_ratio(now_s) for part in worker.parts or (worker,)]
+    interactive, batch = (sum(parts) for parts in zip(*ratios, strict=True))
     return (
         (INTERACTIVE, round(interactive, BUSY_DIGITS)),
         (BATCH, round(batch, BUSY_DIGITS)),
@@ -28,12 +38,14 @@ def _busy_ratio(worker: SimulatedWorker, now_s: float) -> Values:
 
 
 OF_WORKERS: dict[str, Callable[[SimulatedWorker, float], Values]] = {
-    "penstock_worker_inference_seconds_sum": lambda one, now_s: (((), one.inference_s),),
-    "penstock_worker_spare_seconds_total": lambda one, now_s: (((), one.spare_s),),
-    "penstock_worker_inference_seconds_count": lambda one, now_s: (((), one.batches),),
-    "penstock_worker_batch_items_sum": lambda one, now_s: (((), one.items),),
-    "penstock_worker_batch_items_count": lambda one, now_s: (((), one.batches),),
-    "penstock_worker_items_waiting": lambda one, now_s: (((), sum(map(len, one.held))),),
+    "penstock_worker_inference_seconds_sum": _of_models(lambda one: one.inference_s),
+    "penstock_worker_spare_seconds_total": _of_models(lambda one: one.spare_s),
+    "penstock_worker_inference_seconds_count": _of_models(lambda one: one.batches),
+    "penstock_worker_batch_items_sum": _of_models(lambda one: one.items),
+    "penstock_worker_batch_items_count": _of_models(lambda one: one.batches),
+    "penstock_worker_items_waiting": lambda one, now_s: (
+        ((), sum(len(held) for part in one.parts or (one,) for held in part.held)),
+    ),
     "penstock_worker_busy_ratio": _busy_ratio,
 }
 """Metrics of each pod, as in workers/metrics.py, plus the labels `worker`, `pod` and `location`."""

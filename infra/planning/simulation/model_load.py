@@ -43,7 +43,8 @@ class StepsLoad(Entry):
 class ModelLoad(ItemLoad):
     """The requests for one model, and what its workers take for an item, alone on their GPU."""
 
-    arrivals: tuple[Arrivals, ...] = Field(min_length=1)
+    arrivals: tuple[Arrivals, ...] = ()
+    """Of its own requests. Empty: only flows ask for it."""
     steps: StepsLoad | None = None
     """Step times with continuous batching. None if a worker computes whole batches."""
     fixed_s: Seconds = 0.0

@@ -67,8 +67,10 @@ class GpuSample:
 class Recorder:
     """Collects what happens. Only the simulation writes to it."""
 
-    def __init__(self, models: tuple[str, ...]) -> None:
+    def __init__(self, models: tuple[str, ...], flows: tuple[str, ...] = ()) -> None:
         self.models = {model: ModelRecord() for model in models}
+        self.runs = {flow: ModelRecord() for flow in flows}
+        """Runs of flows. One of which a step is not served has no outcome."""
         self.samples: list[Sample] = []
         self.gpu_samples: list[GpuSample] = []
         self.worker_busy_s = 0.0

@@ -21,18 +21,18 @@ from infra.planning.simulation.promql import PromQuery
 from infra.planning.simulation.recorder import Recorder
 from infra.planning.simulation.rules import AutoscalerRules, Trigger, WorkerRules
 from infra.planning.simulation.scenario import Cluster
-from infra.planning.simulation.service import Service
+from infra.planning.simulation.service import Service, SharedService
 from infra.planning.simulation.timeseries import TimeSeries
 from infra.planning.simulation.worker import SimulatedWorker, Steps
 from shared.errors import ConfigurationError
 
 
 class SimulatedDeployment:
-    """The workers of one model in one region.
+    """The workers of one model, or of several that share them, in one region.
 
     Args:
         env: the clock.
-        service: the service of the workers' model.
+        service: the service of the workers' models.
         fleet: the nodes that they run on.
         rules: rules of rollouts and drains.
         cluster: times.
@@ -43,7 +43,7 @@ class SimulatedDeployment:
     def __init__(
         self,
         env: simpy.Environment,
-        service: Service,
+        service: Service | SharedService,
         fleet: Fleet,
         rules: WorkerRules,
         cluster: Cluster,
@@ -137,7 +137,7 @@ class SimulatedDeployment:
         return SimulatedWorker(
             name,
             self.region,
-            self.service.model.name,
+            self.service.name,
             processes=self.rules.processes,
             placed=self._env.event(),
             is_spread=self.rules.spread_over_nodes,

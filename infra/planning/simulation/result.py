@@ -64,6 +64,20 @@ class ModelSummary:
 
 
 @dataclass(frozen=True)
+class FlowSummary:
+    """The figures of the runs of one flow."""
+
+    flow: str
+    arrived: int
+    served: int
+    p50_s: float | None
+    """Seconds until the answer, over runs that were served. None if none was."""
+    p95_s: float | None
+    gpu_idle_s_per_run: float | None
+    """Seconds of all paid GPUs in which they did not compute, for each run that was served."""
+
+
+@dataclass(frozen=True)
 class GpuFailureSummary:
     """What followed from one `gpu_failure`, in seconds after it. None: not before the end."""
 
@@ -81,6 +95,7 @@ class RunSummary:
     """The figures of a run."""
 
     models: tuple[ModelSummary, ...]
+    flows: tuple[FlowSummary, ...]
     gpus_most: int
     gpus_to_request: int
     """What `penstock deploy plan` asks a quota for at the highest rate of this load."""
@@ -121,6 +136,7 @@ class SimulationResult:
         recorder = self.recorder
         return RunSummary(
             models=tuple(self._of_model(model) for model in self.scenario.models),
+            flows=tuple(self._of_flow(name, hours * HOUR_S - busy_s) for name in recorder.runs),
             gpus_most=max(gpus.values(), default=0),
             gpus_to_request=sum(fleet.most_nodes for fleet in self.fleets),
             gpus_mean=hours * HOUR_S / self.scenario.duration_s,
@@ -205,6 +221,13 @@ class SimulationResult:
             queue_p95_s=queue_p95_s,
             replicas=ReplicaRange(min(settled), max(settled), sum(settled) / len(settled)),
         )
+
+    def _of_flow(self, flow: str, idle_s: float) -> FlowSummary:
+        record = self.recorder.runs[flow]
+        served = record.outcomes[RequestEnd.SERVED]
+        p50_s, p95_s = _percentiles(record.answer_s, (50, 95))
+        per_run = idle_s / served if served else None
+        return FlowSummary(flow, record.arrived, served, p50_s, p95_s, per_run)
 
     def as_dict(self) -> dict[str, Any]:
         """The figures, for a program."""

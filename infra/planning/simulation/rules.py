@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from infra.kubernetes.deployment import Deployment
 from infra.kubernetes.overlay import write_overlay
-from shared.catalog import Catalog
+from shared.catalog import Catalog, WorkerGroup
 from shared.errors import ConfigurationError
 from shared.kubernetes_names import slug
 
@@ -104,9 +104,9 @@ class AutoscalerRules(_Read):
 
 
 class WorkerRules(_Read):
-    """The manifests' rules for the workers of one model."""
+    """The manifests' rules for the workers of one model, or of several."""
 
-    model: str
+    models: tuple[str, ...]
     slug: str
     autoscaler: AutoscalerRules
     max_surge: str
@@ -142,7 +142,7 @@ def read_alert(key: str) -> AlertRules:
 def read_rules(
     catalog: Catalog, models_file: Path, deployment: Deployment
 ) -> dict[str, WorkerRules]:
-    """The rules of each model in one region.
+    """The rules of the workers of one region, by the names of their groups.
 
     Raises:
         ConfigurationError: the overlay can't be written, or has a field that is not understood.
@@ -151,13 +151,14 @@ def read_rules(
         out = Path(folder) / "overlay"
         write_overlay(out, catalog, models_file, deployment)
         return {
-            model.name: _worker_rules(model.name, out / f"worker-{slug(model.name)}")
-            for model in catalog.models
-            if deployment.models is None or model.name in deployment.models
+            group.name: _worker_rules(group, out / f"worker-{slug(group.name)}")
+            for group in catalog.worker_groups
+            if not group.models[0].is_canary
+            and (deployment.models is None or group.models[0].name in deployment.models)
         }
 
 
-def _worker_rules(model: str, folder: Path) -> WorkerRules:
+def _worker_rules(group: WorkerGroup, folder: Path) -> WorkerRules:
     objects = rendered(folder)
     deployment = _one(objects, "Deployment")["spec"]
     update = (deployment.get("strategy") or {}).get("rollingUpdate") or {}
@@ -168,8 +169,8 @@ def _worker_rules(model: str, folder: Path) -> WorkerRules:
     )
     try:
         return WorkerRules(
-            model=model,
-            slug=slug(model),
+            models=tuple(model.name for model in group.models),
+            slug=slug(group.name),
             autoscaler=autoscaler_rules(_one(objects, "ScaledObject")),
             max_surge=str(update.get("maxSurge", "25%")),
             max_unavailable=str(update.get("maxUnavailable", "25%")),
@@ -181,7 +182,7 @@ def _worker_rules(model: str, folder: Path) -> WorkerRules:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigurationError(
-            f"rules of {model}: {where}: {first['msg']}", field=where
+            f"rules of {group.name}: {where}: {first['msg']}", field=where
         ) from error
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from infra.planning.deploy.platform_variables import ApiVariable
 from infra.planning.entry import Entry, explained
 from infra.planning.simulation.model_load import ModelLoad
-from infra.planning.simulation.streams import Seconds
+from infra.planning.simulation.streams import Arrivals, Seconds
 from shared.errors import ConfigurationError
 
 SHIPPED = Path(__file__).parent / "scenarios"
@@ -179,6 +179,16 @@ Event = Annotated[
 ]
 
 
+class ScenarioFlow(Entry):
+    """The runs of a flow. Each step is a request of one item, of its model."""
+
+    steps: tuple[str, ...] = Field(min_length=1)
+    """The models, one after the other."""
+    arrivals: tuple[Arrivals, ...] = Field(min_length=1)
+    deadline_s: float = Field(60.0, gt=0)
+    """Of all steps together."""
+
+
 class Scenario(Entry):
     """All that a simulation needs in addition to the deployment's rules."""
 
@@ -191,6 +201,10 @@ class Scenario(Entry):
     """A catalog's file, relative to the scenario's, or its entries."""
     models: dict[str, ModelLoad] = Field(min_length=1)
     """Load by the catalog's model names. Models without an entry are not simulated."""
+    workers: tuple[dict[str, Any], ...] = ()
+    """The list `workers` of the catalog, if its entries are here."""
+    flows: dict[str, ScenarioFlow] = Field({})
+    """Flows by name. Their steps add to the load of their models."""
     regions: dict[str, ScenarioRegion] = Field(
         {"us-central1": ScenarioRegion(share=1.0)}, min_length=1
     )
@@ -204,6 +218,13 @@ class Scenario(Entry):
     def _names_fit(self) -> Self:
         if abs(sum(region.share for region in self.regions.values()) - 1) > 1e-6:
             raise ValueError("the shares of the regions add up to 1")
+        for name, flow in self.flows.items():
+            if unknown := [step for step in flow.steps if step not in self.models]:
+                raise ValueError(f"flows.{name}.steps: no model {unknown[0]!r}")
+        of_flows = {step for flow in self.flows.values() for step in flow.steps}
+        for name, load in self.models.items():
+            if not load.arrivals and name not in of_flows:
+                raise ValueError(f"models.{name}.arrivals: missing, and no flow asks for it")
         for event in self.events:
             region = getattr(event, "region", None)
             if region is not None and region not in self.regions:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import simpy
@@ -27,6 +28,7 @@ from infra.planning.simulation.worker import (
     Steps,
 )
 from shared.catalog import Model
+from shared.errors import ConfigurationError
 from shared.flow_control import held_messages, refill_s
 from shared.step_time import StepTime
 
@@ -330,6 +332,7 @@ class Service:
     ) -> None:
         self._env = env
         self.model = model
+        self.name = model.name
         self.load = load
         self.record = record
         self._trip_s = trip_s
@@ -479,6 +482,7 @@ class Service:
                     self._env.now,
                 )
                 worker.most_held[priority] = self._held(worker) + ahead
+        _pass_turn(worker)
         self._compute(worker)
         if self._refill_s:
             self._env.process(self._free_later(worker, ended))
@@ -505,6 +509,11 @@ class Service:
         if not worker.has_gpu:
             self._idle.pop(worker, None)
             return
+        if worker.waits_for_turn:
+            self._idle.pop(worker, None)
+            if not any(worker.held) and worker.drained is not None:
+                self._without_work(worker)
+            return
         self._work.start(worker)
         if not worker.running:
             self._without_work(worker)
@@ -521,11 +530,14 @@ class Service:
         record.arrived_s.append(job.arrived_s)
         record.answer_s.append(now_s - job.arrived_s + self._trip_s)
         record.queue_s.append(job.started_s - job.arrived_s)
+        if job.then is not None:
+            job.then(job)
 
     # Workers that come and go
 
     def add_worker(self, worker: SimulatedWorker) -> None:
         """A worker is warm: it pulls."""
+        worker.take_turn = partial(self._compute, worker)
         worker.is_ready, worker.ready_s = True, self._env.now
         worker.most_held[:] = [self._held(worker)] * 2
         self._refill(worker)
@@ -585,3 +597,97 @@ class Service:
 
 def _age(job: SimulatedJob) -> Any:
     return job.arrived_s
+
+
+def _pass_turn(worker: SimulatedWorker) -> None:
+    """Of a pod of several models, the one whose oldest job is the oldest computes next."""
+    if not worker.others:
+        return
+    waiting = [one for one in (worker, *worker.others) if any(one.held)]
+    waiting.sort(key=lambda one: min(held[0].arrived_s for held in one.held if held))
+    for one in waiting:
+        if one.take_turn is not None:
+            one.take_turn()
+
+
+class SharedService:
+    """The workers' side of models that share workers: a pod is a worker of each, in turn.
+
+    Each part pulls from the subscription of its model. One computes at a time, whole batches.
+
+    Args:
+        env: the clock.
+        name: of the workers.
+        services: of the models.
+
+    Raises:
+        ConfigurationError: a model has `steps`, which is not simulated here.
+    """
+
+    def __init__(self, env: simpy.Environment, name: str, services: Sequence[Service]) -> None:
+        for service in services:
+            if service.load.steps is not None:
+                field = f"models.{service.model.name}.steps"
+                raise ConfigurationError(
+                    f"{field}: models that share workers are simulated in whole batches only",
+                    field=field,
+                )
+        self._env = env
+        self.name = name
+        self._services = services
+
+    def add_worker(self, pod: SimulatedWorker) -> None:
+        """A pod is warm: it pulls the jobs of all models."""
+        parts = [self._part(pod, service) for service in self._services]
+        pod.parts = tuple(parts)
+        pod.is_ready, pod.ready_s = True, self._env.now
+        for part in parts:
+            part.others = tuple(one for one in parts if one is not part)
+        for part, service in zip(parts, self._services, strict=True):
+            service.add_worker(part)
+
+    def _part(self, pod: SimulatedWorker, service: Service) -> SimulatedWorker:
+        part = SimulatedWorker(
+            pod.name,
+            pod.region,
+            service.model.name,
+            processes=pod.processes,
+            placed=pod.placed,
+            is_spread=pod.is_spread,
+            on_evict=_never,
+            on_lost_gpu=_never,
+        )
+        part.node = pod.node
+        return part
+
+    def drain(self, pod: SimulatedWorker) -> simpy.Event:
+        """A pod stops pulling. The event comes when it has done what it holds."""
+        pod.is_draining = True
+        return self._env.all_of([service.drain(part) for service, part in self._of(pod)])
+
+    def leave(self, pod: SimulatedWorker) -> None:
+        """A pod is gone. The broker gets what it still held."""
+        pod.settle(self._env.now)
+        pod.is_draining = pod.is_gone = True
+        for service, part in self._of(pod):
+            service.leave(part)
+
+    def lose(self, pod: SimulatedWorker) -> None:
+        """A pod died. The broker gives what it held to others when the leases end."""
+        pod.settle(self._env.now)
+        pod.is_draining = pod.is_gone = True
+        for service, part in self._of(pod):
+            service.lose(part)
+
+    def lose_gpu(self, pod: SimulatedWorker) -> None:
+        """A pod's GPU has failed."""
+        for service, part in self._of(pod):
+            service.lose_gpu(part)
+
+    def _of(self, pod: SimulatedWorker) -> Iterator[tuple[Service, SimulatedWorker]]:
+        # Before it is warm, a pod has none.
+        return zip(self._services, pod.parts, strict=False)
+
+
+def _never(worker: SimulatedWorker, about: object) -> None:
+    raise AssertionError("only pods are on nodes; this is a bug")

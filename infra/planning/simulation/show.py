@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from infra.planning.simulation.result import (
+    FlowSummary,
     GpuFailureSummary,
     ModelSummary,
     RunSummary,
@@ -19,6 +20,7 @@ def text(result: SimulationResult) -> str:
         [
             *title,
             transposed(_MODEL_HEADS, [_model_row(one) for one in summary.models]),
+            *([transposed(_FLOW_HEADS, list(map(_flow_row, summary.flows)))] * bool(summary.flows)),
             transposed(_GPU_HEADS, [_gpu_row(summary)]),
             *(f"workers ended, {reason}: {count}" for reason, count in _lost(summary)),
             *(_failure(one) for one in summary.gpu_failures),
@@ -72,6 +74,27 @@ def _model_row(one: ModelSummary) -> tuple[object, ...]:
         one.replicas.least,
         one.replicas.most,
         _rounded(one.replicas.mean, 1),
+    )
+
+
+_FLOW_HEADS = (
+    "flow",
+    "runs",
+    "answered in time",
+    "answer p50, s",
+    "answer p95, s",
+    "GPU-seconds idle per run",
+)
+
+
+def _flow_row(one: FlowSummary) -> tuple[object, ...]:
+    return (
+        one.flow,
+        one.arrived,
+        one.served,
+        _rounded(one.p50_s, 2),
+        _rounded(one.p95_s, 2),
+        _rounded(one.gpu_idle_s_per_run, 2),
     )
 
 

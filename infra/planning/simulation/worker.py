@@ -136,6 +136,12 @@ class SimulatedWorker:
     drained: simpy.Event | None = None
     open_at: int = -1
     """Its place among the workers with room."""
+    parts: tuple[SimulatedWorker, ...] = ()
+    """Of a pod of several models: what it is to each of them. All but the counts is the pod's."""
+    others: tuple[SimulatedWorker, ...] = ()
+    """Of such a part: the other ones, which compute in turn with it."""
+    take_turn: Callable[[], None] | None = None
+    """Of such a part: has it compute, if it can."""
     inside: Inside | None = None
     """Set if the worker admits items between steps."""
     step_time: StepTime | None = None
@@ -188,8 +194,24 @@ class SimulatedWorker:
         """Returns whether a process could begin a whole batch while others compute."""
         return 0 < len(self.computing) < self.processes
 
+    @property
+    def is_computing(self) -> bool:
+        """Returns whether it, or a part of it, computes."""
+        return bool(self.running) or any(part.running for part in self.parts)
+
+    @property
+    def waits_for_turn(self) -> bool:
+        """Returns whether its pod computes for another model."""
+        return any(part.running for part in self.others)
+
     def settle(self, now_s: float) -> None:
         """Counts what it did in what it computes now."""
+        if self.parts:
+            for part in self.parts:
+                part.settle(now_s)
+            self.busy_s = sum(part.busy_s for part in self.parts)
+            self.work_s = sum(part.work_s for part in self.parts)
+            return
         if self.inside is not None:
             passed_s, self.started_s = now_s - self.started_s, now_s
             self.busy_s += passed_s

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import simpy
@@ -35,7 +37,7 @@ from infra.planning.simulation.metrics_table import (
     Values,
 )
 from infra.planning.simulation.promql import PromQuery, vector
-from infra.planning.simulation.recorder import GpuSample, Recorder, RequestEnd, Sample
+from infra.planning.simulation.recorder import GpuSample, ModelRecord, Recorder, RequestEnd, Sample
 from infra.planning.simulation.replicas import Autoscaler, SimulatedDeployment
 from infra.planning.simulation.result import FleetCost, SimulationResult
 from infra.planning.simulation.rules import AlertRules, WorkerRules, read_alert, read_rules
@@ -47,11 +49,12 @@ from infra.planning.simulation.scenario import (
     RegionLoss,
     RolloutEvent,
     Scenario,
+    ScenarioFlow,
     SetReplicas,
     SpotLoss,
     StockOut,
 )
-from infra.planning.simulation.service import Service
+from infra.planning.simulation.service import Service, SharedService
 from infra.planning.simulation.streams import Arrivals, arrival_times, peak_per_s
 from infra.planning.simulation.timeseries import TimeSeries
 from infra.planning.simulation.worker import Steps
@@ -74,9 +77,28 @@ class Parts:
     fleets: dict[tuple[str, str], Fleet] = field(default_factory=dict)
     """Fleets by GPU class and region."""
     replicas: dict[SiteKey, SimulatedDeployment] = field(default_factory=dict)
+    """Workers by the name of their group, and region."""
     autoscalers: dict[SiteKey, Autoscaler] = field(default_factory=dict)
+    """The same, of their autoscalers."""
+    groups: dict[str, str] = field(default_factory=dict)
+    """The names of the groups of workers by model."""
 
 
+@dataclass(frozen=True)
+class SimulatedRun:
+    """A run of a flow."""
+
+    flow: ScenarioFlow
+    record: ModelRecord
+    arrived_s: float
+    deadline_s: float
+    region: str
+    sites: Mapping[tuple[str, int], ApiSite]
+    """What waits of each step, by region and step."""
+
+
+FLOW_SEED = 1
+"""Sets the chance of flows apart from that of models."""
 BROKER_WAIT_S = float(ApiSettings.model_fields["broker_wait_s"].default)
 ROUND_TRIPS = 2
 """Equals ROUND_TRIPS of api/dispatch/model_window.py."""
@@ -174,8 +196,7 @@ class Scraper:
 
     def _target(self, name: str, target: Labels, values: Values) -> None:
         for own, value in values:
-            # Sorted, because `lane` is the only label of our own.
-            labels = own + target
+            labels = tuple(sorted(own + target))
             self._scraped[name, labels] = None
             self._append(name, labels, value, self._metrics.age_s)
 
@@ -223,8 +244,8 @@ def _begin(event: SpotLoss | GpuFailure | RolloutEvent | SetReplicas, parts: Par
     elif isinstance(event, GpuFailure):
         _fail_gpus(event, parts)
     elif isinstance(event, RolloutEvent):
-        for (model, _), replicas in parts.replicas.items():
-            if model == event.model:
+        for (group, _), replicas in parts.replicas.items():
+            if group == parts.groups[event.model]:
                 replicas.roll_out()
     else:
         _set_replicas(event, parts)
@@ -232,7 +253,7 @@ def _begin(event: SpotLoss | GpuFailure | RolloutEvent | SetReplicas, parts: Par
 
 def _set_replicas(event: SetReplicas, parts: Parts) -> None:
     for key, replicas in parts.replicas.items():
-        if key[0] == event.model:
+        if key[0] == parts.groups[event.model]:
             old = parts.autoscalers[key]
             bounds = {"minReplicaCount": event.count, "maxReplicaCount": event.count}
             rules = old.rules.model_copy(update=bounds)
@@ -283,19 +304,21 @@ def _set_endpoint(parts: Parts, *, is_up: bool) -> None:
 
 def _region_loss(env: simpy.Environment, event: RegionLoss, parts: Parts) -> Steps:
     keys = [key for key in parts.sites if key[1] == event.region]
+    of_workers = [key for key in parts.replicas if key[1] == event.region]
     fleets = [fleet for key, fleet in parts.fleets.items() if key[1] == event.region]
     for key in keys:
         parts.sites[key].is_lost = True
         parts.services[key[0]].lose_requests(parts.sites[key])
     for fleet in fleets:
         fleet.lose_all()
-    for key in keys:
+    for key in of_workers:
         parts.replicas[key].lose_all()
     yield env.timeout(event.for_s)
     for fleet in fleets:
         fleet.is_lost = False
     for key in keys:
         parts.sites[key].is_lost = False
+    for key in of_workers:
         old = parts.autoscalers[key]
         parts.autoscalers[key] = Autoscaler(old.rules, old.series)
         parts.replicas[key].set(old.rules.minReplicaCount)
@@ -340,7 +363,9 @@ def deployed_rules(scenario: Scenario, models_file: Path | None = None) -> tuple
     with tempfile.TemporaryDirectory(prefix="penstock-simulate-") as folder:
         path = models_file or scenario.catalog
         if not isinstance(path, Path):
-            entries = {"models": list(path)}
+            entries: dict[str, Any] = {"models": list(path)}
+            if scenario.workers:
+                entries["workers"] = list(scenario.workers)
             path = Path(folder) / "models.yaml"
             path.write_text(yaml.safe_dump(entries), encoding="utf-8")
         catalog = read_catalog(path)
@@ -385,12 +410,12 @@ class World:
         self._prices = prices
         self._chance = random.Random(scenario.seed)
         self.models = {name: catalog.find(name) for name in scenario.models}
-        self.recorder = Recorder(tuple(self.models))
+        self.recorder = Recorder(tuple(self.models), tuple(scenario.flows))
         self.series = TimeSeries()
         self.parts = Parts({name: self._service(model) for name, model in self.models.items()})
         for region in scenario.regions:
-            for name, model in self.models.items():
-                self._add(region, model, rules[region][name])
+            for name, of_group in rules[region].items():
+                self._add(region, name, of_group)
         looks_back_s = max(one.looks_back_s for one in self.parts.autoscalers.values())
         has_gpu_failures = any(isinstance(event, GpuFailure) for event in scenario.events)
         if has_gpu_failures:
@@ -414,6 +439,10 @@ class World:
             (name, stream) for name, load in scenario.models.items() for stream in load.arrivals
         ):
             self.env.process(self._arrive(name, stream, number))
+        for number, (name, stream) in enumerate(
+            (name, stream) for name, flow in scenario.flows.items() for stream in flow.arrivals
+        ):
+            self.env.process(self._arrive_runs(name, stream, number))
         self.env.process(self._sample())
         for event in scenario.events:
             self.env.process(happen(self.env, event, self.parts, scraper))
@@ -429,10 +458,12 @@ class World:
             self._chance,
         )
 
-    def _add(self, region: str, model: Model, rules: WorkerRules) -> None:
-        scenario, key = self.scenario, (model.name, region)
-        api = scenario.api
-        self.parts.sites[key] = ApiSite(region, model, api.max_instances, api.concurrency)
+    def _add(self, region: str, group: str, rules: WorkerRules) -> None:
+        scenario, key = self.scenario, (group, region)
+        model = self.models[rules.models[0]]
+        for name in rules.models:
+            self.parts.groups[name] = group
+            self.parts.sites[name, region] = self._site_of(name, region)
         pool = (gpu_class(model.gpu), region)
         if pool not in self.parts.fleets:
             cluster = scenario.cluster
@@ -443,7 +474,7 @@ class World:
             self.parts.fleets[pool] = Fleet(self.env, cluster, model.gpu.share, most, self._chance)
         self.parts.replicas[key] = SimulatedDeployment(
             self.env,
-            self.parts.services[model.name],
+            self._service_of(group, rules.models),
             self.parts.fleets[pool],
             rules,
             scenario.cluster,
@@ -453,6 +484,14 @@ class World:
         self.parts.autoscalers[key] = Autoscaler(rules.autoscaler, self.series)
         self.env.process(self._poll(key))
         self.env.process(self._sync(key))
+
+    def _site_of(self, model: str, region: str) -> ApiSite:
+        api = self.scenario.api
+        return ApiSite(region, self.models[model], api.max_instances, api.concurrency)
+
+    def _service_of(self, group: str, models: Sequence[str]) -> Service | SharedService:
+        services = [self.parts.services[name] for name in models]
+        return services[0] if len(services) == 1 else SharedService(self.env, group, services)
 
     def _start_workers(self) -> None:
         """Workers, and nodes for them and for the buffer, that are there at the start."""
@@ -467,8 +506,10 @@ class World:
                 self.parts.replicas[key].start_with(count)
 
     def _first_replicas(self, key: SiteKey) -> int:
-        asked = self.scenario.models[key[0]].start_replicas
-        return self.models[key[0]].replicas.min if asked is None else asked
+        names = self.parts.replicas[key].rules.models
+        said = [self.scenario.models[name].start_replicas for name in names]
+        asked = [one for one in said if one is not None]
+        return max(asked) if asked else self.models[names[0]].replicas.min
 
     # Processes
 
@@ -515,6 +556,52 @@ class World:
                 else:
                     service.refuse()
 
+    def _arrive_runs(self, name: str, stream: Arrivals, number: int) -> Steps:
+        """Runs of a flow. The API sees the flow, and not the requests of its steps' models."""
+        flow, record = self.scenario.flows[name], self.recorder.runs[name]
+        sites = {
+            (region, step): self._site_of(model, region)
+            for region in self.scenario.regions
+            for step, model in enumerate(flow.steps)
+        }
+        generator = np.random.default_rng([self.scenario.seed, FLOW_SEED, number])
+        for times in arrival_times(stream, self.scenario.duration_s, generator):
+            for at_s in times.tolist():
+                if at_s > self.env.now:
+                    yield self.env.timeout(at_s - self.env.now)
+                record.arrived += 1
+                site = self._site(flow.steps[0])
+                if site is not None:
+                    limit_s = self.env.now + flow.deadline_s - self.scenario.api.trip_s
+                    run = SimulatedRun(flow, record, self.env.now, limit_s, site.region, sites)
+                    self._publish_step(run, 0)
+
+    def _publish_step(self, run: SimulatedRun, step: int) -> None:
+        name, now_s = run.flow.steps[step], self.env.now
+        site, service = run.sites[run.region, step], self.parts.services[name]
+        job = SimulatedJob(now_s, run.deadline_s, 1, False, site)
+        job.then = partial(self._end_step, run, step)
+        self.recorder.models[name].arrived += 1
+        if step and now_s < run.deadline_s:
+            site.take(job, now_s)
+        elif step or not site.admits(job, now_s):
+            service.refuse()
+            return
+        service.publish(job)
+
+    def _end_step(self, run: SimulatedRun, step: int, job: SimulatedJob) -> None:
+        if step + 1 < len(run.flow.steps):
+            self.env.process(self._next_step(run, step + 1))
+            return
+        run.record.outcomes[RequestEnd.SERVED] += 1
+        run.record.arrived_s.append(run.arrived_s)
+        run.record.answer_s.append(self.env.now - run.arrived_s + self.scenario.api.trip_s)
+
+    def _next_step(self, run: SimulatedRun, step: int) -> Steps:
+        """Its job takes one way over Pub/Sub, from worker to worker."""
+        yield self.env.timeout(self.scenario.api.trip_s / 2)
+        self._publish_step(run, step)
+
     def _site(self, name: str) -> ApiSite | None:
         """The region of a request. None: all are lost."""
         regions = self.scenario.regions
@@ -550,12 +637,13 @@ class World:
 
     def _take_samples(self) -> None:
         now_s = self.env.now
-        for (model, region), replicas in self.parts.replicas.items():
-            busy = sum(bool(worker.running) for worker in replicas.workers)
-            in_flight = self.parts.sites[model, region].in_flight
-            self.recorder.samples.append(
-                Sample(now_s, model, region, replicas.wanted, replicas.ready, busy, in_flight)
-            )
+        for (_, region), replicas in self.parts.replicas.items():
+            busy = sum(worker.is_computing for worker in replicas.workers)
+            for model in replicas.rules.models:
+                in_flight = self.parts.sites[model, region].in_flight
+                self.recorder.samples.append(
+                    Sample(now_s, model, region, replicas.wanted, replicas.ready, busy, in_flight)
+                )
         for (pool, region), fleet in self.parts.fleets.items():
             nodes, busy = len(fleet.nodes), sum(node.busy > 0 for node in fleet.nodes)
             self.recorder.gpu_samples.append(GpuSample(now_s, pool, region, nodes, busy))
@@ -592,18 +680,30 @@ class World:
     def _most_nodes(self, pool: str, region: str, fleet: Fleet) -> int:
         """Nodes for which quota and bounds have to have room, as `penstock deploy plan` counts."""
         share = self.scenario.regions[region].share
-        members = [model for model in self.models.values() if gpu_class(model.gpu) == pool]
         workers = []
-        for model in members:
-            load = self.scenario.models[model.name]
-            requests_per_s = share * peak_per_s(load.arrivals, self.scenario.duration_s)
-            item_s = load.full_item_s(batch_items(model, load))
-            if fleet.places > 1:
-                item_s *= fleet.places / load.kept_when_sharing
-            item_s /= processes_of(model)
-            asked = most_workers(requests_per_s * load.items_per_request * item_s, requests_per_s)
-            workers.append(max(model.replicas.min, asked))
+        for (_, of_region), replicas in self.parts.replicas.items():
+            members = [self.models[name] for name in replicas.rules.models]
+            if replicas.fleet is not fleet or of_region != region:
+                continue
+            erlangs = requests = 0.0
+            for model in members:
+                load = self.scenario.models[model.name]
+                item_s = load.full_item_s(batch_items(model, load))
+                if fleet.places > 1:
+                    item_s *= fleet.places / load.kept_when_sharing
+                per_s = share * self._peak_per_s(model.name)
+                requests += per_s
+                erlangs += per_s * load.items_per_request * item_s / processes_of(members)
+            workers.append(max(members[0].replicas.min, most_workers(erlangs, requests)))
         return gpu_nodes(workers, fleet.buffer, fleet.places)
+
+    def _peak_per_s(self, model: str) -> float:
+        """The most requests a second, those of flows included."""
+        duration_s = self.scenario.duration_s
+        return peak_per_s(self.scenario.models[model].arrivals, duration_s) + sum(
+            flow.steps.count(model) * peak_per_s(flow.arrivals, duration_s)
+            for flow in self.scenario.flows.values()
+        )
 
 
 def _machine_price(pool: str, is_spot: bool) -> str:

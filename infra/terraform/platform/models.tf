@@ -15,6 +15,8 @@ locals {
       slug       = local._slugs[entry.name]
       source     = entry.source
       ttl_s      = try(entry.cache.ttl_s, 86400)
+      # Whose pods serve it: its own, or those that it shares with other models.
+      worker = local._slugs[lookup(local._workers_of, entry.name, entry.name)]
     }
   }
   # A canary is a model of its own here, with the topics and the identity of its
@@ -26,13 +28,15 @@ locals {
       source = coalesce(try(entry.canary.source, null), entry.source)
     }) if try(entry.canary, null) != null
   ])
+  _workers     = try(yamldecode(file(local.models_file)).workers, [])
+  _workers_of  = merge([for entry in local._workers : { for name in entry.models : name => entry.name }]...)
   _with_canary = [for entry in local._entries : entry.name if try(entry.canary, null) != null]
   _worker_members = {
     for name, model in local.models : name => merge(
-      { gke = "${local.workload_identity}/subject/ns/${var.namespace}/sa/worker-${model.slug}" },
+      { gke = "${local.workload_identity}/subject/ns/${var.namespace}/sa/worker-${model.worker}" },
       {
         for place, cluster in module.options.outside :
-        place => "principal://${local.outside_pools[place]}/subject/system:serviceaccount:${cluster.namespace}:worker-${model.slug}"
+        place => "principal://${local.outside_pools[place]}/subject/system:serviceaccount:${cluster.namespace}:worker-${model.worker}"
         if cluster.models == null ? true : contains(cluster.models, trimsuffix(name, ".canary"))
       },
     )
@@ -65,7 +69,7 @@ locals {
     for name, senders in local._flow_senders : name => merge(concat(
       [
         for sender in senders : {
-          for place, member in local._worker_members[sender] : "flow-${local.models[sender].slug}-${place}" => member
+          for place, member in local._worker_members[sender] : "flow-${local.models[sender].worker}-${place}" => member
         }
       ],
       [
@@ -84,8 +88,8 @@ locals {
 
   # A name that Kubernetes takes; shared/kubernetes_names.py makes the same.
   _plain = {
-    for entry in local._deployed :
-    entry.name => trim(replace(lower(entry.name), "/[^a-z0-9]+/", "-"), "-")
+    for name in concat(local._deployed[*].name, local._workers[*].name) :
+    name => trim(replace(lower(name), "/[^a-z0-9]+/", "-"), "-")
   }
   _slugs = {
     for name, slug in local._plain :

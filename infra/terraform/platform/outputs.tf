@@ -103,5 +103,5 @@ output "weights_bucket" {
 
 output "worker_accounts" {
   description = "Kubernetes service account of each model's workers, in the namespace `namespace`."
-  value       = { for name, model in local.models : name => "worker-${model.slug}" }
+  value       = { for name, model in local.models : name => "worker-${model.worker}" }
 }

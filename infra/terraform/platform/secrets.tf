@@ -106,11 +106,20 @@ resource "google_secret_manager_secret" "hub_token" {
   depends_on = [google_project_service.default]
 }
 
+locals {
+  # By the first model of each worker.
+  _hub_workers = {
+    for worker, names in {
+      for name, model in local.models : model.worker => name... if startswith(model.source, "hf:")
+    } : names[0] => worker
+  }
+}
+
 resource "google_secret_manager_secret_iam_member" "hub_token" {
-  for_each = module.options.weights.hub_token ? { for name, model in local.models : name => model if startswith(model.source, "hf:") } : {}
+  for_each = module.options.weights.hub_token ? local._hub_workers : {}
 
   project   = var.project_id
   secret_id = google_secret_manager_secret.hub_token["hub-token"].secret_id
   role      = "roles/secretmanager.secretAccessor"
-  member    = "${local.workload_identity}/subject/ns/${var.namespace}/sa/worker-${each.value.slug}"
+  member    = "${local.workload_identity}/subject/ns/${var.namespace}/sa/worker-${each.value}"
 }

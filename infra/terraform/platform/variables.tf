@@ -190,6 +190,15 @@ variable "models_file" {
     ]), true)
     error_message = "models_file: two models have the same name to Kubernetes, where bge.large and bge-large are both bge-large. Rename one."
   }
+
+  validation {
+    condition = try(alltrue([
+      for names in [flatten(yamldecode(file(coalesce(var.models_file, "${path.module}/../../../models.yaml"))).workers[*].models)] :
+      length(distinct(names)) == length(names)
+      && length(setsubtract(names, yamldecode(file(coalesce(var.models_file, "${path.module}/../../../models.yaml"))).models[*].name)) == 0
+    ]), true)
+    error_message = "models_file: the lists of `workers` name entries of `models`, each once."
+  }
 }
 
 variable "namespace" {

@@ -12,10 +12,12 @@ locals {
     try(entry.canary, null) == null ? [entry.name] : [entry.name, "${entry.name}.canary"]
   ]))
   uses_keda = contains(keys(local.kinds), "ScaledObject")
-  workers = {
-    for object in local.documents : object.data.PENSTOCK_MODEL => object.metadata.labels["penstock.dev/model"]
-    if object.kind == "ConfigMap" && try(object.data.PENSTOCK_MODEL, null) != null
-  }
+  # A worker may serve several models.
+  workers = merge([
+    for object in local.documents : {
+      for model in split(",", object.data.PENSTOCK_MODEL) : model => object.metadata.labels["penstock.dev/model"]
+    } if object.kind == "ConfigMap" && try(object.data.PENSTOCK_MODEL, null) != null
+  ]...)
 
   models_path = var.models_file == null ? "${path.module}/../../../models.yaml" : var.models_file
   namespace   = one([for object in local.documents : object.metadata.name if object.kind == "Namespace"])

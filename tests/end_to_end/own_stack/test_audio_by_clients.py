@@ -39,14 +39,15 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("stack")
     models = folder / "models.yaml"
     classes = write_audio_classes(folder / "classes") + write_steps(folder / "steps")
-    models.write_text(yaml.safe_dump({"models": classes, "flows": [FLOW]}))
+    workers = [{"name": "classes", "models": [entry["name"] for entry in classes]}]
+    models.write_text(yaml.safe_dump({"models": classes, "flows": [FLOW], "workers": workers}))
     refresh_interfaces(models, lambda line: None)
     settings = {
         "PENSTOCK_KEYS_URL": keys_url(folder, default="default"),
         "PENSTOCK_MODELS_FILE": str(models),
         "PENSTOCK_PROCESSES": "1",
     }
-    with Stack(folder, ports=Ports.free(1), settings=settings, shares_class_worker=True) as stack:
+    with Stack(folder, ports=Ports.free(1), settings=settings) as stack:
         audio = write_audio(folder / "audio")
         yield Service(stack.api_url, key_for("default"), embedder="", painter="", audio=audio)
 

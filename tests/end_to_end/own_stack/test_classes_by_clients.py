@@ -28,13 +28,14 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("stack")
     models = folder / "models.yaml"
     entries = write_forms(folder / "classes")
-    models.write_text(yaml.safe_dump({"models": entries}))
+    workers = [{"name": "classes", "models": [entry["name"] for entry in entries]}]
+    models.write_text(yaml.safe_dump({"models": entries, "workers": workers}))
     settings = {
         "PENSTOCK_KEYS_URL": keys_url(folder, default="default"),
         "PENSTOCK_MODELS_FILE": str(models),
         "PENSTOCK_PROCESSES": "1",
     }
-    with Stack(folder, ports=Ports.free(1), settings=settings, shares_class_worker=True) as stack:
+    with Stack(folder, ports=Ports.free(1), settings=settings) as stack:
         yield Service(
             stack.api_url,
             key_for("default"),

@@ -51,11 +51,15 @@ def rendered(out: Path, **changes: object) -> Objects:
     """What stands in the cluster with these changes of the example; skips the test where Kustomize
     is missing.
     """
+    return kustomized(out, MODELS, example(**changes))
+
+
+def kustomized(out: Path, models_file: Path, site: dict[str, Any]) -> Objects:
+    """What stands in the cluster of a site with this catalog; skips as `rendered`."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl, which has Kustomize built in, is not installed")
-    write_self_hosted(
-        out, SelfHostedSite.model_validate(example(**changes)), read_catalog(MODELS), MODELS
-    )
+    found = SelfHostedSite.model_validate(site)
+    write_self_hosted(out, found, read_catalog(models_file), models_file)
     done = subprocess.run(
         ["kubectl", "kustomize", str(out)],
         capture_output=True,

@@ -83,7 +83,7 @@ def test_copies_of_controls_are_mounted_beside_that_of_their_model(tmp_path: Pat
     deployment = worker(render(tmp_path / "out", file, weights_bucket=BUCKET), "drawer")
     found = {name: path for name, path in mounts(deployment).items() if "weights" in name}
     root = "/var/cache/penstock-weights/hub"
-    assert found == {"weights": f"{root}/org/name", "weights-2": f"{root}/org/control"}
+    assert found == {"weights": f"{root}/org/name", "weights-1": f"{root}/org/control"}
     for name, path in found.items():
         options = volumes(deployment)[name]["csi"]["volumeAttributes"]["mountOptions"]
         assert f"only-dir=hub/{path.removeprefix(root)[1:]}," in options

@@ -344,6 +344,16 @@ def test_every_object_is_checked_for_options_that_are_not_there() -> None:
         ({"models_file": "tests/long.models.yaml"}, "objects_days", "objects_days.results"),
         (
             {
+                "models_file": "tests/workers.models.yaml",
+                "outside": {
+                    "abroad": {"issuer": "https://k8s.example.com", "models": ["others", "texts"]}
+                },
+            },
+            "outside",
+            "run outside together",
+        ),
+        (
+            {
                 "records": {"apart": False},
                 "regions": {"europe-west1": {"index": 1}, "europe-west4": {"index": 0}},
             },
@@ -385,6 +395,14 @@ def test_refused_with_the_variable_and_the_reason(
         (
             "models: [{name: bge, canary: {revision: b}}, {name: bge-canary}]",
             "the same name to Kubernetes",
+        ),
+        (
+            "{models: [{name: bge}, {name: e5}], workers: [{name: both, models: [bge, e6]}]}",
+            "name entries of `models`, each once",
+        ),
+        (
+            "{models: [{name: bge}, {name: e5}], workers: [{models: [bge, e5]}, {models: [e5]}]}",
+            "name entries of `models`, each once",
         ),
         ("models: {}", "a list `models`"),
         ("models: [{task: embedding}]", "a list `models`"),

@@ -42,11 +42,11 @@ def series() -> list[dict[str, str]]:
     found = {}
     for worker, model, pod, items, seconds, spare in pods:
         labels = f'worker="{worker}",pod="{pod}"'
+        of_model = f'{labels},model="{model}"'
         found[f"penstock_worker_items_waiting{{{labels}}}"] = "0x120"
-        found[f'penstock_worker_wait_seconds_count{{{labels},model="{model}"}}'] = f"0+{items}x120"
-        found[f"penstock_worker_batch_items_sum{{{labels}}}"] = f"0+{items}x120"
-        found[f"penstock_worker_inference_seconds_sum{{{labels}}}"] = f"0+{seconds}x120"
-        found[f"penstock_worker_spare_seconds_total{{{labels}}}"] = f"0+{spare}x120"
+        found[f"penstock_worker_batch_items_sum{{{of_model}}}"] = f"0+{items}x120"
+        found[f"penstock_worker_inference_seconds_sum{{{of_model}}}"] = f"0+{seconds}x120"
+        found[f"penstock_worker_spare_seconds_total{{{of_model}}}"] = f"0+{spare}x120"
     for cache, hits in (("memory", 60), ("redis", 60), ("none", 120)):
         labels = f'model="MiniLM",cache="{cache}",status="succeeded"'
         found[f"penstock_api_items_total{{{labels}}}"] = f"0+{hits}x120"

@@ -134,7 +134,7 @@ def test_metrics_and_labels_are_exported(where: str, query: str) -> None:
 )
 def test_autoscaler_asks_for_what_is_exported(source: MetricSource, added: set[str]) -> None:
     for model in read_catalog(Path("models.yaml")).deployed:
-        queries = TriggerQueries(model, "worker", source, 2)
+        queries = TriggerQueries([model], "worker", source, 2)
         for query in (queries.arrivals(), queries.work(), queries.messages()):
             assert query is not None
             for name, matchers in asked_by(query).metrics.items():

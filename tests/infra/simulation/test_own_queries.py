@@ -15,7 +15,7 @@ from shared.topics import batch_subscription_id, workers_subscription_id
 MODEL = read_catalog(Path("models.yaml")).find("stable-diffusion-tiny")
 GUESS_S = MODEL.definition.first_guesses.item_s
 LABELS = {"namespace": "here"}
-QUERIES = TriggerQueries(MODEL, "images", own_prometheus(LABELS, has_rabbitmq=True), 1)
+QUERIES = TriggerQueries([MODEL], "images", own_prometheus(LABELS, has_rabbitmq=True), 1)
 PRIORITIES = (workers_subscription_id(MODEL.name), batch_subscription_id(MODEL.name))
 NOW_S = 3000.0
 
@@ -76,5 +76,6 @@ def test_another_deployment_in_the_same_prometheus_does_not_count(series: TimeSe
 
 def test_nothing_is_asked_where_the_broker_counts_nothing() -> None:
     assert (
-        TriggerQueries(MODEL, "w", own_prometheus(LABELS, has_rabbitmq=False), 1).messages() is None
+        TriggerQueries([MODEL], "w", own_prometheus(LABELS, has_rabbitmq=False), 1).messages()
+        is None
     )

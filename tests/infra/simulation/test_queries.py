@@ -13,8 +13,8 @@ from shared.catalog import read_catalog
 
 MODEL = read_catalog(Path("models.yaml")).find("stable-diffusion-tiny")
 GUESS_S = MODEL.definition.first_guesses.item_s
-QUERIES = TriggerQueries(MODEL, "images", managed_prometheus("here"), 1)
-OF_TWO = TriggerQueries(MODEL, "images", managed_prometheus("here"), 2)
+QUERIES = TriggerQueries([MODEL], "images", managed_prometheus("here"), 1)
+OF_TWO = TriggerQueries([MODEL], "images", managed_prometheus("here"), 2)
 """Of workers with two processes."""
 NOW_S = 3000.0
 

@@ -14,9 +14,11 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from PIL import Image
+from transformers import CLIPTextModel
 
 from shared.blob import Blob
 from shared.catalog import Catalog
+from shared.errors import BadInput
 from shared.tasks import Input
 from shared.tasks.image import ImageInput, ImageResult
 from tests.workers.models.batches import model_for
@@ -90,6 +92,11 @@ def reference(folder: Path, inputs: Sequence[ImageInput]) -> list[np.ndarray]:
         if value.image is not None:
             with Image.open(io.BytesIO(value.image.data or b"")) as opened:
                 source = {"image": opened.convert("RGB"), "strength": value.strength}
+        options = {
+            name: getattr(value, name)
+            for name in ("clip_skip", "guidance_rescale")
+            if getattr(value, name)
+        }
         drawn = pipeline(
             value.prompt,
             negative_prompt=value.negative_prompt or None,
@@ -98,6 +105,7 @@ def reference(folder: Path, inputs: Sequence[ImageInput]) -> list[np.ndarray]:
             generator=torch.Generator().manual_seed(value.seed),
             **(source or {"width": value.width, "height": value.height}),
             **sizes,
+            **options,
         ).images[0]
         images.append(np.asarray(drawn).astype(int))
     return images
@@ -122,6 +130,63 @@ def test_the_pixels_are_those_of_plain_diffusers(
     for ours in (whole, joined):
         for mine, other in zip(ours, reference(family.folder, inputs), strict=True):
             assert np.abs(mine - other).max() <= 1
+
+
+def without_last_layer(folder: Path, value: ImageInput) -> np.ndarray:
+    """What plain Stable Diffusion draws of a prompt that a shorter CLIP has read."""
+    whole = diffusers.StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
+    whole.set_progress_bar_config(disable=True)
+    parts = dict(whole.components)
+    layers = whole.text_encoder.config.num_hidden_layers
+    parts["text_encoder"] = CLIPTextModel.from_pretrained(
+        folder / "text_encoder", num_hidden_layers=layers - 1
+    )
+    short = diffusers.StableDiffusionPipeline(**parts, requires_safety_checker=False)
+    drawn = whole(
+        prompt_embeds=short.encode_prompt(value.prompt, "cpu", 1, False)[0],
+        negative_prompt_embeds=whole.encode_prompt("", "cpu", 1, False)[0],
+        num_inference_steps=value.steps,
+        guidance_scale=value.guidance_scale,
+        generator=torch.Generator().manual_seed(value.seed),
+        width=value.width,
+        height=value.height,
+    ).images[0]
+    return np.asarray(drawn).astype(int)
+
+
+@pytest.mark.parametrize("change", [{"clip_skip": 1}, {"guidance_rescale": 0.7}], ids=str)
+def test_options_are_those_of_plain_diffusers(family: TinyPipeline, change: dict[str, Any]) -> None:
+    """Beside an image without them."""
+    usual = msgspec.structs.replace(TEXT, scheduler="default")
+    value = msgspec.structs.replace(usual, **change)
+    (whole,) = drawn(family.model, family.preparer, [value])
+    mine, plain = joining(family.model, family.preparer, [value, usual])
+    is_xl = (family.folder / "text_encoder_2").is_dir()
+    # diffusers 0.42 does not find the norm of CLIP in transformers 5 here.
+    expected = (
+        without_last_layer(family.folder, value)
+        if value.clip_skip and not is_xl
+        else reference(family.folder, [value])[0]
+    )
+    for ours in (whole, mine):
+        assert np.abs(pixels(ours) - expected).max() <= 1
+    assert np.abs(pixels(mine) - pixels(plain)).max() > 1
+
+
+def test_guidance_is_rescaled_with_an_image_too(family: TinyPipeline) -> None:
+    """In steps. Not each pipeline of diffusers does it, and what one does not is refused."""
+    value = msgspec.structs.replace(FROM_IMAGE, scheduler="default", guidance_rescale=0.7)
+    without = msgspec.structs.replace(value, guidance_rescale=0.0)
+    mine, plain = joining(family.model, family.preparer, [value, without])
+    assert np.abs(pixels(mine) - pixels(plain)).max() > 1
+    (item,) = family.preparer.prepare([value])
+    assert isinstance(item, PreparedImage)
+    (result,) = family.model.predict([item], lambda step, steps: None)
+    if isinstance(result, ImageResult):
+        assert np.abs(pixels(result) - pixels(mine)).max() <= 1
+    else:
+        assert isinstance(result, BadInput)
+        assert result.field == "guidance_rescale"
 
 
 def joining(

@@ -297,8 +297,8 @@ def test_image_of_nan_fails_alone(
         ("auto", "StableDiffusionXLPipeline", True),
         ("auto", "StableDiffusionXLImg2ImgPipeline", True),
         ("never", "StableDiffusionXLPipeline", False),
-        ("auto", "StableDiffusion3Pipeline", False),
-        ("auto", "FluxPipeline", False),
+        ("auto", "StableDiffusion3Pipeline", True),
+        ("auto", "PixArtSigmaPipeline", False),
         ("auto", None, False),
     ],
 )

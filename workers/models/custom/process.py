@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared.catalog_entry import ClassResources
+from shared.catalog_entry import ModelResources
 from shared.messages import PrintedLogs
 from workers.models.custom.limits import DiskUse, Family, LimitWatch, usual_memory_bytes
 from workers.models.custom.runner.frames import Frame, FrameReader, encode_frame
@@ -200,13 +200,13 @@ class RunnerProcess:
         python: str = sys.executable,
         threads: int = 1,
         environment: Mapping[str, str] | None = None,
-        resources: ClassResources | None = None,
+        resources: ModelResources | None = None,
         denied_ports: Sequence[int] = (),
         inspects_only: bool = False,
         is_aside: bool = False,
         passes_on: bool = False,
     ) -> None:
-        resources = resources or ClassResources()
+        resources = resources or ModelResources()
         self._scratch = Scratch(folder)
         disk = DiskUse(self._scratch.path, resources.disk_bytes)
         self._socket, theirs = socket.socketpair()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import UNet2DConditionModel
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 
@@ -67,18 +68,19 @@ def only_what_is_compiled() -> contextlib.AbstractContextManager[None]:
     return stance
 
 
-def compile_parts(unet: Any, vae: Any, *, shapes: int, backend: str = "inductor") -> None:
-    """Compiles UNet, VAE encoder and VAE decoder.
+def compile_parts(denoiser: Any, vae: Any, *, shapes: int, backend: str = "inductor") -> None:
+    """Compiles UNet or transformer, VAE encoder and VAE decoder.
 
     Args:
-        unet: a UNet of diffusers.
+        denoiser: a UNet of diffusers, or a transformer that takes all inputs by name.
         vae: a VAE of diffusers, which processes images one by one from now on.
         shapes: how many shapes each of them gets at warm-up.
         backend: the backend of torch.compile.
     """
     # Each shape is a recompilation. Dynamo limits their number over all models of the process.
     torch._dynamo.config.recompile_limit += shapes
-    unet.forward = _unet_forward(_compiled(unet.forward, unet.device, backend))
+    uniform = _unet_forward if isinstance(denoiser, UNet2DConditionModel) else _named_forward
+    denoiser.forward = uniform(_compiled(denoiser.forward, denoiser.device, backend))
     # One by one there is one shape for all batches, and one image fills a GPU at this point.
     vae.enable_slicing()
     for part in (vae.encoder, vae.decoder):
@@ -108,6 +110,18 @@ def _unet_forward(compiled: Callable[..., Any]) -> Callable[..., Any]:
         return _copied(
             compiled(sample.contiguous(), times, encoder_hidden_states.contiguous(), **rest)
         )
+
+    return forward
+
+
+def _named_forward(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(**inputs: Any) -> Any:
+        uniform = {
+            name: value.contiguous() if isinstance(value, torch.Tensor) else value
+            for name, value in inputs.items()
+        }
+        _begin_step()
+        return _copied(compiled(**uniform))
 
     return forward
 

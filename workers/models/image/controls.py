@@ -27,6 +27,8 @@ _SHAPES = (
     "addition_embed_type",
 )
 """Settings that a ControlNet shares with the UNet of its model."""
+_ADDED = ("text_embeds", "time_ids")
+"""Of the conditions of a UNet, what ControlNets get too (`added_cond_kwargs`)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,8 +52,8 @@ class UnetCall:
     """[rows * slots]."""
     prompt: torch.Tensor
     """[rows * slots, tokens, width]."""
-    added: dict[str, torch.Tensor]
-    """`added_cond_kwargs`, [rows * slots, …] each."""
+    conditions: dict[str, torch.Tensor]
+    """What its family adds, [rows * slots, …] each."""
 
 
 Added = dict[str, Any]
@@ -74,6 +76,11 @@ class Controls:
     def __init__(
         self, folders: Mapping[str, Path], pipeline: Any, device: torch.device, plan: ImagePlan
     ) -> None:
+        if folders and getattr(pipeline, "unet", None) is None:
+            raise ConfigurationError(
+                "image.controls: only models of Stable Diffusion and Stable Diffusion XL have some",
+                field="image.controls",
+            )
         self._nets = {
             name: _load(folder, name, pipeline, device, plan) for name, folder in folders.items()
         }
@@ -143,12 +150,13 @@ class Controls:
         scales = torch.tensor([start.scales[step] for start, step in given] * repeats)
         # A UNet that was trained with masks gets them behind the latents.
         latents = call.sample[index, : net.config.in_channels]
+        told = {name: call.conditions[name] for name in _ADDED if name in call.conditions}
         down, middle = net(
             latents,
             call.times[index],
             encoder_hidden_states=call.prompt[index],
             controlnet_cond=pictures,
-            added_cond_kwargs={key: value[index] for key, value in call.added.items()} or None,
+            added_cond_kwargs={key: value[index] for key, value in told.items()} or None,
             return_dict=False,
         )
         scale = scales.to(middle.device, middle.dtype).view(-1, 1, 1, 1)

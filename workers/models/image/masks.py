@@ -20,6 +20,7 @@ import torch
 
 from workers.models.base import PreparedImage
 from workers.models.image.codec import sources_on
+from workers.models.image.family import Family, denoiser_of
 from workers.models.image.vae import own_type
 
 
@@ -40,12 +41,17 @@ class MaskedStart:
         return scaled if self.trained is None else torch.cat([scaled, self.trained], dim=1)
 
     def blended(
-        self, latents: torch.Tensor, scheduler: Any, next_time: torch.Tensor | None
+        self,
+        latents: torch.Tensor,
+        family: Family,
+        scheduler: Any,
+        next_time: torch.Tensor | None,
     ) -> torch.Tensor:
         """The latents after a step, with the source's own outside of the mask.
 
         Args:
             latents: of the item.
+            family: of its pipeline.
             scheduler: its own, after the step.
             next_time: the timestep of the next step. None: this was the last one.
         """
@@ -53,29 +59,34 @@ class MaskedStart:
             return latents
         own = self.source
         if next_time is not None:
-            own = scheduler.add_noise(own, self.noise, next_time.reshape(1))
+            own = family.noised(scheduler, own, self.noise, next_time.reshape(1))
         return (1 - self.grid) * own + self.grid * latents
 
 
 def is_trained_with_masks(pipeline: Any) -> bool:
-    """Returns whether the UNet takes a mask and a masked image beside the latents."""
-    unet, vae = getattr(pipeline, "unet", None), getattr(pipeline, "vae", None)
-    if unet is None or vae is None:
+    """Returns whether the denoiser takes a mask and a masked image beside the latents."""
+    denoiser, vae = denoiser_of(pipeline), getattr(pipeline, "vae", None)
+    if denoiser is None or vae is None:
         return False
-    channels: int = vae.config.latent_channels
-    return bool(unet.config.in_channels == 2 * channels + 1)
+    channels = vae.config.get("latent_channels")
+    return channels is not None and bool(denoiser.config.in_channels == 2 * channels + 1)
 
 
 def start_masked(
-    pipeline: Any, item: PreparedImage, generator: torch.Generator, dtype: torch.dtype
+    pipeline: Any,
+    family: Family,
+    item: PreparedImage,
+    generator: torch.Generator,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, MaskedStart]:
     """Prepares an item with a mask as the pipeline's own call does before its loop.
 
     Args:
         pipeline: an inpainting one of diffusers. Its scheduler has the timesteps of the item.
+        family: of the pipeline.
         item: with a source and a mask.
         generator: of its random numbers.
-        dtype: of the UNet.
+        dtype: of the denoiser.
 
     Returns:
         The timesteps before it, its latents at the first of them, and what its steps need.
@@ -87,26 +98,20 @@ def start_masked(
     timesteps, _ = pipeline.get_timesteps(item.steps, item.strength, device)
     is_trained = is_trained_with_masks(pipeline)
     with own_type(pipeline.vae):
-        latents, noise, *rest = pipeline.prepare_latents(
-            1,
-            pipeline.vae.config.latent_channels,
-            *size,
+        latents, noise, own = family.from_mask(
+            pipeline,
+            source,
+            timesteps[:1],
             dtype,
-            device,
             generator,
-            image=source,
-            timestep=timesteps[:1],
-            is_strength_max=item.strength == 1,
-            return_noise=True,
-            return_image_latents=not is_trained,
+            only_noise=item.strength == 1,
+            keeps_source=not is_trained,
         )
         if not is_trained:
-            return timesteps, latents, MaskedStart(squares.to(dtype), noise, rest[0], None)
+            return timesteps, latents, MaskedStart(squares.to(dtype), noise, own, None)
         # Nearest, so that each pixel has the value of its square.
         mask = torch.nn.functional.interpolate(squares, size=size)
-        trained = pipeline.prepare_mask_latents(
-            mask, source * (mask < 0.5), 1, *size, dtype, device, generator, False
-        )
+        trained = family.mask_inputs(pipeline, mask, source * (mask < 0.5), dtype, generator)
     return timesteps, latents, MaskedStart(trained[0], noise, None, torch.cat(trained, dim=1))
 
 

@@ -30,7 +30,10 @@ from workers.models.base import OnStep, OutOfMemory, PreparedImage, PreparedItem
 from workers.models.device import Device, memory_errors
 from workers.models.image.codec import encode_all, sources_on, to_host
 from workers.models.image.compilation import cheapest_cover, only_what_is_compiled
+from workers.models.image.families import load_family
+from workers.models.image.family import Encoded, Family
 from workers.models.image.masks import is_trained_with_masks
+from workers.models.image.options import OptionCheck
 from workers.models.image.pipeline import draws_text, load_pipelines
 from workers.models.image.plan import capability_of, plan_for
 from workers.models.image.preview import draw_previews
@@ -38,88 +41,86 @@ from workers.models.image.vae import own_type, spare_memory
 from workers.models.kernel_store import KernelStore
 
 KEPT_BYTES = 64 * 1024 * 1024
-"""Device memory for the cache: 540 prompts of Stable Diffusion 1.5 in 16 bits, or 200 of SDXL."""
+"""Device memory for the cache of prompts.
 
-KNOWN = (diffusers.StableDiffusionPipeline, diffusers.StableDiffusionXLPipeline)
-"""Pipelines that take encoded prompts."""
+In 16 bits it holds 540 of Stable Diffusion 1.5, 200 of SDXL, or 24 of Stable Diffusion 3.
+"""
 
-Encoded = tuple[torch.Tensor, ...]
-"""One encoded prompt: hidden states [1, tokens, width], and for SDXL pooled states [1, width]."""
+Prompt = tuple[str, int | None]
+"""A text, and how many of the last layers of CLIP do not read it."""
 
 
 class PromptEncoder:
-    """The text encoders of one pipeline, with an LRU cache."""
+    """The text encoders of one pipeline, with an LRU cache.
+
+    Pipelines of no known family get their prompts as text.
+    """
 
     def __init__(self, pipeline: Any, kept_bytes: int = KEPT_BYTES) -> None:
         self._pipeline = pipeline
+        self._family = load_family(pipeline)
         self._kept_bytes = kept_bytes
-        self._kept: OrderedDict[str, Encoded] = OrderedDict()
+        self._kept: OrderedDict[Prompt, Encoded] = OrderedDict()
         self._bytes = 0
 
     def arguments(self, items: Sequence[PreparedImage]) -> dict[str, Any]:
         """The pipeline's prompt arguments for `items`. Either all or none have a negative prompt.
 
         Returns:
-            `prompt_embeds` and `negative_prompt_embeds` [items, tokens, width], and for SDXL the
-            pooled
-            ones. For pipelines with other encoders, the prompts as text.
+            `prompt_embeds` [items, tokens, width], `pooled_prompt_embeds` [items, width] if the
+            encoders have them, and `negative_…` of both if the family takes negative prompts. For
+            pipelines of no known family, the prompts as text.
         """
-        prompts = [item.prompt for item in items]
-        negatives = [item.negative_prompt for item in items]
-        has_negative = bool(negatives[0])
-        if type(self._pipeline) not in KNOWN:
-            return {"prompt": prompts} | ({"negative_prompt": negatives} if has_negative else {})
-        encoded = self._encoded([*prompts, *negatives])
-        positive = [
-            torch.cat(parts) for parts in zip(*(encoded[text] for text in prompts), strict=True)
-        ]
-        negative = [
-            torch.cat(parts) for parts in zip(*(encoded[text] for text in negatives), strict=True)
-        ]
+        has_negative = bool(items[0].negative_prompt)
+        if self._family is None:
+            texts = {"prompt": [item.prompt for item in items]}
+            if has_negative:
+                texts["negative_prompt"] = [item.negative_prompt for item in items]
+            return texts
+        prompts: list[Prompt] = [(item.prompt, item.clip_skip) for item in items]
+        negatives: list[Prompt] = []
+        if "negative_prompt" in self._family.options:
+            negatives = [(item.negative_prompt, None) for item in items]
+        encoded = self._encoded(self._family, [*prompts, *negatives])
+        positive = _rows([encoded[prompt] for prompt in prompts])
+        if not negatives:
+            return positive
+        negative = _rows([encoded[prompt] for prompt in negatives])
         if not has_negative and self._pipeline.config.get("force_zeros_for_empty_prompt", False):
-            negative = [torch.zeros_like(part) for part in positive]
-        names = ("prompt_embeds", "pooled_prompt_embeds")[: len(positive)]
-        return dict(zip(names, positive, strict=True)) | {
-            f"negative_{name}": part for name, part in zip(names, negative, strict=True)
-        }
+            negative = {name: torch.zeros_like(part) for name, part in positive.items()}
+        return positive | {f"negative_{name}": part for name, part in negative.items()}
 
     def truncated_tokens(self, item: PreparedImage) -> int | None:
         """Returns how many tokens of the prompts the encoders drop.
 
-        None for pipelines with other encoders.
+        None for pipelines of no known family.
         """
-        if type(self._pipeline) not in KNOWN:
+        if self._family is None:
             return None
-        # SDXL's two tokenizers are the same. Its refiner has only the second.
-        tokenizer = self._pipeline.tokenizer or self._pipeline.tokenizer_2
+        tokenizer, most = self._family.widest_reader(self._pipeline)
         texts = [text for text in (item.prompt, item.negative_prompt) if text]
         counts = [len(ids) for ids in tokenizer(texts, verbose=False)["input_ids"]] if texts else []
-        most: int = tokenizer.model_max_length
         return sum(max(0, count - most) for count in counts)
 
-    def _encoded(self, texts: Sequence[str]) -> dict[str, Encoded]:
-        """The embeddings of all `texts`. Encodes those that are not cached in one call."""
-        wanted = dict.fromkeys(texts)
-        known = {text: self._kept[text] for text in wanted if text in self._kept}
-        if missing := [text for text in wanted if text not in known]:
-            # SD returns (states, None), and SDXL (states, None, pooled, None).
-            parts = self._pipeline.encode_prompt(
-                prompt=missing,
-                device=self._pipeline.device,
-                num_images_per_prompt=1,
-                do_classifier_free_guidance=False,
-            )[::2]
-            for row, text in enumerate(missing):
-                known[text] = tuple(part[row : row + 1].clone() for part in parts)
+    def _encoded(self, family: Family, prompts: Sequence[Prompt]) -> dict[Prompt, Encoded]:
+        """The embeddings of all prompts. Encodes those that are not cached, equal skips at once."""
+        wanted = dict.fromkeys(prompts)
+        known = {prompt: self._kept[prompt] for prompt in wanted if prompt in self._kept}
+        missing = [prompt for prompt in wanted if prompt not in known]
+        for clip_skip in dict.fromkeys(clip_skip for _, clip_skip in missing):
+            texts = [text for text, skips in missing if skips == clip_skip]
+            parts = family.encode(self._pipeline, texts, clip_skip)
+            for row, text in enumerate(texts):
+                known[text, clip_skip] = tuple(part[row : row + 1].clone() for part in parts)
         self._keep(known)
         return known
 
-    def _keep(self, used: dict[str, Encoded]) -> None:
-        for text, encoded in used.items():
-            if text not in self._kept:
+    def _keep(self, used: dict[Prompt, Encoded]) -> None:
+        for prompt, encoded in used.items():
+            if prompt not in self._kept:
                 self._bytes += _size_bytes(encoded)
-            self._kept[text] = encoded
-            self._kept.move_to_end(text)
+            self._kept[prompt] = encoded
+            self._kept.move_to_end(prompt)
         while self._bytes > self._kept_bytes:
             _, dropped = self._kept.popitem(last=False)
             self._bytes -= _size_bytes(dropped)
@@ -127,6 +128,13 @@ class PromptEncoder:
 
 def _size_bytes(encoded: Encoded) -> int:
     return sum(part.nbytes for part in encoded)
+
+
+def _rows(encoded: Sequence[Encoded]) -> dict[str, torch.Tensor]:
+    """One row for each prompt, by the names that pipelines have for them."""
+    parts = [torch.cat(part) for part in zip(*encoded, strict=True)]
+    names = ("prompt_embeds", "pooled_prompt_embeds")[: len(parts)]
+    return dict(zip(names, parts, strict=True))
 
 
 AfterStep = Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]]
@@ -166,7 +174,8 @@ class ImageModel:
 
         Raises:
             ConfigurationError: the folder is not a text-to-image pipeline, it was trained with
-                masks and can't step, or a required package is missing.
+                masks and can't step, it can't draw with the defaults of the entry, or a required
+                package is missing.
         """
         self._device, self.device_name = self._requested_device.open()
         self._plan = plan_for(self._entry, capability_of(self._device))
@@ -192,6 +201,11 @@ class ImageModel:
         self._draws_text = draws_text(self._image_to_image)
         self._own_scheduler = self._text_to_image.scheduler
         self._prompts = PromptEncoder(self._text_to_image)
+        self._options = OptionCheck(self._text_to_image)
+        refusal = self._options.refusal(self._usual_item(from_image=False))
+        if refusal is not None:
+            reason = f"{self._folder} can't draw with the defaults of {self._entry.name}: {refusal}"
+            raise ConfigurationError(reason, field=f"image.{refusal.field}")
 
     def warmup(self) -> None:
         """Draws at the default size, from text and from an image.
@@ -268,7 +282,8 @@ class ImageModel:
         Each has its own generator, so its noise depends only on its seed.
         """
         items = [item for item in batch if isinstance(item, PreparedImage)]
-        if (refusal := self.refusal(items[0])) is not None:
+        refusal = self.refusal(items[0]) or self._refusal_of_whole(items[0])
+        if refusal is not None:
             return [refusal] * len(items)
         with torch.inference_mode(), self.settled():
             images = self._images(items, on_step)
@@ -282,8 +297,15 @@ class ImageModel:
             return BadInput("this model draws from text only", field="image")
         if item.source is None and not self._draws_text:
             return BadInput("this model draws from an image only", field="image")
-        if item.scheduler != OWN_SCHEDULER and "beta_start" not in self._own_scheduler.config:
-            return BadInput(f"this model takes only scheduler {OWN_SCHEDULER!r}", field="scheduler")
+        return self._options.refusal(item)
+
+    def _refusal_of_whole(self, item: PreparedImage) -> BadInput | None:
+        """Returns why the pipeline's own call can't draw an item."""
+        pipeline: Any = self._text_to_image if item.source is None else self._image_to_image
+        known = inspect.signature(pipeline.__call__).parameters
+        if item.guidance_rescale and "guidance_rescale" not in known:
+            reason = "this model takes none with an image; leave it out"
+            return BadInput(f"guidance_rescale: {reason}", field="guidance_rescale")
         return None
 
     def settled(self) -> contextlib.AbstractContextManager[None]:
@@ -358,7 +380,9 @@ class ImageModel:
         Its state must not pass from batch to batch.
         """
         config = self._own_scheduler.config
-        if name == OWN_SCHEDULER:
+        if name == OWN_SCHEDULER or isinstance(
+            self._own_scheduler, diffusers.FlowMatchEulerDiscreteScheduler
+        ):
             return type(self._own_scheduler).from_config(config)
         choice = SCHEDULERS[name]
         return getattr(diffusers, choice.class_name).from_config(config, **choice.options)
@@ -389,6 +413,7 @@ def _arguments(items: Sequence[PreparedImage], after_step: AfterStep) -> dict[st
     return {
         "num_inference_steps": first.steps,
         "guidance_scale": first.guidance_scale,
+        "guidance_rescale": first.guidance_rescale,
         "generator": [torch.Generator("cpu").manual_seed(item.seed) for item in items],
         "output_type": "pt",
         "callback_on_step_end": after_step,

@@ -11,6 +11,8 @@ import transformers
 
 from shared.errors import ConfigurationError
 from workers.models.image.compilation import compile_parts, keep_compiled_in
+from workers.models.image.families import load_family
+from workers.models.image.family import denoiser_of
 from workers.models.image.plan import ImagePlan
 
 _TURING = (7, 5)
@@ -29,11 +31,12 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> tuple
         library.disable_progress_bar()
     try:
         config = diffusers.DiffusionPipeline.load_config(folder, local_files_only=True)
-        without = (
-            {"safety_checker": None, "requires_safety_checker": False}
-            if "safety_checker" in config
-            else {}
+        # What a folder leaves out, such as the T5 of Stable Diffusion 3, must be said.
+        without: dict[str, Any] = dict.fromkeys(
+            name for name, place in config.items() if place == [None, None]
         )
+        if "safety_checker" in config:
+            without |= {"safety_checker": None, "requires_safety_checker": False}
         pipeline = diffusers.AutoPipelineForText2Image.from_pretrained(
             folder, dtype=plan.dtype, local_files_only=True, **without
         ).to(device)
@@ -58,7 +61,7 @@ def inpainting(pipeline: Any, image_to_image: Any) -> Any:
     """The pipeline for masks with the components of the other two. It takes no memory.
 
     Args:
-        pipeline: the one for text, of Stable Diffusion or Stable Diffusion XL.
+        pipeline: the one for text, of a known family.
         image_to_image: the one for images.
     """
     settings = {}
@@ -75,21 +78,27 @@ def draws_text(image_to_image: Any | None) -> bool:
 
 
 def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> None:
-    """Changes the UNet and VAE in place. Pipelines without these two do not change."""
-    unet, vae = getattr(pipeline, "unet", None), getattr(pipeline, "vae", None)
-    if not isinstance(unet, diffusers.UNet2DConditionModel) or not isinstance(
-        vae, diffusers.AutoencoderKL
-    ):
+    """Changes the denoiser and the VAE in place.
+
+    Pipelines that are neither of a UNet nor of a known family do not change.
+    """
+    denoiser: Any = denoiser_of(pipeline)
+    vae = getattr(pipeline, "vae", None)
+    has_unet = isinstance(denoiser, diffusers.UNet2DConditionModel)
+    if not isinstance(vae, diffusers.AutoencoderKL) or not (has_unet or load_family(pipeline)):
         return
     if plan.is_tuned:
-        pipeline.fuse_qkv_projections()
-        unet.to(memory_format=torch.channels_last)
         vae.to(memory_format=torch.channels_last)
+        if has_unet:
+            # Transformers have no convolutions to speak of, and the fused processor of diffusers
+            # leaves out their norms of queries and keys.
+            pipeline.fuse_qkv_projections()
+            denoiser.to(memory_format=torch.channels_last)
     if plan.is_int8:
-        _quantize_linears(unet)
+        _quantize_linears(denoiser)
     if plan.is_compiled:
         keep_compiled_in(folder.parent / f".{folder.name}.compiled")
-        compile_parts(unet, vae, shapes=2 * len(plan.batch_sizes))
+        compile_parts(denoiser, vae, shapes=2 * len(plan.batch_sizes))
 
 
 def _with_image_to_image() -> set[type]:
@@ -104,12 +113,12 @@ def _with_image_to_image() -> set[type]:
     }
 
 
-def _quantize_linears(unet: Any) -> None:
-    """Converts the linear layers in the transformer blocks of `unet` to INT8, by torchao, in place.
+def _quantize_linears(denoiser: Any) -> None:
+    """Converts the linear layers in transformer blocks to INT8, by torchao, in place.
 
-    Weights per channel. On GPUs with INT8 matrix units also activations, per token. The few other
-    layers get one row per image (time embedding), which gains nothing and is below the 17 rows that
-    CUDA's INT8 product needs.
+    Weights per channel. On GPUs with INT8 matrix units also activations, per token. Other layers
+    (time embedding, modulation of the norms) get one row per image, which gains nothing and is
+    below the 17 rows that CUDA's INT8 product needs.
     """
     # torchao takes a second to import, and only INT8 needs it.
     from torchao.quantization import (
@@ -118,11 +127,14 @@ def _quantize_linears(unet: Any) -> None:
         quantize_,
     )
 
-    device = unet.device
+    device = denoiser.device
     has_units = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _TURING
     config = Int8DynamicActivationInt8WeightConfig() if has_units else Int8WeightOnlyConfig()
-    quantize_(unet, config, filter_fn=_is_in_transformer)
+    quantize_(denoiser, config, filter_fn=_is_in_transformer)
 
 
 def _is_in_transformer(module: torch.nn.Module, name: str) -> bool:
-    return isinstance(module, torch.nn.Linear) and ".transformer_blocks." in name
+    parts = name.split(".")
+    is_inside = any(part.endswith("transformer_blocks") for part in parts)
+    is_modulation = any(part.startswith("norm") for part in parts)
+    return isinstance(module, torch.nn.Linear) and is_inside and not is_modulation

@@ -6,10 +6,8 @@ A source image is decoded and resized once.
 from __future__ import annotations
 
 import io
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -27,15 +25,6 @@ SOURCE_MAX_PIXELS = 16 * 1024 * 1024
 """The limit of a source image before it is resized: 48 MB decoded."""
 DEFAULT_STRENGTH = 0.8
 SEED_LIMIT = 2**63
-STEPPED_PIPELINES = (
-    "StableDiffusionPipeline",
-    "StableDiffusionImg2ImgPipeline",
-    "StableDiffusionInpaintPipeline",
-    "StableDiffusionXLPipeline",
-    "StableDiffusionXLImg2ImgPipeline",
-    "StableDiffusionXLInpaintPipeline",
-)
-"""Classes in model_index.json whose pipelines for text are in workers.models.image.stepped."""
 
 
 class ImagePreparer:
@@ -44,11 +33,15 @@ class ImagePreparer:
     Args:
         bounds: of the catalog.
         is_stepped: whether images of any size, steps and scheduler are computed together.
+        rounds_up: whether image-to-image runs a part of a step as a whole one.
     """
 
-    def __init__(self, bounds: ImageDefaults, *, is_stepped: bool = False) -> None:
+    def __init__(
+        self, bounds: ImageDefaults, *, is_stepped: bool = False, rounds_up: bool = False
+    ) -> None:
         self._bounds = bounds
         self._is_stepped = is_stepped
+        self._rounds_up = rounds_up
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedImage | BadInput]:
         """One outcome per input, in order. A BadInput names the invalid field of ImageInput."""
@@ -59,7 +52,7 @@ class ImagePreparer:
             if not isinstance(value, ImageInput):
                 raise BadInput("an image model takes image requests", field="input")
             self._check(value)
-            item = _prepared(value, self._bounds.steps, is_stepped=self._is_stepped)
+            item = self._prepared(value)
             if value.control is None:
                 return item
             picture = value.control.image, value.width, value.height
@@ -81,16 +74,7 @@ class ImagePreparer:
                 f"{value.width} x {value.height} is above {bounds.largest_pixels} pixels",
                 field="width",
             )
-        if not 1 <= value.steps <= bounds.longest_steps:
-            raise BadInput(
-                f"steps {value.steps} is not from 1 to {bounds.longest_steps}", field="steps"
-            )
-        if not (math.isfinite(value.guidance_scale) and value.guidance_scale >= 0):
-            raise BadInput(
-                f"guidance_scale {value.guidance_scale} is not 0 or more", field="guidance_scale"
-            )
-        if not 0 <= value.seed < SEED_LIMIT:
-            raise BadInput(f"seed {value.seed} is not from 0 to 2^63 - 1", field="seed")
+        _check_numbers(value, bounds)
         if value.scheduler not in SCHEDULER_NAMES:
             known = ", ".join(SCHEDULER_NAMES)
             raise BadInput(
@@ -103,57 +87,81 @@ class ImagePreparer:
                 field="steps",
             )
 
+    def _prepared(self, value: ImageInput) -> PreparedImage:
+        strength = source = mask = None
+        steps_run = value.steps
+        if value.mask is not None:
+            mask = _read_mask(value)
+        if value.image is not None:
+            strength = DEFAULT_STRENGTH if value.strength is None else value.strength
+            steps_run = image_to_image_steps(value.steps, strength, rounds_up=self._rounds_up)
+            source = _read_source(value.image, value.width, value.height)
+        pixel_steps = value.width * value.height * steps_run
+        return PreparedImage(
+            key="" if self._is_stepped else _key(value, strength),
+            length=pixel_steps,
+            # Each has its steps to itself, so only its pixels are next to those of others.
+            room=value.width * value.height * self._bounds.steps if self._is_stepped else 0,
+            prompt=value.prompt,
+            negative_prompt=value.negative_prompt,
+            width=value.width,
+            height=value.height,
+            steps=value.steps,
+            guidance_scale=value.guidance_scale,
+            seed=value.seed,
+            scheduler=value.scheduler,
+            strength=strength,
+            source=source,
+            mask=mask,
+            clip_skip=value.clip_skip or None,
+            guidance_rescale=value.guidance_rescale,
+        )
 
-def can_step(folder: Path) -> bool:
-    """Returns whether the pipeline in `folder` can take images in between two steps."""
-    try:
-        index = json.loads((folder / "model_index.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(index, dict) and index.get("_class_name") in STEPPED_PIPELINES
+
+def _check_numbers(value: ImageInput, bounds: ImageDefaults) -> None:
+    if not 1 <= value.steps <= bounds.longest_steps:
+        raise BadInput(
+            f"steps {value.steps} is not from 1 to {bounds.longest_steps}", field="steps"
+        )
+    if not (math.isfinite(value.guidance_scale) and value.guidance_scale >= 0):
+        raise BadInput(
+            f"guidance_scale {value.guidance_scale} is not 0 or more", field="guidance_scale"
+        )
+    if not 0 <= value.guidance_rescale <= 1:
+        raise BadInput(
+            f"guidance_rescale {value.guidance_rescale} is not from 0 to 1",
+            field="guidance_rescale",
+        )
+    if value.clip_skip is not None and value.clip_skip < 0:
+        raise BadInput(f"clip_skip {value.clip_skip} is not 0 or more", field="clip_skip")
+    if not 0 <= value.seed < SEED_LIMIT:
+        raise BadInput(f"seed {value.seed} is not from 0 to 2^63 - 1", field="seed")
 
 
-def _prepared(value: ImageInput, usual_steps: int, *, is_stepped: bool) -> PreparedImage:
-    strength = source = mask = None
-    steps_run = value.steps
-    if value.mask is not None:
-        mask = _read_mask(value)
-    if value.image is not None:
-        strength = DEFAULT_STRENGTH if value.strength is None else value.strength
-        steps_run = image_to_image_steps(value.steps, strength)
-        source = _read_source(value.image, value.width, value.height)
-    pixel_steps = value.width * value.height * steps_run
-    # For some pipelines an empty negative prompt differs from none, so the two never share a batch.
+def _key(value: ImageInput, strength: float | None) -> str:
+    """Images of one key can be drawn by one call of a pipeline."""
+    # For some pipelines an empty negative prompt differs from none.
     negative = "negative" if value.negative_prompt else ""
-    key = f"{value.width}x{value.height}/{value.steps}/{value.guidance_scale}"
-    return PreparedImage(
-        key="" if is_stepped else f"{key}/{value.scheduler}/{strength}/{negative}",
-        length=pixel_steps,
-        # Each has its steps to itself, so only its pixels are next to those of others.
-        room=value.width * value.height * usual_steps if is_stepped else 0,
-        prompt=value.prompt,
-        negative_prompt=value.negative_prompt,
-        width=value.width,
-        height=value.height,
-        steps=value.steps,
-        guidance_scale=value.guidance_scale,
-        seed=value.seed,
-        scheduler=value.scheduler,
-        strength=strength,
-        source=source,
-        mask=mask,
-    )
+    size = f"{value.width}x{value.height}/{value.steps}"
+    guidance = f"{value.guidance_scale}/{value.guidance_rescale}/{value.clip_skip}"
+    return f"{size}/{guidance}/{value.scheduler}/{strength}/{negative}"
 
 
-def image_to_image_steps(steps: int, strength: float) -> int:
-    """The steps that image-to-image runs: a share of `strength`, rounded down as diffusers does.
+def image_to_image_steps(steps: int, strength: float, *, rounds_up: bool = False) -> int:
+    """The steps that image-to-image runs: a share of `strength`.
+
+    Args:
+        steps: those of an image from text.
+        strength: above 0 and at most 1.
+        rounds_up: a part of a step is a whole one, as diffusers counts for pipelines that match
+            flows. It drops it for others.
 
     Raises:
         BadInput: strength is not above 0 and at most 1, or so low that no step is left.
     """
     if not 0 < strength <= 1:
         raise BadInput(f"strength {strength} is not above 0 and at most 1", field="strength")
-    run = min(int(steps * strength), steps)
+    run = steps - int(max(steps - steps * strength, 0)) if rounds_up else int(steps * strength)
     if run < 1:
         raise BadInput(f"strength {strength} leaves none of {steps} steps", field="strength")
     return run

@@ -1,25 +1,25 @@
 """Continuous batching of images: they come between two denoise steps, and leave when done.
 
-Each item has a scheduler, a generator of random numbers and timesteps of its own. Only the UNet
-computes items together: it takes a timestep for each row. So an item's pixels are those of
-diffusers' pipeline for it alone, whichever schedulers, strengths and numbers of steps are alongside
-it. The steps before and after the loop are those of the pipelines' own calls, by their own methods.
+Each item has a scheduler, a generator of random numbers and timesteps of its own. Only the denoiser
+(a UNet or a transformer) computes items together: it takes a timestep for each row. So an item's
+pixels are those of diffusers' pipeline for it alone, whichever schedulers, strengths and numbers of
+steps are alongside it. What comes before and after the loop is done by the pipelines' own methods.
 
-A family (Stable Diffusion or Stable Diffusion XL) has its own preparation before the loop. It has a
-pipeline for text and one for images. Both are of diffusers, and share their parts.
+What is particular to a class of pipelines is in its family (workers.models.image.family).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import diffusers
 import msgspec
 import numpy as np
 import torch
+from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import rescale_noise_cfg
 
 from shared.errors import BadInput, PenstockError
 from shared.tasks import Result
@@ -28,12 +28,10 @@ from workers.models.base import OutOfMemory, PreparedImage, PreparedItem, RgbIma
 from workers.models.device import memory_errors
 from workers.models.image.codec import sources_on, to_host
 from workers.models.image.control_folders import control_folders
-from workers.models.image.controls import Controls, ControlStart, UnetCall
-from workers.models.image.masks import (
-    MaskedStart,
-    pasted,
-    start_masked,
-)
+from workers.models.image.controls import Added, Controls, ControlStart, UnetCall
+from workers.models.image.families import load_family
+from workers.models.image.family import Family
+from workers.models.image.masks import MaskedStart, pasted, start_masked
 from workers.models.image.model import ImageModel
 from workers.models.image.pipeline import inpainting
 from workers.models.image.preview import draw_previews
@@ -41,73 +39,13 @@ from workers.models.image.vae import decode, own_type, spare_memory
 
 log = logging.getLogger(__name__)
 
-AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5
-"""The defaults of StableDiffusionXLImg2ImgPipeline."""
-
-
-class StableDiffusion:
-    """StableDiffusionPipeline: the UNet gets a prompt and no more."""
-
-    def begin(self, scheduler: Any) -> None:
-        """Prepares a scheduler that starts at its first timestep."""
-
-    def conditions(
-        self, pipeline: Any, item: PreparedImage, texts: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Returns the UNet's `added_cond_kwargs`.
-
-        Args:
-            pipeline: the one that draws the item.
-            item: of any size.
-            texts: what PromptEncoder has for it.
-
-        Returns:
-            Tensors [2, …] each: one row for the negative prompt, and one for the prompt.
-        """
-        return {}
-
-
-class StableDiffusionXL(StableDiffusion):
-    """StableDiffusionXLPipeline: the UNet also gets sizes and a summary of the prompt."""
-
-    def begin(self, scheduler: Any) -> None:
-        """Tells the scheduler to count its steps, instead of looking for their timesteps."""
-        if hasattr(scheduler, "set_begin_index"):
-            scheduler.set_begin_index(0)
-
-    def conditions(
-        self, pipeline: Any, item: PreparedImage, texts: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """The pooled prompts, and what an image of the training of this size had."""
-        pooled = [texts["negative_pooled_prompt_embeds"], texts["pooled_prompt_embeds"]]
-        size, corner = (item.height, item.width), (0, 0)
-        width = pipeline.text_encoder_2.config.projection_dim
-        # The two pipelines have methods of one name and different arguments.
-        if item.source is None:
-            same = pipeline._get_add_time_ids(size, corner, size, pooled[0].dtype, width)
-            times = [same, same]
-        else:
-            scores = (AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE)
-            conditions = (size, corner, size, *scores, size, corner, size, pooled[0].dtype, width)
-            times = list(reversed(pipeline._get_add_time_ids(*conditions)))
-        return {
-            "text_embeds": torch.cat(pooled),
-            "time_ids": torch.cat(times).to(pooled[0].device),
-        }
-
-
-FAMILIES: dict[type, StableDiffusion] = {
-    diffusers.StableDiffusionPipeline: StableDiffusion(),
-    diffusers.StableDiffusionXLPipeline: StableDiffusionXL(),
-}
-"""The families by the class of their pipeline for text."""
-
 
 @dataclass(slots=True, eq=False)
 class _Drawing:
     """An item that is being drawn."""
 
     item: PreparedImage
+    family: Family
     scheduler: Any
     generator: torch.Generator
     timesteps: torch.Tensor
@@ -116,9 +54,7 @@ class _Drawing:
     prompt: torch.Tensor
     """[rows, tokens, width]: the negative prompt first if it is guided."""
     conditions: dict[str, torch.Tensor]
-    """The other inputs of the UNet for its family, [rows, …] each."""
-    scale: torch.Tensor | None
-    """The guidance scale as the UNet of a distilled model takes it, [1, width]."""
+    """The other inputs of the denoiser for its family, [rows, …] each."""
     for_scheduler: dict[str, Any]
     masked: MaskedStart | None
     control: ControlStart | None = None
@@ -127,21 +63,35 @@ class _Drawing:
 
     @property
     def group(self) -> tuple[int, int, int]:
-        """Items of one group are computed in one call of the UNet."""
+        """Items of one group are computed in one call of the denoiser."""
         return self.item.height, self.item.width, len(self.prompt)
 
     @property
     def rows_pixels(self) -> int:
-        """Pixels that the UNet computes of it in a step."""
+        """Pixels that the denoiser computes of it in a step."""
         return self.item.height * self.item.width * len(self.prompt)
 
-    def unet_input(self, time: torch.Tensor) -> torch.Tensor:
-        """What the UNet gets at a timestep, [1, channels, height, width]."""
-        scaled: torch.Tensor = self.scheduler.scale_model_input(self.latents, time)
+    def denoiser_input(self, time: torch.Tensor) -> torch.Tensor:
+        """What the denoiser gets at a timestep, [1, channels, height, width]."""
+        scaled = self.latents
+        # Those that match flows do not scale.
+        if hasattr(self.scheduler, "scale_model_input"):
+            scaled = self.scheduler.scale_model_input(scaled, time)
         return scaled if self.masked is None else self.masked.unet_input(scaled)
 
+    def guided(self, noise: torch.Tensor) -> torch.Tensor:
+        """The noise that the prompts make of that of each row, [1, channels, height, width]."""
+        if len(self.prompt) == 1:
+            return noise
+        without, with_prompt = noise.chunk(2)
+        noise = without + self.item.guidance_scale * (with_prompt - without)
+        if self.item.guidance_rescale:
+            noise = rescale_noise_cfg(noise, with_prompt, self.item.guidance_rescale)
+        return noise
+
     def take_step(self, noise: torch.Tensor, time: torch.Tensor) -> None:
-        """Takes a step along the noise that the UNet sees, [1, channels, height, width]."""
+        """Takes a step along the noise that the denoiser sees in each row."""
+        noise = self.guided(noise)
         self.latents = self.scheduler.step(
             noise, time, self.latents, **self.for_scheduler, return_dict=False
         )[0]
@@ -149,7 +99,7 @@ class _Drawing:
         if self.masked is not None:
             is_last = self.done == len(self.timesteps)
             next_time = None if is_last else self.timesteps[self.done]
-            self.latents = self.masked.blended(self.latents, self.scheduler, next_time)
+            self.latents = self.masked.blended(self.latents, self.family, self.scheduler, next_time)
 
 
 class SteppedImageModel(ImageModel):
@@ -163,7 +113,9 @@ class SteppedImageModel(ImageModel):
         """Loads the pipeline."""
         super().setup()
         self._drawings = {}
-        self._family = FAMILIES[type(self._text_to_image)]
+        family = load_family(self._text_to_image)
+        assert family is not None, "only folders of a family are loaded so; this is a bug"
+        self._family = family
         self._inpainting = inpainting(self._text_to_image, self._image_to_image)
         folders = control_folders(self._entry)
         self._controls = Controls(folders, self._text_to_image, self._device, self._plan)
@@ -248,26 +200,28 @@ class SteppedImageModel(ImageModel):
         scheduler = pipeline.scheduler = self._scheduler(item.scheduler)
         generator = torch.Generator("cpu").manual_seed(item.seed)
         texts = self._prompts.arguments([item])
-        scheduler.set_timesteps(item.steps, device=self._device)
-        prompt = torch.cat([texts["negative_prompt_embeds"], texts["prompt_embeds"]])
+        self._family.set_timesteps(pipeline, item)
+        names = ("negative_prompt_embeds", "prompt_embeds")
+        prompt = torch.cat([texts[name] for name in names if name in texts])
         masked = None
         if item.mask is None:
             timesteps, latents = self._start(pipeline, item, generator, prompt.dtype)
         else:
-            timesteps, latents, masked = start_masked(pipeline, item, generator, prompt.dtype)
+            timesteps, latents, masked = start_masked(
+                pipeline, self._family, item, generator, prompt.dtype
+            )
         conditions = self._family.conditions(pipeline, item, texts)
-        scale = self._scale(pipeline, item, latents)
-        rows = 2 if item.guidance_scale > 1 and scale is None else 1
+        rows = self._family.rows(pipeline, item)
         return _Drawing(
             item=item,
+            family=self._family,
             scheduler=scheduler,
             generator=generator,
             timesteps=timesteps,
             latents=latents,
             prompt=prompt[-rows:],
             conditions={name: both[-rows:] for name, both in conditions.items()},
-            scale=scale,
-            for_scheduler=pipeline.prepare_extra_step_kwargs(generator, 0.0),
+            for_scheduler=self._family.step_arguments(pipeline, generator),
             masked=masked,
             control=self._controls.start(item, len(timesteps)),
         )
@@ -277,28 +231,13 @@ class SteppedImageModel(ImageModel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The timesteps that an item has before it, and its latents at the first of them."""
         if item.source is None:
-            self._family.begin(pipeline.scheduler)
-            channels = pipeline.unet.config.in_channels
-            size = (item.height, item.width)
-            latents = pipeline.prepare_latents(1, channels, *size, dtype, self._device, generator)
+            latents = self._family.from_text(pipeline, item, dtype, generator)
             return pipeline.scheduler.timesteps, latents
         source = pipeline.image_processor.preprocess(sources_on(self._device, [item]))
         timesteps, _ = pipeline.get_timesteps(item.steps, item.strength, self._device)
         with own_type(pipeline.vae):
-            latents = pipeline.prepare_latents(
-                source, timesteps[:1], 1, 1, dtype, self._device, generator
-            )
+            latents = self._family.from_image(pipeline, source, timesteps[:1], dtype, generator)
         return timesteps, latents
-
-    def _scale(
-        self, pipeline: Any, item: PreparedImage, latents: torch.Tensor
-    ) -> torch.Tensor | None:
-        width = pipeline.unet.config.time_cond_proj_dim
-        if width is None:
-            return None
-        scale = torch.tensor(item.guidance_scale - 1).repeat(1)
-        embedding: torch.Tensor = pipeline.get_guidance_scale_embedding(scale, embedding_dim=width)
-        return embedding.to(self._device, latents.dtype)
 
     def _step_all(self) -> None:
         """One step of each item. If memory runs out, some have had theirs."""
@@ -310,15 +249,16 @@ class SteppedImageModel(ImageModel):
                 self._step_together([group[slot] for slot in slots])
 
     def _step_together(self, drawings: Sequence[_Drawing]) -> None:
-        """One call of the UNet, then the scheduler of each item."""
+        """One call of the denoiser, then the scheduler of each item."""
         rows = len(drawings[0].prompt)
         times = [drawing.timesteps[drawing.done] for drawing in drawings]
-        scaled = [drawing.unet_input(time) for drawing, time in zip(drawings, times, strict=True)]
+        scaled = [
+            drawing.denoiser_input(time) for drawing, time in zip(drawings, times, strict=True)
+        ]
         # A compiled size is filled up with the last item again.
         fill = len(self._padded([drawing.item for drawing in drawings])) - len(drawings)
         slots = [*range(len(drawings)), *[len(drawings) - 1] * fill]
-        scales = [drawing.scale for drawing in drawings if drawing.scale is not None]
-        added = {
+        conditions = {
             name: _together([drawing.conditions[name] for drawing in drawings], slots)
             for name in drawings[0].conditions
         }
@@ -326,26 +266,18 @@ class SteppedImageModel(ImageModel):
             torch.cat([scaled[slot] for slot in slots] * rows),
             torch.stack([times[slot].float() for slot in slots] * rows).to(self._device),
             _together([drawing.prompt for drawing in drawings], slots),
-            added,
+            conditions,
         )
-        noise = self._text_to_image.unet(
-            call.sample,
-            call.times,
-            encoder_hidden_states=call.prompt,
-            timestep_cond=_together(scales, slots) if scales else None,
-            cross_attention_kwargs=None,
-            added_cond_kwargs=added or None,
-            return_dict=False,
-            **self._controls.added(
-                call, [(drawings[slot].control, drawings[slot].done) for slot in slots]
-            ),
-        )[0]
+        controls = [(drawings[slot].control, drawings[slot].done) for slot in slots]
+        noise = self._predicted(call, self._controls.added(call, controls))
         for slot, (drawing, time) in enumerate(zip(drawings, times, strict=True)):
-            own = noise[slot :: len(slots)]
-            if rows == 2:
-                without, with_prompt = own.chunk(2)
-                own = without + drawing.item.guidance_scale * (with_prompt - without)
-            drawing.take_step(own, time)
+            drawing.take_step(noise[slot :: len(slots)], time)
+
+    def _predicted(self, call: UnetCall, added: Added) -> torch.Tensor:
+        predict = self._family.predict
+        if added:
+            predict = partial(self._family.predict_controlled, added)
+        return predict(self._text_to_image, call.sample, call.times, call.prompt, call.conditions)
 
     def _end(self, drawing: _Drawing) -> Result | PenstockError:
         try:

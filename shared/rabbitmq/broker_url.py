@@ -1,0 +1,33 @@
+"""Parses the setting that names a RabbitMQ: without its client, as every process reads settings."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from yarl import URL
+
+from shared.errors import ConfigurationError
+
+SCHEMES = {"rabbitmq": "amqp", "rabbitmqs": "amqps", "amqp": "amqp", "amqps": "amqps"}
+
+
+def broker_url(broker: str) -> URL:
+    """The AMQP URL of a broker setting.
+
+    Args:
+        broker: `rabbitmq://USER:PASSWORD@HOST:PORT/VHOST`, or `rabbitmqs://` for TLS. `amqp://` and
+            `amqps://` are taken too.
+
+    Raises:
+        ConfigurationError: it is not such a URL.
+    """
+    try:
+        parts = urlsplit(broker)
+        scheme, _ = SCHEMES[parts.scheme], parts.port
+    except (KeyError, ValueError):
+        raise ConfigurationError(
+            "the broker is not a URL rabbitmq://USER:PASSWORD@HOST:PORT/VHOST", field="broker"
+        ) from None
+    if not parts.hostname:
+        raise ConfigurationError("the URL of the broker has no host", field="broker")
+    return URL(broker).with_scheme(scheme)

@@ -1,0 +1,94 @@
+"""Lists of models that share workers: what they make of the catalog, and which are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.catalog import Catalog, read_catalog
+from shared.errors import ConfigurationError
+
+MODELS = """\
+models:
+  - {name: texts, task: embedding, source: 'hf:a/b', dimensions: 4, batch: {max_tokens: 8},
+     gpu: {type: l4, share: 2}, canary: {revision: next}}
+  - {name: words, aliases: [split], task: embedding, source: 'hf:a/c', dimensions: 4,
+     batch: {max_tokens: 8}, gpu: {type: l4, share: 2}}
+  - {name: others, task: embedding, source: 'hf:a/d', dimensions: 4, batch: {max_tokens: 8},
+     gpu: {type: a100}}
+  - {name: bounded, task: embedding, source: 'hf:a/e', dimensions: 4, batch: {max_tokens: 8},
+     gpu: {type: l4, share: 2}, replicas: {max: 3}}
+flows:
+  - {name: both, input: {text: string}, output: $one,
+     steps: [{id: one, model: words, input: {text: $input.text}}]}
+"""
+
+
+def read(folder: Path, workers: str) -> Catalog:
+    path = folder / "models.yaml"
+    path.write_text(f"{MODELS}workers:\n  {workers}\n")
+    return read_catalog(path)
+
+
+def test_models_of_a_list_have_one_group_and_its_replicas(tmp_path: Path) -> None:
+    catalog = read(
+        tmp_path, "- {name: reading, models: [words, texts], replicas: {min: 1, max: 5}}"
+    )
+    groups = {group.name: [model.name for model in group.models] for group in catalog.worker_groups}
+    assert groups == {
+        "reading": ["words", "texts"],
+        "others": ["others"],
+        "bounded": ["bounded"],
+        "texts.canary": ["texts.canary"],
+    }
+    for name in ("texts", "words"):
+        assert (catalog.find(name).replicas.min, catalog.find(name).replicas.max) == (1, 5)
+    assert catalog.find("bounded").replicas.max == 3
+    assert [group.is_shared for group in catalog.worker_groups] == [True, False, False, False]
+
+
+def test_without_a_list_each_model_has_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text(MODELS)
+    catalog = read_catalog(path)
+    assert [group.name for group in catalog.worker_groups] == [one.name for one in catalog.deployed]
+
+
+@pytest.mark.parametrize(
+    ("workers", "place", "reason"),
+    [
+        ("[]", "workers", "a list is needed"),
+        ("- {name: reading, models: [texts]}", "models", "at least 2 items"),
+        ("- {models: [texts, words]}", "name", "Field required"),
+        ("- {name: reading, models: [texts, words], gpu: l4}", "gpu", "Extra inputs"),
+        ("- {name: reading, models: [texts, none]}", "models.1", "no model 'none'; the catalog's"),
+        ("- {name: reading, models: [texts, split]}", "models.1", "no model 'split'"),
+        ("- {name: reading, models: [texts, both]}", "models.1", "no model 'both'"),
+        ("- {name: reading, models: [texts, texts]}", "models.1", "in this list twice"),
+        (
+            "- {name: reading, models: [texts, others]}",
+            "models.1",
+            "'others' has the gpu {type: a100, share: 1, provisioning: standard}, and 'texts' has",
+        ),
+        ("- {name: reading, models: [texts, bounded]}", "models.1", "replicas of its own"),
+        (
+            "- {name: reading, models: [texts, words]}\n  - {name: again, models: [words, texts]}",
+            "models.0",
+            "'words' is a model of the workers 'reading' already",
+        ),
+        ("- {name: both, models: [texts, words]}", "", "the name 'both' is taken by line 11"),
+        ("- {name: split, models: [texts, words]}", "", "the name 'split' is taken by line 4"),
+        ("- {name: Others, models: [texts, words]}", "", "both 'others' to Kubernetes"),
+        ("- {name: texts-canary, models: [texts, words]}", "", "both 'texts-canary' to Kubern"),
+    ],
+)
+def test_wrong_lists_are_refused_with_line_and_reason(
+    tmp_path: Path, workers: str, place: str, reason: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read(tmp_path, workers)
+    line = 13 if workers == "[]" else 15 if "again" in workers else 14
+    where = f"{tmp_path}/models.yaml:{line}: {place}{': ' if place else ''}"
+    assert caught.value.message.startswith(where)
+    assert reason in caught.value.message

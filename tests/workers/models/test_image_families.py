@@ -1,0 +1,392 @@
+"""Families whose transformers match flows: text, picture and mask, alone and in company.
+
+Each has a module of tests that writes a tiny pipeline of its real classes. What is true of all
+families is tested for each.
+"""
+
+import importlib
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import msgspec
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from shared.catalog import Catalog, Model
+from shared.errors import BadInput, ConfigurationError
+from shared.tasks.image import ImageInput, ImageResult
+from tests.workers.models.conftest import TinyPipeline
+from tests.workers.models.test_image import FROM_IMAGE, TEXT, pixels, png
+from tests.workers.models.test_image_drawing import drawn, joining
+from tests.workers.models.test_image_masks import as_png, box, source_pixels
+from tests.workers.models.test_image_steps import prepared, run
+from workers.models.device import Device
+from workers.models.image.compilation import compile_parts, only_what_is_compiled
+from workers.models.image.families import FAMILIES, load_family
+from workers.models.image.stepped import SteppedImageModel
+from workers.tasks import WORKER_TASKS, preparer_for
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
+]
+
+FLOWS = [entry for entry in FAMILIES if entry.rounds_up]
+OWN = msgspec.structs.replace(TEXT, scheduler="default", steps=4, guidance_scale=4.0)
+OWN_FROM_IMAGE = msgspec.structs.replace(OWN, image=FROM_IMAGE.image, strength=0.6)
+MASK = box(16, 16, 48, 48)
+MASKED = msgspec.structs.replace(OWN_FROM_IMAGE, mask=as_png(MASK))
+
+
+def entry_of(catalog: Catalog, **changes: Any) -> Model:
+    entry = catalog.default("image")
+    image = entry.image.model_copy(update={"scheduler": "default"} | changes)
+    return entry.model_copy(update={"image": image})
+
+
+def loaded(entry: Model, folder: Path) -> TinyPipeline:
+    model = SteppedImageModel(entry, folder, Device("cpu", threads=1, memory_fraction=1.0))
+    model.setup()
+    return TinyPipeline(folder, preparer_for(entry, folder), model)
+
+
+def write_tiny(module: str, folder: Path, shipped: Path, **options: Any) -> Path:
+    tiny = importlib.import_module(f"tests.workers.models.tiny_{module}")
+    written: Path = tiny.write_folder(folder, shipped, **options)
+    return written
+
+
+@pytest.fixture(scope="module", params=FLOWS, ids=lambda entry: entry.module)
+def flow(
+    request: pytest.FixtureRequest,
+    catalog: Catalog,
+    tiny_folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> TinyPipeline:
+    module = request.param.module
+    folder = write_tiny(module, tmp_path_factory.mktemp(module), tiny_folder)
+    return loaded(entry_of(catalog), folder)
+
+
+def stepped(tiny: TinyPipeline) -> SteppedImageModel:
+    assert isinstance(tiny.model, SteppedImageModel)
+    return tiny.model
+
+
+def options_of(tiny: TinyPipeline) -> frozenset[str]:
+    family = load_family(stepped(tiny)._text_to_image)
+    assert family is not None
+    return family.options
+
+
+def plain(folder: Path, value: ImageInput) -> np.ndarray:
+    """What the pipeline's own call draws, without pasting the source outside of a mask."""
+    kind: Any = diffusers.AutoPipelineForText2Image
+    given: dict[str, Any] = {}
+    if value.image is not None:
+        kind = diffusers.AutoPipelineForImage2Image
+        source = Image.open(io.BytesIO(value.image.data or b"")).convert("RGB")
+        given = {"image": source, "strength": value.strength}
+    if value.mask is not None:
+        kind = diffusers.AutoPipelineForInpainting
+        given["mask_image"] = Image.open(io.BytesIO(value.mask.data or b""))
+    if value.negative_prompt:
+        given["negative_prompt"] = value.negative_prompt
+    if value.clip_skip:
+        given["clip_skip"] = value.clip_skip
+    index = json.loads((folder / "model_index.json").read_text())
+    left_out = {name: None for name, place in index.items() if place == [None, None]}
+    pipeline = kind.from_pretrained(folder, local_files_only=True, **left_out)
+    pipeline.set_progress_bar_config(disable=True)
+    latents = pipeline(
+        value.prompt,
+        width=value.width,
+        height=value.height,
+        num_inference_steps=value.steps,
+        guidance_scale=value.guidance_scale,
+        generator=torch.Generator().manual_seed(value.seed),
+        output_type="latent",
+        **given,
+    ).images
+    if latents.ndim == 3:
+        size = value.height, value.width
+        latents = pipeline._unpack_latents(latents, *size, pipeline.vae_scale_factor)
+    config = pipeline.vae.config
+    # The pipeline of Stable Diffusion 3 for masks forgets the shift when it decodes.
+    with torch.inference_mode():
+        decoded = pipeline.vae.decode(latents / config.scaling_factor + config.shift_factor).sample
+    drawn = pipeline.image_processor.postprocess(decoded, output_type="pil")[0]
+    return np.asarray(drawn).astype(int)
+
+
+def joined(tiny: TinyPipeline, values: Sequence[ImageInput]) -> list[np.ndarray]:
+    return [pixels(result) for result in joining(tiny.model, tiny.preparer, values)]
+
+
+def far(one: np.ndarray, other: np.ndarray) -> int:
+    return int(np.abs(one - other).max())
+
+
+@pytest.mark.parametrize("value", [OWN, OWN_FROM_IMAGE], ids=["text", "image"])
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"guidance_scale": 1.0}, {"width": 96, "height": 48}, {"scheduler": "euler"}],
+    ids=str,
+)
+def test_pixels_are_those_of_plain_diffusers(
+    flow: TinyPipeline, value: ImageInput, change: dict[str, Any]
+) -> None:
+    """In a whole batch, and in one that they join one after the other."""
+    value = msgspec.structs.replace(value, **change)
+    if value.image is not None:
+        value.image = png(value.width, value.height)
+    inputs = [msgspec.structs.replace(value, seed=seed) for seed in (1, 2)]
+    expected = [plain(flow.folder, value) for value in inputs]
+    assert far(expected[0], expected[1]) > 8
+    whole = [pixels(result) for result in drawn(flow.model, flow.preparer, inputs)]
+    for ours in (whole, joined(flow, inputs)):
+        for mine, other in zip(ours, expected, strict=True):
+            assert far(mine, other) <= 1
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.6])
+def test_masked_pixels_are_those_of_plain_diffusers(flow: TinyPipeline, strength: float) -> None:
+    value = msgspec.structs.replace(MASKED, strength=strength)
+    (image,) = joined(flow, [value])
+    inside = np.asarray(MASK) > 0
+    assert np.array_equal(image[~inside], source_pixels(value)[~inside])
+    assert far(image[inside], plain(flow.folder, value)[inside]) <= 1
+
+
+def test_any_company_leaves_the_pixels_as_they_are(flow: TinyPipeline) -> None:
+    """Of text, picture and mask, of other steps, sizes and scales, whenever they come."""
+    replace = msgspec.structs.replace
+    arrivals = [
+        (0, replace(OWN, seed=1, steps=7)),
+        (1, replace(OWN, seed=2, steps=3, guidance_scale=1.0)),
+        (2, replace(OWN_FROM_IMAGE, seed=3, steps=5)),
+        (2, replace(MASKED, seed=4, steps=5)),
+        (3, replace(OWN, seed=5, width=96, height=48, prompt="a house", guidance_scale=2.0)),
+    ]
+    if "negative_prompt" in options_of(flow):
+        arrivals.append((3, replace(OWN, seed=6, negative_prompt="fog")))
+    results = run(stepped(flow), flow.preparer, arrivals)
+    for slot, (_, value) in enumerate(arrivals):
+        result = results[slot]
+        assert isinstance(result, ImageResult)
+        alone = run(stepped(flow), flow.preparer, [(0, value)])[0]
+        assert isinstance(alone, ImageResult)
+        assert far(pixels(result), pixels(alone)) <= 1, value
+        assert result.pixel_steps == alone.pixel_steps
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"negative_prompt": "fog"}, {"clip_skip": 1}, {"guidance_rescale": 0.5}],
+    ids=lambda option: next(iter(option)),
+)
+def test_an_option_has_its_effect_or_is_refused_by_name(
+    flow: TinyPipeline, option: dict[str, Any]
+) -> None:
+    (name,) = option
+    value = msgspec.structs.replace(OWN, **option)
+    if name in options_of(flow):
+        (mine,), (without,) = joined(flow, [value]), joined(flow, [OWN])
+        assert far(mine, plain(flow.folder, value)) <= 1
+        assert far(mine, without) > 1
+        return
+    with pytest.raises(BadInput, match="takes none; leave it out") as caught:
+        stepped(flow).admit(0, prepared(flow.preparer, value))
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"width": 72}, "width"),
+        ({"height": 40}, "height"),
+        ({"scheduler": "ddim"}, "scheduler"),
+        ({"clip_skip": 12}, "clip_skip"),
+    ],
+    ids=str,
+)
+def test_what_the_transformer_can_not_draw_is_refused_alone(
+    flow: TinyPipeline, change: dict[str, Any], field: str
+) -> None:
+    model = stepped(flow)
+    model.admit(0, prepared(flow.preparer, OWN))
+    with pytest.raises(BadInput) as caught:
+        model.admit(1, prepared(flow.preparer, msgspec.structs.replace(OWN, **change)))
+    assert caught.value.field == field
+    assert model.progress().keys() == {0}
+    model.drop(0)
+
+
+@pytest.mark.parametrize("change", [{"scheduler": "ddim"}, {"width": 72}], ids=str)
+def test_defaults_that_the_model_can_not_draw_are_refused_at_start(
+    flow: TinyPipeline, catalog: Catalog, change: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        loaded(entry_of(catalog, **change), flow.folder)
+    assert caught.value.field == f"image.{next(iter(change))}"
+
+
+def test_prompts_are_encoded_once_and_their_lost_tokens_counted(flow: TinyPipeline) -> None:
+    """By the encoder that reads the most of them."""
+    model = stepped(flow)
+    encoders = [
+        value
+        for name, value in model._text_to_image.components.items()
+        if name.startswith("text_encoder") and value is not None
+    ]
+    calls: list[int] = []
+    hooks = [
+        encoder.register_forward_hook(lambda module, given, output: calls.append(1))
+        for encoder in encoders
+    ]
+    value = msgspec.structs.replace(OWN, prompt="a prompt that no other test has")
+    joined(flow, [value])
+    assert len(calls) == len(encoders)
+    joined(flow, [msgspec.structs.replace(value, seed=7)])
+    assert len(calls) == len(encoders)
+    for hook in hooks:
+        hook.remove()
+    tokenizer, most = model._family.widest_reader(model._text_to_image)
+    long = msgspec.structs.replace(OWN, prompt="a " * 600)
+    (result,) = joining(model, flow.preparer, [long])
+    assert result.truncated_tokens == len(tokenizer(long.prompt, verbose=False)["input_ids"]) - most
+
+
+def test_a_picture_is_charged_for_the_steps_that_it_takes(flow: TinyPipeline) -> None:
+    """Of 0.6 of 4 steps, pipelines that match flows run 3."""
+    model = stepped(flow)
+    (result,) = joining(model, flow.preparer, [OWN_FROM_IMAGE])
+    assert result.pixel_steps == 3 * 64 * 64
+    model.admit(0, prepared(flow.preparer, OWN_FROM_IMAGE))
+    assert model.progress() == {0: (0, 3)}
+    model.step()
+    image = model.image(0)
+    assert image is not None
+    assert len(image.pixels) == 3 * image.width * image.height
+    model.drop(0)
+
+
+def test_each_size_has_its_own_shift(
+    flow: TinyPipeline, catalog: Catalog, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Where the scheduler shifts by the size of the image, large ones are noisy for longer."""
+    module = next(
+        entry.module for entry in FLOWS if entry.class_name in type(stepped(flow)._family).__name__
+    )
+    options = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 3.0}
+    folder = write_tiny(
+        module, tmp_path, tiny_folder, **options, max_image_seq_len=64, base_image_seq_len=4
+    )
+    tiny = loaded(entry_of(catalog), folder)
+    wide = msgspec.structs.replace(OWN, width=128, height=96, seed=3)
+    values = [OWN, wide, msgspec.structs.replace(OWN_FROM_IMAGE, steps=5)]
+    for mine, value in zip(joined(tiny, values), values, strict=True):
+        assert far(mine, plain(folder, value)) <= 1
+    model = stepped(tiny)
+    for slot, value in enumerate((OWN, wide)):
+        model.admit(slot, prepared(tiny.preparer, value))
+    small, large = (model._drawings[slot].timesteps for slot in (0, 1))
+    assert (large[1:] > small[1:]).all()
+    assert len(model.step().results) == 0
+
+
+def test_compiled_sizes_are_filled_up(catalog: Catalog, flow: TinyPipeline) -> None:
+    """Three items are computed as four, with the compiler itself left out."""
+    entry = entry_of(catalog, compile="always")
+    batch = entry.batch.model_copy(update={"max_items": 4})
+    model = stepped(loaded(entry.model_copy(update={"batch": batch}), flow.folder))
+    with torch.compiler.set_stance("force_eager"):
+        model.warmup()
+        rows: list[int] = []
+        transformer = model._text_to_image.transformer
+        forward = transformer.forward
+
+        def counted(**named: Any) -> Any:
+            rows.append(len(named["hidden_states"]))
+            return forward(**named)
+
+        transformer.forward = counted
+        values = [msgspec.structs.replace(OWN, seed=seed, steps=3 + seed) for seed in range(3)]
+        results = run(model, flow.preparer, [(0, value) for value in values])
+    each = model._family.rows(model._text_to_image, prepared(flow.preparer, OWN))
+    assert set(rows) <= {each, 2 * each, 4 * each}
+    for slot, value in enumerate(values):
+        result = results[slot]
+        assert isinstance(result, ImageResult)
+        assert far(pixels(result), joined(flow, [value])[0]) <= 1
+
+
+def test_steps_of_a_compiled_shape_run_nothing_eagerly(
+    catalog: Catalog, flow: TinyPipeline
+) -> None:
+    """Dynamo and its guards are real; the C++ compiler, which takes a minute, is left out."""
+    torch._dynamo.reset()
+    tiny = loaded(entry_of(catalog), flow.folder)
+    pipeline = stepped(tiny)._text_to_image
+    # The VAE is that of all families; test_compilation.py compiles it.
+    compile_parts(pipeline.transformer, diffusers.AutoencoderKL(), shapes=2, backend="aot_eager")
+    joined(tiny, [OWN])
+    calls: list[int] = []
+    # A compiled graph has no modules left that a hook could see.
+    pipeline.transformer.proj_out.register_forward_hook(
+        lambda module, given, output: calls.append(len(output))
+    )
+    other = msgspec.structs.replace(OWN, seed=2, prompt="a house", steps=3, guidance_scale=5.0)
+    with only_what_is_compiled():
+        (mine,) = joined(tiny, [other])
+        assert not calls
+        joined(tiny, [msgspec.structs.replace(OWN, width=96)])
+        assert calls
+    assert far(mine, joined(flow, [other])[0]) <= 1
+
+
+@pytest.mark.parametrize("suffix", ["Img2ImgPipeline", "InpaintPipeline"])
+def test_a_folder_may_name_any_pipeline_of_its_family(
+    flow: TinyPipeline, catalog: Catalog, tmp_path: Path, suffix: str
+) -> None:
+    for part in flow.folder.iterdir():
+        (tmp_path / part.name).symlink_to(part)
+    index = json.loads((flow.folder / "model_index.json").read_text())
+    name = index["_class_name"].removesuffix("Pipeline") + suffix
+    (tmp_path / "model_index.json").unlink()
+    (tmp_path / "model_index.json").write_text(json.dumps(index | {"_class_name": name}))
+    entry = entry_of(catalog)
+    assert WORKER_TASKS["image"].computes_steps(entry, tmp_path)
+    assert far(*(joined(tiny, [OWN])[0] for tiny in (flow, loaded(entry, tmp_path)))) <= 1
+
+
+def test_a_folder_without_t5_draws_and_counts_the_tokens_of_clip(
+    catalog: Catalog, tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder = write_tiny("stable_diffusion_3", tmp_path, tiny_folder, has_t5=False)
+    tiny = loaded(entry_of(catalog), folder)
+    (mine,) = joined(tiny, [OWN])
+    assert far(mine, plain(folder, OWN)) <= 1
+    (result,) = joining(tiny.model, tiny.preparer, [msgspec.structs.replace(OWN, prompt="a " * 80)])
+    tokenizer = stepped(tiny)._text_to_image.tokenizer
+    assert result.truncated_tokens == 82 - tokenizer.model_max_length
+
+
+def test_a_transformer_trained_with_masks_draws_as_plain_diffusers(
+    catalog: Catalog, tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder = write_tiny("stable_diffusion_3", tmp_path, tiny_folder, trained=True)
+    tiny = loaded(entry_of(catalog), folder)
+    tiny.model.warmup()
+    (image,) = joined(tiny, [MASKED])
+    inside = np.asarray(MASK) > 0
+    assert far(image[inside], plain(folder, MASKED)[inside]) <= 1
+    with pytest.raises(BadInput, match="within the mask"):
+        stepped(tiny).admit(0, prepared(tiny.preparer, OWN))

@@ -1,0 +1,165 @@
+"""Pairs of texts: their preparation, and the cosines of an encoder's vectors.
+
+Apart from the task, which every worker imports, so that those of other models go without numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from shared.errors import BadInput, PenstockError
+from shared.tasks import Input, Result
+from shared.tasks.embedding import EmbeddingResult, TextInput, Truncate
+from shared.tasks.similarity import SimilarityInput, SimilarityResult
+from workers.models.base import (
+    OnStep,
+    PreparedItem,
+    PreparedOutcome,
+    PreparedPair,
+    PreparedText,
+    Preparer,
+)
+from workers.models.embedding.model import EmbeddingModel
+from workers.models.embedding.model_folder import longest_text
+from workers.models.embedding.tokenization import open_tokenizer, too_long
+
+_CutText = tuple[str, Truncate, int]
+"""A text, the side at which it is cut, and its bound in tokens (0: none)."""
+
+
+class PairPreparer:
+    """Makes PreparedPair of SimilarityInput. A text that comes several times is tokenized once."""
+
+    def __init__(self, texts: Preparer) -> None:
+        self._texts = texts
+
+    def prepare(self, inputs: Sequence[Input]) -> list[PreparedPair | BadInput]:
+        """One outcome per input, in order."""
+        pairs = [value for value in inputs if isinstance(value, SimilarityInput)]
+        wanted = [text for one in pairs for text in _texts_of(one)]
+        distinct = list(dict.fromkeys(wanted))
+        outcomes = self._texts.prepare([TextInput(*text) for text in distinct])
+        prepared = dict(zip(distinct, outcomes, strict=True))
+        return [self._pair(value, prepared) for value in inputs]
+
+    def _pair(
+        self, value: Input, prepared: dict[_CutText, PreparedOutcome]
+    ) -> PreparedPair | BadInput:
+        if not isinstance(value, SimilarityInput):
+            return BadInput("a similarity model takes pairs of texts", field="input")
+        text, query = (prepared[one] for one in _texts_of(value))
+        for one in (text, query):
+            if isinstance(one, BadInput):
+                return one
+        assert isinstance(text, PreparedText)
+        assert isinstance(query, PreparedText)
+        return PreparedPair(key="", length=text.length + query.length, text=text, query=query)
+
+
+def _texts_of(pair: SimilarityInput) -> tuple[_CutText, _CutText]:
+    return (pair.text, pair.truncate, pair.max_tokens), (pair.query, pair.truncate, 0)
+
+
+class CrossPreparer:
+    """Joins query and text of each SimilarityInput, as the template of the tokenizer does.
+
+    A query has at most half of the tokens that the model reads.
+
+    Raises:
+        ConfigurationError: the folder has no tokenizer.json, or a broken one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = open_tokenizer(folder)
+        self._max_length = longest_text(folder)
+        self._own = self._tokenizer.num_special_tokens_to_add(is_pair=True)
+
+    def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
+        """One outcome per input, in order."""
+        return [
+            self._joined(value)
+            if isinstance(value, SimilarityInput)
+            else BadInput("a similarity model takes pairs of texts", field="input")
+            for value in inputs
+        ]
+
+    def _joined(self, value: SimilarityInput) -> PreparedText | BadInput:
+        try:
+            query, text = (
+                self._tokenizer.encode(one, add_special_tokens=False)
+                for one in (value.query, value.text)
+            )
+        except (TypeError, ValueError) as error:  # a lone surrogate
+            return BadInput(f"the text can't be tokenized: {error}", field="input")
+        total = len(query) + len(text) + self._own
+        if value.truncate == "none" and total > self._max_length:
+            return too_long(total, self._max_length)
+        side = "right" if value.truncate == "end" else "left"
+        query.truncate(self._max_length // 2)
+        room = self._max_length - self._own - len(query)
+        text.truncate(min(room, value.max_tokens or room), direction=side)
+        pair = self._tokenizer.post_process(query, text)
+        return PreparedText(
+            key="",
+            length=len(pair.ids),
+            ids=np.array(pair.ids, "<u4").tobytes(),
+            type_ids=np.array(pair.type_ids, "<u4").tobytes(),
+            truncated_tokens=total - len(pair.ids),
+        )
+
+
+class SimilarityModel:
+    """Runs batches of pairs. Each distinct text of a batch is computed once."""
+
+    device_name = ""
+    pads = False
+
+    def __init__(self, encoder: EmbeddingModel) -> None:
+        self._encoder = encoder
+
+    def setup(self) -> None:
+        """Loads the weights."""
+        self._encoder.setup()
+        self.device_name = self._encoder.device_name
+
+    def warmup(self) -> None:
+        """Warms the encoder up."""
+        self._encoder.warmup()
+
+    def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
+        """All pairs together. `predict` groups their texts."""
+        return [list(range(len(batch)))]
+
+    def computed_work(self, lengths: Sequence[int]) -> int:
+        """In tokens, without padding."""
+        return sum(lengths)
+
+    def predict(
+        self, batch: Sequence[PreparedItem], on_step: OnStep
+    ) -> list[Result | PenstockError]:
+        """One SimilarityResult per pair, in order."""
+        pairs = [item for item in batch if isinstance(item, PreparedPair)]
+        texts = {text.ids: text for pair in pairs for text in (pair.text, pair.query)}
+        units = self._units(list(texts.values()), on_step)
+        return [
+            SimilarityResult(
+                score=float(np.clip(units[pair.text.ids] @ units[pair.query.ids], -1.0, 1.0)),
+                tokens=pair.length,
+                truncated_tokens=pair.text.truncated_tokens + pair.query.truncated_tokens,
+            )
+            for pair in pairs
+        ]
+
+    def _units(self, texts: Sequence[PreparedText], on_step: OnStep) -> dict[bytes, np.ndarray]:
+        """The vectors of texts, scaled to length 1, by their token ids."""
+        units: dict[bytes, np.ndarray] = {}
+        for indices in self._encoder.groups(texts):
+            group = [texts[index] for index in indices]
+            for text, result in zip(group, self._encoder.predict(group, on_step), strict=True):
+                assert isinstance(result, EmbeddingResult), "an encoder fails as a whole"
+                vector = np.frombuffer(result.vector, "<f4").astype(np.float64)
+                units[text.ids] = vector / (np.linalg.norm(vector) or 1.0)
+        return units
