@@ -244,7 +244,7 @@ def test_pipelines_without_steps_have_no_controls(
     assert WORKER_TASKS["image"].more_weights(entry) == (controlled.folder / "depth",)
 
 
-SCENES = 32
+SCENES = 16
 AT_ONCE = 16
 OVERLAP_MIN = 0.7
 
