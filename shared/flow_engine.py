@@ -505,7 +505,7 @@ class _FlowFailed(BadInput):
     """The run ends with an error that a step had."""
 
     def __init__(self, error: ItemError) -> None:
-        super().__init__(error.message)
+        super().__init__(error.message, field=error.field)
         self.code = error.code
 
 

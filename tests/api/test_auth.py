@@ -128,9 +128,8 @@ async def test_every_wrong_key_takes_the_same_path(
         assert calls == ["hash", "compare", "compare"]
 
 
-@pytest.mark.slow
 async def test_no_random_key_gets_in(keys: ApiKeys) -> None:
-    for _ in range(100_000):
+    for _ in range(10_000):
         with pytest.raises(Unauthorized):
             keys.caller_of([(b"x-api-key", new_key().text.encode())])
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from shared.catalog import Catalog, Model, flow_of
 from shared.catalog_entry import FlowEntry
-from shared.errors import ModelFailed
+from shared.errors import BadInput, ModelFailed
 from shared.model_interface import ModelInterface
 from tests.limits import WAIT_LIMIT_S
 
@@ -53,6 +53,10 @@ JOIN = class_entry(
 MODELS = (SPLIT, CHECK, JOIN)
 
 
+NO_WORDS = "?!"
+"""A text that can't be split."""
+
+
 @dataclass
 class Compute:
     """What the models do, and what they were asked. `hold` lets a model wait, by its name."""
@@ -69,6 +73,8 @@ class Compute:
         """The output of a model."""
         self.asked.append((name, values))
         if name == SPLIT.name:
+            if values["text"] == NO_WORDS:
+                raise BadInput("text: it has no word", field="text")
             return values["text"].split()
         if name == JOIN.name:
             return " ".join(values["words"])

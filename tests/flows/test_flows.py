@@ -14,7 +14,7 @@ from shared.tenants.plan import Limits, Plan
 from shared.topics import WEBHOOKS_TOPIC_ID
 from shared.transport import SubscriptionSettings
 from shared.usage.row import Row
-from tests.flows.models import CHECK, JOIN, SPLIT
+from tests.flows.models import CHECK, JOIN, NO_WORDS, SPLIT
 from tests.flows.world import World, world
 from tests.keys import bearer, keys_url, stored
 from tests.limits import WAIT_LIMIT_S
@@ -118,6 +118,30 @@ async def test_failed_item_ends_the_run_and_is_named(redis_url: str) -> None:
     assert run["error"] == "step 'check', item 1: cat can't be read"
     assert run["metrics"]["cost_usd"] == charged_usd(rows)
     assert flows.compute.count(JOIN.name) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        # As the caller knows it, and not as the step's model does.
+        ("$input.sentence", "sentence: it has no word"),
+        # The step before gave it.
+        ("$first", "step 'words': text: it has no word"),
+    ],
+)
+async def test_input_that_a_step_refuses_has_the_callers_name(
+    redis_url: str, given: str, error: str
+) -> None:
+    first = {"id": "first", "model": JOIN.name, "input": {"words": ["$input.sentence"]}}
+    flow = {
+        "name": "renamed",
+        "input": {"sentence": "string"},
+        "steps": [first, WORDS | {"input": {"text": given}}],
+        "output": "$words",
+    }
+    async with world(redis_url, flow) as flows:
+        run = await flows.run("renamed", {"sentence": NO_WORDS})
+    assert (run["status"], run["error"]) == ("failed", error)
 
 
 async def started(flows: World, text: str, headers: dict[str, str] | None = None) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import threading
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from shared.after_image import WITHHELD
 from shared.blob import Blob
 from shared.catalog import Model
 from shared.settings import ApiSettings, read_settings
+from shared.stores.records import Records
 from shared.tenants.plan import Limits, Plan
 from shared.usage.row import Row
 from shared.usage.row_list import RowList
@@ -86,6 +88,9 @@ class Draws(Compute):
         """The output of a model."""
         self.asked.append((name, values))
         if name.startswith("draw"):
+            self.began.add(values["prompt"])
+            if values["prompt"] in self.gates:
+                assert self.gates[values["prompt"]].wait(WAIT_LIMIT_S)
             return png((values["width"], values["height"]), values["seed"])
         with Image.open(io.BytesIO(values["image"])) as image:
             if name == ENLARGE.name:
@@ -452,3 +457,26 @@ async def test_lines_of_batches_are_checked_and_enlarged(
         (one["custom_id"], one["response"]["body"]["error"]["code"], one["response"]["status_code"])
         for one in failed
     ] == [("flagged", "moderation_blocked", 400)] * (model is BOTH)
+
+
+@pytest.mark.parametrize(("model", "previews"), [(ONLY_LARGE, 1), (BOTH, 0)], ids=["large", "both"])
+async def test_previews_come_only_of_what_nobody_checks(
+    redis_url: str, model: Model, previews: int
+) -> None:
+    """Also if there are some."""
+    models = (model, JUDGE, ENLARGE)
+    async with (
+        world(redis_url, models=models, computes=Draws) as images,
+        Records(redis_url) as records,
+    ):
+        images.compute.gates["a"] = threading.Event()
+        body = {"version": model.name, "input": {"prompt": "a", "seed": 7, "upscale": 2}}
+        run = (await images.http.post("/v1/predictions", json=body)).json()
+        await images.until_began("a")
+        await records.previews.watch(run["id"])
+        await records.previews.add(run["id"], 0, 3, 4, png((16, 16), 7))
+        images.compute.gates["a"].set()
+        await images.until_over(run["id"])
+        answer = await images.http.get(f"{run['urls']['stream']}&events=preview")
+    kinds = [kind for kind, _ in events_in(answer) if kind != "logs"]
+    assert kinds == [*["preview"] * previews, "output", "done"]
