@@ -259,8 +259,8 @@ class Control(_Entry):
     source: str = Field(pattern=SOURCE_PATTERN)
     revision: str = Field("main", pattern=REVISION_PATTERN)
     preprocessor: Literal["none", "canny", "tile"] = "none"
-    """What makes its map of a caller's picture. `none`: nothing, it is one (of depths, a pose).
-    `canny`: edges, as OpenCV's `Canny`. `tile`: a coarser picture.
+    """What makes its map of a caller's image. `none`: nothing, it is one (of depths, a pose).
+    `canny`: edges, as OpenCV's `Canny`. `tile`: a coarser image.
     """
     canny_low: int = Field(100, ge=0, le=2040)
     canny_high: int = Field(200, ge=0, le=2040)

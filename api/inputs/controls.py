@@ -40,7 +40,7 @@ class ControlFields(Body):
     control_image: str | None = Field(
         None,
         description=(
-            "The picture for `control`, in any size: a base64 data: URI, an https URL, "
+            "The image for `control`, in any size: a base64 data: URI, an https URL, "
             "or the id or URL of a file or result of this API."
         ),
     )
@@ -83,10 +83,10 @@ class ControlFields(Body):
 def check_control(body: ControlFields, model: Model, *, has_picture: bool = False) -> None:
     """Validates the control of a request for a model.
 
-    `has_picture`: its picture came as a file of a form.
+    `has_picture`: its image came as a file of a form.
 
     Raises:
-        BadInput: the model has no such control, or its picture is missing.
+        BadInput: the model has no such control, or its image is missing.
     """
     controls = model.image.controls
     if body.control is None:
@@ -99,7 +99,7 @@ def check_control(body: ControlFields, model: Model, *, has_picture: bool = Fals
         raise BadInput(f"control: {reason}", field="control")
     if body.control_image is None and not has_picture:
         raise BadInput(
-            f"{CONTROL_IMAGE}: give the picture for control {body.control}", field=CONTROL_IMAGE
+            f"{CONTROL_IMAGE}: give the image for control {body.control}", field=CONTROL_IMAGE
         )
 
 
@@ -111,27 +111,27 @@ async def prepare_control(
     caller: ImageCaller,
     images: SourceImages,
 ) -> tuple[ControlInput, tuple[int, int]]:
-    """Returns the control of a request, which was checked, and the size of its picture.
+    """Returns the control of a request, which was checked, and the size of its image.
 
     Args:
         body: the fields.
-        data: the file of the picture.
-        size: that of the image to draw. None: as the picture, with the usual pixels of the model.
+        data: the file of the image.
+        size: that of the image to draw. None: as the image, with the usual pixels of the model.
         model: the model.
         caller: who asks.
-        images: prepares pictures.
+        images: prepares images.
 
     Raises:
-        BadInput: the file is not a picture, or it is broken. Names `control_image`.
+        BadInput: the file is not an image, or it is broken. Names `control_image`.
     """
     assert body.control is not None, "it was checked; this is a bug"
     entry = model.image.controls[body.control]
-    picture = await images.prepare(data, size, model.image, caller, field=CONTROL_IMAGE)
-    given = body.controlnet_conditioning_scale
-    scale = entry.scale if given is None else given
+    image = await images.prepare(data, size, model.image, caller, field=CONTROL_IMAGE)
+    asked_scale = body.controlnet_conditioning_scale
+    scale = entry.scale if asked_scale is None else asked_scale
     start, end = body.part
-    control = ControlInput(body.control, entry.digest, picture.image, scale, start, end)
-    return control, picture.size
+    control = ControlInput(body.control, entry.digest, image.image, scale, start, end)
+    return control, image.size
 
 
 def with_control(image: ImageInput, control: ControlInput | None) -> ImageInput:

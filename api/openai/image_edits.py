@@ -287,13 +287,13 @@ async def _first_image(
     if CONTROL_IMAGE not in files:
         return first
     images, caller = call.dependencies.source_images, image_caller(call, model)
-    picture = files[CONTROL_IMAGE]
-    control, _ = await prepare_control(body, picture, source.size, model, caller, images)
+    image = files[CONTROL_IMAGE]
+    control, _ = await prepare_control(body, image, source.size, model, caller, images)
     return with_control(first, control)
 
 
 async def _fetched(call: ApiRequest, model: Model, sources: Sources) -> dict[str, bytes]:
-    """Returns the bytes of the pictures by their places. Fetches those that URLs name.
+    """Returns the bytes of the images by their places. Fetches those that URLs name.
 
     Raises:
         BadInput: one can't be had.

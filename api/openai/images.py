@@ -334,7 +334,7 @@ async def create_images(request: Request) -> Response:
 async def _first_with_control(
     call: ApiRequest, body: GenerationBody, model: Model, url: str
 ) -> ImageInput:
-    """Returns the first image of a body whose control has its picture at `url`."""
+    """Returns the first image of a body whose control has its image at `url`."""
     images, caller = call.dependencies.source_images, image_caller(call, model)
     file = await images.fetch_image(url, caller, CONTROL_IMAGE)
     asked = size_in(body, model)
@@ -343,7 +343,7 @@ async def _first_with_control(
 
 
 def image_caller(call: ApiRequest, model: Model) -> ImageCaller:
-    """Returns who asks for the pictures of a request. They are not kept."""
+    """Returns who asks for the images of a request. They are not kept."""
     quota, deadline_s = call.storage_quota("images"), call.answer_by_s(model)
     return ImageCaller(call.tenant, quota, call.base_url, deadline_s, keep_s=0)
 

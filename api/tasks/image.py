@@ -351,9 +351,9 @@ async def _from_pictures(
         first = await _from_image(parsed, files, model, caller, images)
         size = first.width, first.height
     if CONTROL_IMAGE in files:
-        picture = files[CONTROL_IMAGE].data
-        control, size = await prepare_control(parsed, picture, size, model, caller, images)
-    assert size is not None, "it has a picture; this is a bug"
+        image = files[CONTROL_IMAGE].data
+        control, size = await prepare_control(parsed, image, size, model, caller, images)
+    assert size is not None, "it has an image; this is a bug"
     first = with_control(first or first_image(parsed, model, size), control)
     first = first.with_sources([await images.stored(blob) for blob in first.sources])
     kept = {

@@ -39,7 +39,7 @@ PIPELINE = Path(__file__).parents[2] / "models" / "shapes" / "pipeline"
 LOW, HIGH = 100, 200
 """Thresholds of Canny, as in the catalog."""
 EMBEDDING_WIDTHS = (16, 32, 64, 128)
-"""Of the convolutions that bring a picture down to the size of latents."""
+"""Of the convolutions that bring an image down to the size of latents."""
 UNTOLD = 0.5
 
 
@@ -54,8 +54,8 @@ class ControlPlan:
 
 def outlines(scenes: Sequence[Scene]) -> torch.Tensor:
     """The edges of scenes as a ControlNet takes them, [scenes, 3, 64, 64] from 0 to 1."""
-    found = np.stack([edges(pixels, LOW, HIGH) for pixels in draw_many(scenes)])
-    return torch.from_numpy(found)[:, None].expand(-1, 3, -1, -1).float() / 255
+    outlined = np.stack([edges(pixels, LOW, HIGH) for pixels in draw_many(scenes)])
+    return torch.from_numpy(outlined)[:, None].expand(-1, 3, -1, -1).float() / 255
 
 
 def train(pipeline: Any, plan: ControlPlan, seed: int, folder: Path) -> Any:
@@ -100,11 +100,11 @@ def _open(control: Any) -> None:
     """
     embedding = control.controlnet_cond_embedding
     embedding.conv_out.reset_parameters()
-    pictures = outlines([sample_scene(random.Random(seed)) for seed in range(32)])
-    found = embedding(pictures)
-    embedding.conv_out.weight /= found.std()
+    images = outlines([sample_scene(random.Random(seed)) for seed in range(32)])
+    embedded = embedding(images)
+    embedding.conv_out.weight /= embedded.std()
     embedding.conv_out.bias.copy_(
-        (embedding.conv_out.bias - found.mean(dim=(0, 2, 3))) / found.std()
+        (embedding.conv_out.bias - embedded.mean(dim=(0, 2, 3))) / embedded.std()
     )
 
 
@@ -164,7 +164,7 @@ def score(folder: Path, control: Any, number: int) -> dict[str, float]:
         **plain.components, controlnet=control, requires_safety_checker=False
     )
     asked = held_out(number)
-    found = {}
+    scores_of = {}
     for name, pipeline, is_told in (
         ("edges and caption", controlled, True),
         ("caption", plain, True),
@@ -175,9 +175,11 @@ def score(folder: Path, control: Any, number: int) -> dict[str, float]:
         for at in range(0, number, AT_ONCE):
             some = asked[at : at + AT_ONCE]
             overlaps += _overlaps(pipeline, some, is_told=is_told)
-        found[f"mean IoU from {name}"] = float(np.mean(overlaps))
-        found[f"part with IoU above 0.7 from {name}"] = float(np.mean(np.array(overlaps) >= 0.7))
-    return found
+        scores_of[f"mean IoU from {name}"] = float(np.mean(overlaps))
+        scores_of[f"part with IoU above 0.7 from {name}"] = float(
+            np.mean(np.array(overlaps) >= 0.7)
+        )
+    return scores_of
 
 
 def _overlaps(pipeline: Any, asked: Sequence[Asked], *, is_told: bool) -> list[float]:

@@ -27,7 +27,7 @@ from shared.tasks.base import (
 
 
 class ControlInput(msgspec.Struct, omit_defaults=True):
-    """The ControlNet that an image is drawn with, by its name in the catalog, and its picture.
+    """The ControlNet that an image is drawn with, by its name in the catalog, and its image.
 
     `digest`: of the entry of the ControlNet. `scale` multiplies what it adds. `start`, `end`: the
     part of the steps in which it does, from 0 to 1.
@@ -41,7 +41,7 @@ class ControlInput(msgspec.Struct, omit_defaults=True):
     end: float = 1.0
 
     def cache_form(self) -> tuple[object, ...]:
-        """All that decides the result. The picture counts by its digest."""
+        """All that decides the result. The image counts by its digest."""
         numbers = (float(self.scale), float(self.start), float(self.end))
         return ("control", self.name, self.digest, *self.image.identity, *numbers)
 
@@ -73,13 +73,13 @@ class ImageInput(TaskInput, tag="image"):
 
     @property
     def sources(self) -> Sequence[Blob]:
-        """The image to start from, its mask, and the picture of the control."""
+        """The image to start from, its mask, and the image of the control."""
         guide = None if self.control is None else self.control.image
-        pictures = (self.image, self.mask, guide)
-        return tuple(blob for blob in pictures if blob is not None)
+        images = (self.image, self.mask, guide)
+        return tuple(blob for blob in images if blob is not None)
 
     def with_sources(self, sources: Sequence[Blob]) -> Self:
-        """The same input with its pictures in other places."""
+        """The same input with its images in other places."""
         names = [name for name in ("image", "mask") if getattr(self, name) is not None]
         moved: dict[str, Any] = dict(zip(names, sources, strict=False))
         if self.control is not None:
@@ -92,7 +92,7 @@ class ImageInput(TaskInput, tag="image"):
         return self.width * self.height * max(1, int(self.steps * share))
 
     def cache_form(self) -> tuple[object, ...]:
-        """Every parameter. 7 and 7.0 are one guidance scale. Pictures count by digest."""
+        """Every parameter. 7 and 7.0 are one guidance scale. Images count by digest."""
         size = (self.width, self.height, self.steps)
         guidance = float(self.guidance_scale)
         drawn: tuple[object, ...] = (guidance, self.seed, self.scheduler)

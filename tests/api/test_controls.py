@@ -153,7 +153,7 @@ async def test_edit_in_json_has_a_control_in_its_stream(api: ApiUnderTest) -> No
 
 WRONG = [
     ({"control": "pose", "control_image": uri(PICTURE)}, "control", "it has canny, depth"),
-    ({"control": "canny"}, "control_image", "give the picture"),
+    ({"control": "canny"}, "control_image", "give the image"),
     ({"control_image": uri(PICTURE)}, "control_image", "is for control"),
     (
         {"control": "canny", "control_image": uri(b"no image")},

@@ -1,4 +1,4 @@
-"""Maps of ControlNets: edges as OpenCV finds them, coarse pictures, and pictures as they are."""
+"""Maps of ControlNets: edges as OpenCV finds them, coarse images, and images as they are."""
 
 import hashlib
 import io
@@ -51,13 +51,13 @@ OF_OPENCV = {
     ("figures", 100, 200): "7941d341de3fb354",
     ("figures", 50, 400): "7941d341de3fb354",
 }
-"""Digests of what `cv2.Canny(picture, low, high)` of OpenCV 5.0.0 gives."""
+"""Digests of what `cv2.Canny(image, low, high)` of OpenCV 5.0.0 gives."""
 
 
 @pytest.mark.parametrize(("kind", "low", "high"), OF_OPENCV)
 def test_edges_are_those_of_opencv(kind: str, low: int, high: int) -> None:
-    picture = {"noise": noise, "waves": waves, "figures": figures}[kind]()
-    found = edges(picture, low, high)
+    image = {"noise": noise, "waves": waves, "figures": figures}[kind]()
+    found = edges(image, low, high)
     assert 0 < np.count_nonzero(found) < found.size / 2
     assert digest(found) == OF_OPENCV[kind, low, high]
 
@@ -67,19 +67,19 @@ def test_picture_of_one_color_has_no_edges() -> None:
 
 
 def test_preprocessors_make_maps_of_pictures() -> None:
-    picture = Image.fromarray(figures())
+    image = Image.fromarray(figures())
     canny = Control(source="local:a", preprocessor="canny", canny_low=50, canny_high=100)
-    outline = np.asarray(map_of(picture, canny))
+    outline = np.asarray(map_of(image, canny))
     assert np.array_equal(outline, np.stack([edges(figures(), 50, 100)] * 3, axis=2))
     plain = Control(source="local:a")
-    assert map_of(picture, plain) is picture
+    assert map_of(image, plain) is image
     tile = Control(source="local:a", preprocessor="tile", tile_factor=8)
-    coarse = np.asarray(map_of(picture, tile)).astype(int)
+    coarse = np.asarray(map_of(image, tile)).astype(int)
     assert coarse.shape == figures().shape
     steepest = [np.abs(np.diff(one.astype(int), axis=1)).max() for one in (coarse, figures())]
     assert steepest[0] < steepest[1] / 2
     assert np.abs(coarse.mean(axis=(0, 1)) - figures().mean(axis=(0, 1))).max() < 3
-    same = map_of(picture, Control(source="local:a", preprocessor="tile"))
+    same = map_of(image, Control(source="local:a", preprocessor="tile"))
     assert np.array_equal(np.asarray(same), figures())
 
 
@@ -113,7 +113,7 @@ def test_preparer_fits_the_picture_to_the_image() -> None:
         (ControlInput("edges", "", Blob("image/png", b"x"), 1.0), "control_image", "not one of"),
         (ControlInput("edges", "", png(), 1.0, 0.5, 0.5), "control_guidance_start", "in order"),
     ],
-    ids=["name", "picture", "part"],
+    ids=["name", "image", "part"],
 )
 def test_preparer_refuses_by_name(control: ControlInput, field: str, reason: str) -> None:
     (refused,) = ImagePreparer(BOUNDS, is_stepped=True).prepare([drawing(control)])

@@ -106,7 +106,7 @@ def drawn(
 def test_images_with_and_without_controls_are_drawn_together_as_alone(
     controlled: TinyPipeline,
 ) -> None:
-    """With several pictures, scales, parts of the steps, sources and masks."""
+    """With several images, scales, parts of the steps, sources and masks."""
     assert isinstance(controlled.model, SteppedModel)
     text = with_(TEXT, steps=5, guidance_scale=3.0)
     values = [
@@ -188,12 +188,12 @@ def test_images_are_those_of_plain_diffusers(
     plain = kind(**parts, controlnet=net, **options)
     plain.set_progress_bar_config(disable=True)
     plain.scheduler = model._scheduler(scheduler)
-    pictures: dict[str, Any] = {"image": opened(PICTURE)}
+    images: dict[str, Any] = {"image": opened(PICTURE)}
     if way != "text":
-        pictures = {"image": opened(given.image), "control_image": opened(PICTURE)}
-        pictures["strength"] = given.strength
+        images = {"image": opened(given.image), "control_image": opened(PICTURE)}
+        images["strength"] = given.strength
     if way == "mask":
-        pictures["mask_image"] = mask
+        images["mask_image"] = mask
     image = plain(
         given.prompt,
         width=64,
@@ -204,7 +204,7 @@ def test_images_are_those_of_plain_diffusers(
         control_guidance_start=part[0],
         control_guidance_end=part[1],
         generator=torch.Generator().manual_seed(given.seed),
-        **pictures,
+        **images,
     ).images[0]
     difference = np.abs(ours - np.asarray(image).astype(int))
     if way == "mask":
@@ -275,9 +275,9 @@ def test_shapes_keep_the_outlines_of_their_control(catalog: Catalog, tiny_folder
             )
             for one in some
         ]
-        for one, picture in zip(some, drawn(model, preparer, values), strict=True):
+        for one, shown in zip(some, drawn(model, preparer, values), strict=True):
             wanted = silhouette(np.asarray(draw(one.scene)))
-            overlaps[is_controlled].append(overlap(wanted, silhouette(picture.astype(np.uint8))))
+            overlaps[is_controlled].append(overlap(wanted, silhouette(shown.astype(np.uint8))))
     means = {is_controlled: np.mean(found) for is_controlled, found in overlaps.items()}
     assert means[True] >= OVERLAP_MIN, means
     assert means[True] > means[False] + 0.03, means

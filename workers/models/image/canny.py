@@ -1,4 +1,4 @@
-"""Edges of a picture by Canny, equal to those of OpenCV's `Canny` bit by bit.
+"""Edges of an image by Canny, equal to those of OpenCV's `Canny` bit by bit.
 
 ControlNets for edges are trained with OpenCV's, which workers do without: it is 60 MB, for this.
 """

@@ -1,4 +1,4 @@
-"""Makes the maps of ControlNets of callers' pictures, in the I/O process."""
+"""Makes the maps of ControlNets of callers' images, in the I/O process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from workers.models.base import PreparedImage
 def with_control(
     item: PreparedImage, control: ControlInput, pixels: bytes, known: Mapping[str, Control]
 ) -> PreparedImage:
-    """Returns the item with its control, and the map of its picture.
+    """Returns the item with its control, and the map of its image.
 
     Args:
         item: without a control.
         control: of the request.
-        pixels: its picture in RGB, of the size of the item.
+        pixels: its image in RGB, of the size of the item.
         known: the controls of the model, by name.
 
     Raises:
@@ -38,27 +38,27 @@ def with_control(
             "not in order from 0 to 1",
             field="control_guidance_start",
         )
-    picture = Image.frombytes("RGB", (item.width, item.height), pixels)
+    image = Image.frombytes("RGB", (item.width, item.height), pixels)
     return msgspec.structs.replace(
         item,
         control=control.name,
-        control_map=map_of(picture, entry).tobytes(),
+        control_map=map_of(image, entry).tobytes(),
         control_scale=control.scale,
         control_start=control.start,
         control_end=control.end,
     )
 
 
-def map_of(picture: Image.Image, entry: Control) -> Image.Image:
-    """Returns the map of a picture for a ControlNet, in RGB and of the same size."""
+def map_of(image: Image.Image, entry: Control) -> Image.Image:
+    """Returns the map of an image for a ControlNet, in RGB and of the same size."""
     if entry.preprocessor == "canny":
         # SciPy takes a tenth of a second to import, and only this needs it.
         from workers.models.image.canny import edges
 
-        found = edges(np.asarray(picture), entry.canny_low, entry.canny_high)
-        return Image.fromarray(found).convert("RGB")
+        outline = edges(np.asarray(image), entry.canny_low, entry.canny_high)
+        return Image.fromarray(outline).convert("RGB")
     if entry.preprocessor == "tile" and entry.tile_factor > 1:
-        small = [max(1, round(side / entry.tile_factor)) for side in picture.size]
-        coarse = picture.resize((small[0], small[1]), Image.Resampling.BOX)
-        return coarse.resize(picture.size, Image.Resampling.BICUBIC)
-    return picture
+        small = [max(1, round(side / entry.tile_factor)) for side in image.size]
+        coarse = image.resize((small[0], small[1]), Image.Resampling.BOX)
+        return coarse.resize(image.size, Image.Resampling.BICUBIC)
+    return image

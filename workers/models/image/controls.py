@@ -36,7 +36,7 @@ class ControlStart:
     """What the steps of an item need of its control."""
 
     name: str
-    picture: torch.Tensor
+    image: torch.Tensor
     """The map from 0 to 1, [1, 3, height, width]."""
     scales: Sequence[float]
     """What it multiplies by, for each step. 0: it is left out."""
@@ -97,7 +97,7 @@ class Controls:
         net = self._nets[item.control]
         pixels = torch.frombuffer(bytearray(item.control_map), dtype=torch.uint8)
         shaped = pixels.view(1, item.height, item.width, 3).permute(0, 3, 1, 2)
-        picture = (shaped.float() / 255).to(net.device, net.dtype)
+        image = (shaped.float() / 255).to(net.device, net.dtype)
         scales = [
             item.control_scale
             # The same divisions and comparisons as in StableDiffusionControlNetPipeline.
@@ -105,7 +105,7 @@ class Controls:
             else 0.0
             for step in range(steps)
         ]
-        return ControlStart(item.control, picture, scales)
+        return ControlStart(item.control, image, scales)
 
     def added(self, call: UnetCall, starts: Sequence[tuple[ControlStart | None, int]]) -> Added:
         """Computes what the ControlNets add to a call of the UNet.
@@ -123,10 +123,10 @@ class Controls:
             rows = [
                 first + slot for first in range(0, len(call.sample), len(starts)) for slot in slots
             ]
-            found = self._residuals(name, call, rows, [starts[slot] for slot in slots])
+            residuals = self._residuals(name, call, rows, [starts[slot] for slot in slots])
             if not total:
-                total = [one.new_zeros(len(call.sample), *one.shape[1:]) for one in found]
-            for whole, part in zip(total, found, strict=True):
+                total = [one.new_zeros(len(call.sample), *one.shape[1:]) for one in residuals]
+            for whole, part in zip(total, residuals, strict=True):
                 whole[rows] = part
         if not total:
             return {}
@@ -146,7 +146,7 @@ class Controls:
         net, index = self._nets[name], torch.tensor(rows, device=call.sample.device)
         repeats = len(rows) // len(starts)
         given = [(start, step) for start, step in starts if start is not None]
-        pictures = torch.cat([start.picture for start, _ in given] * repeats)
+        images = torch.cat([start.image for start, _ in given] * repeats)
         scales = torch.tensor([start.scales[step] for start, step in given] * repeats)
         # A UNet that was trained with masks gets them behind the latents.
         latents = call.sample[index, : net.config.in_channels]
@@ -155,7 +155,7 @@ class Controls:
             latents,
             call.times[index],
             encoder_hidden_states=call.prompt[index],
-            controlnet_cond=pictures,
+            controlnet_cond=images,
             added_cond_kwargs={key: value[index] for key, value in told.items()} or None,
             return_dict=False,
         )
@@ -186,7 +186,7 @@ def _load(
         )
     if net.config.global_pool_conditions:
         raise ConfigurationError(
-            f"{field}: {folder}: ControlNets that pool their picture are not supported", field=field
+            f"{field}: {folder}: ControlNets that pool their image are not supported", field=field
         )
     if plan.is_tuned:
         net.to(memory_format=torch.channels_last)

@@ -55,8 +55,8 @@ class ImagePreparer:
             item = self._prepared(value)
             if value.control is None:
                 return item
-            picture = value.control.image, value.width, value.height
-            pixels = _read_source(*picture, "control_image")
+            image = value.control.image, value.width, value.height
+            pixels = _read_source(*image, "control_image")
             return with_control(item, value.control, pixels, self._bounds.controls)
         except BadInput as error:
             return error
