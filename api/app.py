@@ -42,6 +42,7 @@ from api.http.request import Dependencies
 from api.idempotency.service import IdempotencyService
 from api.idempotency.store import IdempotencyStore
 from api.inputs.codec_pool import CodecPool
+from api.inputs.controls import show_controls
 from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec
 from api.inputs.source_images import SourceImages
@@ -210,18 +211,21 @@ _HEAD_TOO_LARGE: Described = {
 }
 
 
-def describe(app: FastAPI) -> None:
-    """Adds to the OpenAPI document of `app` the schemas that its routes refer to."""
+def describe(app: FastAPI, catalog: Catalog) -> None:
+    """Adds to the OpenAPI document of `app` the schemas that its routes refer to.
+
+    Bodies for images have the fields for what the models of the catalog take.
+    """
 
     def openapi() -> Described:
         if app.openapi_schema is None:
-            app.openapi_schema = _document(app)
+            app.openapi_schema = _document(app, catalog)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _document(app: FastAPI) -> Described:
+def _document(app: FastAPI, catalog: Catalog) -> Described:
     page = get_openapi(
         title=app.title, version=app.version, description=app.description, routes=app.routes
     )
@@ -229,6 +233,9 @@ def _document(app: FastAPI) -> Described:
     _, described = models_json_schema(
         [(body, "validation") for body in _BODIES], ref_template=template
     )
+    for body in (GenerationBody, EditForm, EditBody, VariationForm):
+        schema = described["$defs"][body.__name__]
+        described["$defs"][body.__name__] = show_controls(schema, catalog.models)
     _, structs = msgspec.json.schema_components(_REPLIES, ref_template=SCHEMA_REF)
     page["components"] = {
         "schemas": {**described["$defs"], **structs},
@@ -293,7 +300,7 @@ def create_app(
     app = _app(settings, lifespan)
     _add_routes(app)
     add_handlers(app)
-    describe(app)
+    describe(app, catalog)
     return app
 
 

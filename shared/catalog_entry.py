@@ -289,6 +289,52 @@ class Adapter(_Entry):
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
+MAX_CONTROL_SCALE = 2.0
+CONTROL_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+
+
+class Control(_Entry):
+    """A ControlNet of an image model: a folder of diffusers' ControlNetModel, trained for it."""
+
+    source: str = Field(pattern=SOURCE_PATTERN)
+    revision: str = Field("main", pattern=REVISION_PATTERN)
+    preprocessor: Literal["none", "canny", "tile"] = "none"
+    """What makes its map of a caller's image. `none`: nothing, it is one (of depths, a pose).
+    `canny`: edges, as OpenCV's `Canny`. `tile`: a coarser image.
+    """
+    canny_low: int = Field(100, ge=0, le=2040)
+    canny_high: int = Field(200, ge=0, le=2040)
+    """Thresholds of `canny`, of gradients |dx| + |dy| in levels."""
+    tile_factor: float = Field(1.0, ge=1, le=8)
+    """How many times `tile` shrinks width and height, before it enlarges them again."""
+    scale: float = Field(1.0, ge=0, le=MAX_CONTROL_SCALE)
+    """`controlnet_conditioning_scale`, if the caller does not say."""
+
+    @field_validator("revision", mode="before")
+    @classmethod
+    def _revision_is_text(cls, value: object) -> object:
+        return _quoted("revision", value)
+
+    @field_validator("source")
+    @classmethod
+    def _is_a_folder(cls, value: str) -> str:
+        if value.startswith(FLOW_SOURCE):
+            raise ValueError("a ControlNet is a folder, not a flow")
+        return value
+
+    @model_validator(mode="after")
+    def _thresholds_are_in_order(self) -> Self:
+        if self.canny_low > self.canny_high:
+            raise ValueError("canny_low is above canny_high")
+        return self
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of what decides its results: weights and preprocessor."""
+        text = self.model_dump_json(exclude={"scale"})
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
 class UpscaleStep(_Entry):
     """The model of one's own that enlarges images on request (shared/after_image.py)."""
 
@@ -338,6 +384,14 @@ class ImageDefaults(_Entry):
     """What makes images two or four times as large. None: requests can't ask for it."""
     safety: SafetyStep | None = None
     """What decides whether an image is delivered. None: all are."""
+    controls: dict[Annotated[str, Field(pattern=CONTROL_NAME_PATTERN)], Control] = {}
+    """ControlNets by the names that callers use. They need `join: auto`."""
+
+    @model_validator(mode="after")
+    def _controls_join(self) -> Self:
+        if self.controls and self.join == "never":
+            raise ValueError("controls: they need join: auto")
+        return self
 
     @model_validator(mode="after")
     def _can_have_adapters(self) -> Self:
@@ -510,6 +564,15 @@ class CatalogEntry(_Entry):
 
     flow: FlowPlan | None = None
     """The steps of a flow, which is an entry of `flows`. None: it is a model."""
+
+    @property
+    def sources(self) -> dict[str, tuple[str, str]]:
+        """Source and revision of all its weights: its own by its name, controls' by both names."""
+        own = {self.name: (self.source, self.revision)}
+        return own | {
+            f"{self.name} {name}": (control.source, control.revision)
+            for name, control in self.image.controls.items()
+        }
 
     @property
     def reply_limit_bytes(self) -> int:

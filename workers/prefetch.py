@@ -111,15 +111,18 @@ def _chosen(catalog: Catalog, names: Sequence[str]) -> dict[tuple[str, str], lis
     models = [model for model in catalog.deployed if not names or model.public_name in asked]
     revisions: dict[tuple[str, str], list[str]] = {}
     for model in models:
+        of_hub = {name: one for name, one in model.sources.items() if one[0].startswith(HUB)}
         keys = [
-            (repository_of(adapter.source)[0], adapter.revision)
+            (name, (source.removeprefix(HUB), revision))
+            for name, (source, revision) in of_hub.items()
+        ]
+        keys += [
+            (model.name, (repository_of(adapter.source)[0], adapter.revision))
             for adapter in model.image.adapters.values()
             if adapter.source.startswith(HUB)
         ]
-        if model.source.startswith(HUB):
-            keys.insert(0, (model.source.removeprefix(HUB), model.revision))
-        for key in dict.fromkeys(keys):
-            revisions.setdefault(key, []).append(model.name)
+        for name, key in dict.fromkeys(keys):
+            revisions.setdefault(key, []).append(name)
         if names and not keys:
             raise ConfigurationError(
                 f"{model.name}: its source {model.source} is not a model of the hub", field="model"

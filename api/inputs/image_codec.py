@@ -61,6 +61,7 @@ class ImageCodec:
         *,
         tenant: str,
         padding: Padding = UNPADDED,
+        field: str = "image",
     ) -> PreparedSource:
         """Returns a source image as models take it: an upright RGB PNG of the output size.
 
@@ -73,6 +74,7 @@ class ImageCodec:
             tenant: who sent it. Tenants take turns.
             padding: what goes around it, filled with the pixels of its edge: a part of `size`, and
                 beyond the default pixel count.
+            field: of the input, for errors.
 
         Raises:
             BadInput: the file is not such an image, or it is broken.
@@ -93,8 +95,8 @@ class ImageCodec:
                 is_new=True,
             )
         except BadInput as error:
-            field = error.field or "image"
-            raise type(error)(f"{field}: {error.message}", field=field) from error
+            wrong = error.field or field
+            raise type(error)(f"{wrong}: {error.message}", field=wrong) from error
         if not isinstance(reply, SourcePrepared):
             raise PenstockError(f"a codec process answered {type(reply).__name__}; this is a bug")
         size = reply.width, reply.height

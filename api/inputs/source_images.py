@@ -253,6 +253,7 @@ class SourceImages:
         limits: ImageDefaults,
         caller: ImageCaller,
         padding: Padding = UNPADDED,
+        field: str = "image",
     ) -> PreparedSource:
         """Returns the image as models take it.
 
@@ -262,9 +263,16 @@ class SourceImages:
             limits: the limits of the model.
             caller: the tenant and deadline.
             padding: what goes around it, as in ImageCodec.prepare_source.
+            field: of the input, for errors.
         """
         return await self._image_codec.prepare_source(
-            data, size, limits, caller.deadline_s, tenant=caller.tenant, padding=padding
+            data,
+            size,
+            limits,
+            caller.deadline_s,
+            tenant=caller.tenant,
+            padding=padding,
+            field=field,
         )
 
     async def prepare_mask(

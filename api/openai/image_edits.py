@@ -21,8 +21,9 @@ from api.errors import WrongField
 from api.http.openapi import inference_body, inference_responses, streamed
 from api.http.request import ApiRequest, open_request, while_connected
 from api.http.upload_form import closed_form
+from api.inputs.controls import CONTROL_IMAGE, check_control, prepare_control, with_control
 from api.inputs.image_codec import data_of_uri
-from api.inputs.source_images import ACCEPTED, ImageCaller
+from api.inputs.source_images import ACCEPTED
 from api.openai.images import (
     FORM_LIMITS,
     OWN_HEADERS,
@@ -30,6 +31,7 @@ from api.openai.images import (
     ImageRoute,
     ImagesReply,
     answer_with,
+    image_caller,
     model_for,
     size_in,
 )
@@ -180,6 +182,7 @@ class Sources:
 
     image: bytes | str
     mask: bytes | str | None = None
+    control: bytes | str | None = None
 
 
 async def read_edit(call: ApiRequest) -> tuple[EditForm, Sources]:
@@ -195,9 +198,10 @@ async def read_edit(call: ApiRequest) -> tuple[EditForm, Sources]:
     if kind in ("application/json", ""):
         body = await call.read_json(EditBody)
         image = await _bytes_or_url(body.images[0].image_url, IMAGE_URL, "images")
-        if body.mask is None:
-            return body, Sources(image)
-        return body, Sources(image, await _bytes_or_url(body.mask.image_url, MASK_URL, "mask"))
+        mask = None
+        if body.mask is not None:
+            mask = await _bytes_or_url(body.mask.image_url, MASK_URL, "mask")
+        return body, Sources(image, mask, body.control_image)
     raise BadInput(
         f"content-type: {kind!r} is neither multipart/form-data nor application/json",
         field="content-type",
@@ -212,15 +216,20 @@ async def _read_form(call: ApiRequest, kind: type[Form]) -> tuple[Form, Sources]
     call.check_charset()
     async with closed_form(call.http, **FORM_LIMITS) as form:
         image = await _only_image(form)
-        mask = await _mask(form) if kind is EditForm else None
-        known = (*IMAGE_FIELDS, "mask") if kind is EditForm else IMAGE_FIELDS
+        mask = await _file(form, "mask") if kind is EditForm else None
+        known = {*IMAGE_FIELDS, *(("mask",) if kind is EditForm else ())}
+        control = None
+        if isinstance(form.get(CONTROL_IMAGE), UploadFile):
+            control = await _file(form, CONTROL_IMAGE)
+            known.add(CONTROL_IMAGE)
         # A form has no null; clients and pages write an empty field for it.
         fields = {name: value for name, value in form.items() if name not in known and value != ""}
         _check_files(fields, kind)
         if mask is None and "mask_blur" in fields:
             raise BadInput(f"mask_blur: {NO_MASK}", field="mask_blur")
         # Every field of a form is text, so numbers may be strings here.
-        return kind.model_validate(fields), Sources(image, mask)
+        body = kind.model_validate(fields)
+        return body, Sources(image, mask, control or body.control_image)
 
 
 def _check_files(fields: dict[str, UploadFile | str], kind: type[EditForm | VariationForm]) -> None:
@@ -242,15 +251,15 @@ async def _only_image(form: FormData) -> bytes:
     return await images[0].read()
 
 
-async def _mask(form: FormData) -> bytes | None:
-    masks = [value for value in form.getlist("mask") if value != ""]
-    if not masks:
+async def _file(form: FormData, name: str) -> bytes | None:
+    files = [value for value in form.getlist(name) if value != ""]
+    if not files:
         return None
-    if len(masks) > 1:
-        raise BadInput(f"mask: one file at most, not {len(masks)}", field="mask")
-    if not isinstance(masks[0], UploadFile):
-        raise BadInput("mask: a file is needed, not text", field="mask")
-    return await masks[0].read()
+    if len(files) > 1:
+        raise BadInput(f"{name}: one file at most, not {len(files)}", field=name)
+    if not isinstance(files[0], UploadFile):
+        raise BadInput(f"{name}: a file is needed, not text", field=name)
+    return await files[0].read()
 
 
 async def _first_image(
@@ -261,42 +270,44 @@ async def _first_image(
 ) -> ImageInput:
     """Returns the first image of a request, which starts from its sources."""
     codec, deadline_s = call.dependencies.image_codec, call.answer_by_s(model)
-    image, mask = await _fetched(call, model, sources)
+    check_control(body, model, has_picture=sources.control is not None)
+    files = await _fetched(call, model, sources)
     source = await codec.prepare_source(
-        image, size_in(body, model), model.image, deadline_s, tenant=call.tenant
+        files[IMAGE_URL], size_in(body, model), model.image, deadline_s, tenant=call.tenant
     )
     first = first_image(body, model, source.size)
     check_strength(first.steps, body.strength)
     first = msgspec.structs.replace(first, image=source.image, strength=body.strength)
-    if mask is None or not isinstance(body, EditForm):
+    if MASK_URL in files and isinstance(body, EditForm):
+        blur, mask = body.mask_blur or 0.0, files[MASK_URL]
+        prepared = await codec.prepare_mask(
+            mask, source, "transparent", blur, deadline_s, tenant=call.tenant
+        )
+        first = msgspec.structs.replace(first, mask=prepared)
+    if CONTROL_IMAGE not in files:
         return first
-    prepared = await codec.prepare_mask(
-        mask, source, "transparent", body.mask_blur or 0.0, deadline_s, tenant=call.tenant
-    )
-    return msgspec.structs.replace(first, mask=prepared)
+    images, caller = call.dependencies.source_images, image_caller(call, model)
+    image = files[CONTROL_IMAGE]
+    control, _ = await prepare_control(body, image, source.size, model, caller, images)
+    return with_control(first, control)
 
 
-async def _fetched(call: ApiRequest, model: Model, sources: Sources) -> tuple[bytes, bytes | None]:
-    """Returns the bytes of the image and of its mask. Fetches those that are named by their URLs.
+async def _fetched(call: ApiRequest, model: Model, sources: Sources) -> dict[str, bytes]:
+    """Returns the bytes of the images by their places. Fetches those that URLs name.
 
     Raises:
         BadInput: one can't be had.
     """
-    places = {IMAGE_URL: sources.image, MASK_URL: sources.mask}
+    places = {IMAGE_URL: sources.image, MASK_URL: sources.mask, CONTROL_IMAGE: sources.control}
     urls = {place: url for place, url in places.items() if isinstance(url, str)}
-    caller = ImageCaller(
-        call.tenant, call.storage_quota("images"), call.base_url, call.answer_by_s(model), keep_s=0
-    )
     try:
-        files = await call.dependencies.source_images.fetch_images(urls, caller)
+        files = await call.dependencies.source_images.fetch_images(urls, image_caller(call, model))
     except BadInput as error:
-        field = "mask" if error.field == MASK_URL else "images"
+        fields = {IMAGE_URL: "images", MASK_URL: "mask"}
+        field = fields.get(error.field or "", error.field)
         raise type(error)(error.message, field=field) from error
-    image, mask = (
-        files[place].data if isinstance(source, str) else source for place, source in places.items()
-    )
-    assert image is not None, "a request has an image; this is a bug"
-    return image, mask
+    sent = {place: data for place, data in places.items() if isinstance(data, bytes)}
+    return sent | {place: file.data for place, file in files.items()}
 
 
 router = APIRouter(route_class=ImageRoute)

@@ -26,7 +26,6 @@ from api.bodies import (
     MAX_PROMPT_CHARS,
     MAX_SEED,
     SCHEDULER_CHOICE,
-    Body,
     ClipSkip,
     EndUser,
     GuidanceRescale,
@@ -41,6 +40,14 @@ from api.http.fast_route import StreamedRoute
 from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses, streamed
 from api.http.request import ApiRequest, open_request, while_connected
 from api.http.upload_form import MAX_EDIT_FIELDS, form_asks_for_stream
+from api.inputs.controls import (
+    CONTROL_IMAGE,
+    ControlFields,
+    check_control,
+    prepare_control,
+    with_control,
+)
+from api.inputs.source_images import ImageCaller
 from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
 from api.openai.image_stream import ImagePosition, ImageStream
 from api.predictions.creation import digest_of
@@ -90,7 +97,7 @@ class ImagesReply(msgspec.Struct):
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
 
-class ImageBody(Body):
+class ImageBody(ControlFields):
     """What all requests for images have."""
 
     prompt: str = Field(min_length=1, max_length=MAX_PROMPT_CHARS)
@@ -202,6 +209,8 @@ class GenerationsEndpoint(Endpoint):
             )
         if body.stream:
             raise BadInput("stream: a batch streams nothing; leave it out", field="stream")
+        if body.control is not None:
+            raise BadInput("control: lines of batches take none; leave it out", field="control")
         model = model_of(body, catalog)
         first = first_of(body, model)
         start = default_seed if body.seed is None else body.seed
@@ -326,7 +335,30 @@ async def create_images(request: Request) -> Response:
     call = open_request(request)
     body = await call.read_json(GenerationBody)
     model = model_for(call, body)
-    return await answer_with(call, body, model, first_of(body, model))
+    check_control(body, model)
+    if body.control_image is None:
+        return await answer_with(call, body, model, first_of(body, model))
+    call.check_room(model, body.n)
+    reading = _first_with_control(call, body, model, body.control_image)
+    first = await while_connected(request.receive, reading)
+    return await answer_with(call, body, model, first)
+
+
+async def _first_with_control(
+    call: ApiRequest, body: GenerationBody, model: Model, url: str
+) -> ImageInput:
+    """Returns the first image of a body whose control has its image at `url`."""
+    images, caller = call.dependencies.source_images, image_caller(call, model)
+    file = await images.fetch_image(url, caller, CONTROL_IMAGE)
+    asked = size_in(body, model)
+    control, size = await prepare_control(body, file.data, asked, model, caller, images)
+    return with_control(first_image(body, model, size), control)
+
+
+def image_caller(call: ApiRequest, model: Model) -> ImageCaller:
+    """Returns who asks for the images of a request. They are not kept."""
+    quota, deadline_s = call.storage_quota("images"), call.answer_by_s(model)
+    return ImageCaller(call.tenant, quota, call.base_url, deadline_s, keep_s=0)
 
 
 def model_for(call: ApiRequest, body: ImageBody) -> Model:
@@ -434,7 +466,9 @@ async def _recorded(
 ) -> InferenceRequest:
     """Returns the request for a prediction of the images."""
     path = call.http.scope["route"].path
-    shown = body.model_dump(mode="json", exclude_unset=True, exclude={"images", "mask"})
+    shown = body.model_dump(
+        mode="json", exclude_unset=True, exclude={"images", "mask", CONTROL_IMAGE}
+    )
     asked: list[object] = [path, model.name, shown]
     if inputs[0].sources:
         images = call.dependencies.source_images

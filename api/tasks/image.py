@@ -6,7 +6,7 @@ Also builds the first image of a request from its parameters and the defaults of
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import msgspec
@@ -16,7 +16,6 @@ from api.bodies import (
     MAX_PROMPT_CHARS,
     MAX_SEED,
     SCHEDULER_CHOICE,
-    Body,
     ClipSkip,
     GuidanceRescale,
     SchedulerName,
@@ -24,7 +23,15 @@ from api.bodies import (
 )
 from api.errors import WrongField
 from api.inputs.codec_protocol import UNPADDED, Padding
-from api.inputs.source_images import ImageCaller, SourceImages
+from api.inputs.controls import (
+    CONTROL_IMAGE,
+    ControlFields,
+    check_control,
+    prepare_control,
+    show_controls,
+    with_control,
+)
+from api.inputs.source_images import FetchedFile, ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs
 from shared.after_image import input_of
 from shared.catalog import Catalog, Model
@@ -214,7 +221,7 @@ def _or_one_number(schema: dict[str, Any]) -> None:
     schema["anyOf"].insert(0, sides["items"] | {"minimum": 1})
 
 
-class ImagePredictionInput(Body):
+class ImagePredictionInput(ControlFields):
     """The input of image models. With `image` it is image-to-image at `strength`."""
 
     prompt: str = Field(min_length=1, max_length=MAX_PROMPT_CHARS)
@@ -324,8 +331,8 @@ class ImageApi(ApiTask):
     output_schema: ClassVar = {"type": "array", "items": {"type": "string", "format": "uri"}}
 
     def input_schema_of(self, model: Model) -> dict[str, Any]:
-        """The input of a model, with the names of its adapters, and `upscale`, if it has any."""
-        schema = super().input_schema_of(model)
+        """The input of a model. It has adapters, controls and `upscale` if the model has them."""
+        schema = show_controls(super().input_schema_of(model), [model])
         fields, names = schema["properties"], list(model.image.adapters)
         if names:
             fields["lora_weights"] |= {
@@ -342,11 +349,12 @@ class ImageApi(ApiTask):
     ) -> Inputs:
         """Returns one item for each image. They differ in their seeds."""
         parsed = ImagePredictionInput.model_validate(raw_input, strict=True)
+        check_control(parsed, model)
         size, shown = _size(parsed, model), raw_input
-        if parsed.image is None:
+        if parsed.image is None and parsed.control is None:
             first = first_image(parsed, model, size or (model.image.width, model.image.height))
         else:
-            first, kept = await _from_image(parsed, parsed.image, model, caller, images)
+            first, kept = await _from_pictures(parsed, model, caller, images)
             shown = raw_input | kept
         inputs = [
             msgspec.structs.replace(first, seed=first.seed + number)
@@ -356,22 +364,46 @@ class ImageApi(ApiTask):
         return Inputs(inputs, shown, True, is_repeatable, parsed.output_format, parsed.upscale)
 
 
-async def _from_image(
-    parsed: ImagePredictionInput,
-    url: str,
-    model: Model,
-    caller: ImageCaller,
-    images: SourceImages,
+async def _from_pictures(
+    parsed: ImagePredictionInput, model: Model, caller: ImageCaller, images: SourceImages
 ) -> tuple[ImageInput, dict[str, str]]:
-    """Returns the first image, which starts from the one at `url`, maybe within a mask.
+    """Returns the first image, which has a source or a control.
 
     And the URLs of files that were in the input itself, by field.
     """
+    given = {"image": parsed.image, "mask": parsed.mask, CONTROL_IMAGE: parsed.control_image}
+    urls = {name: url for name, url in given.items() if url is not None}
+    files = await images.fetch_images(urls, caller)
+    size = _size(parsed, model)
+    first, control = None, None
+    if "image" in files:
+        first = await _from_image(parsed, files, model, caller, images)
+        size = first.width, first.height
+    if CONTROL_IMAGE in files:
+        image = files[CONTROL_IMAGE].data
+        control, size = await prepare_control(parsed, image, size, model, caller, images)
+    assert size is not None, "it has an image; this is a bug"
+    first = with_control(first or first_image(parsed, model, size), control)
+    first = first.with_sources([await images.stored(blob) for blob in first.sources])
+    kept = {
+        name: await images.keep(files[name], caller, name)
+        for name, one in urls.items()
+        if one.startswith("data:")
+    }
+    return first, kept
+
+
+async def _from_image(
+    parsed: ImagePredictionInput,
+    files: Mapping[str, FetchedFile],
+    model: Model,
+    caller: ImageCaller,
+    images: SourceImages,
+) -> ImageInput:
+    """Returns the first image, which starts from a source, maybe within a mask."""
     sides = parsed.sides
     is_masked = parsed.mask is not None or sides != UNPADDED
     strength = parsed.strength or parsed.prompt_strength or USUAL_STRENGTH
-    urls = {"image": url} | ({} if parsed.mask is None else {"mask": parsed.mask})
-    files = await images.fetch_images(urls, caller)
     size = _size(parsed, model)
     _check_padding(sides, size, model)
     source = await images.prepare(files["image"].data, size, model.image, caller, sides)
@@ -382,13 +414,7 @@ async def _from_image(
         data = files["mask"].data if "mask" in files else b""
         mask = await images.prepare_mask(data, source, parsed.mask_blur or 0.0, caller, sides)
         first = msgspec.structs.replace(first, mask=mask)
-    first = first.with_sources([await images.stored(blob) for blob in first.sources])
-    kept = {
-        name: await images.keep(files[name], caller, name)
-        for name, one in urls.items()
-        if one.startswith("data:")
-    }
-    return first, kept
+    return first
 
 
 def _check_padding(sides: Padding, size: tuple[int, int] | None, model: Model) -> None:

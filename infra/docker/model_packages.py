@@ -38,7 +38,8 @@ def model_packages(
     if unpinned := [one for one in also if not all(one.partition("=="))]:
         raise ConfigurationError(f"{unpinned[0]!r} needs its version, as name==1.0", field="also")
     pinned = dict(named)
-    for source in (model.source for model in catalog.deployed):
+    sources = [source for model in catalog.deployed for source, _ in model.sources.values()]
+    for source in sources:
         if not source.startswith("package:"):
             continue
         imported = source.removeprefix("package:").partition("/")[0].partition(".")[0]

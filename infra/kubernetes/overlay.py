@@ -86,16 +86,17 @@ def weights_of(models: Sequence[Model], deployment: Deployment, disk_mib: int) -
     if deployment.weights_bucket:
         repositories = list(dict.fromkeys(one for model in of_hub for one in _repositories(model)))
         mounted = _mounted(repositories, deployment.weights_bucket, disk_mib)
-        if not any(map(_compiles, of_hub)):
+        if not any(map(_compiles, models)):
             return mounted
         return _with_kernels(mounted, deployment.weights_bucket)
     return _with_token() if deployment.hub_token else NOTHING
 
 
 def _repositories(model: Model) -> list[str]:
-    """The repositories of the hub that have its weights and its adapters."""
+    """The repositories of the hub that have its weights, its controls and its adapters."""
     adapters = [adapter.source.split("/") for adapter in model.image.adapters.values()]
-    sources = [model.source, *("/".join(parts[:2]) for parts in adapters)]
+    sources = [source for source, _ in model.sources.values()]
+    sources += ["/".join(parts[:2]) for parts in adapters]
     return [source.removeprefix(HUB) for source in sources if source.startswith(HUB)]
 
 

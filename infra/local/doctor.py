@@ -260,18 +260,19 @@ def _catalog(settings: Settings) -> Iterator[Diagnosis]:
 
 def _sources(catalog: Catalog) -> Iterator[Diagnosis]:
     """Checks the models whose files must be on this machine before a worker starts."""
-    for model in catalog.deployed:
-        kind, _, place = model.source.partition(":")
+    sources = [one for model in catalog.deployed for one in model.sources.items()]
+    for name, (source, _) in sources:
+        kind, _, place = source.partition(":")
         if kind == "local" and not Path(place).expanduser().is_dir():
             yield Diagnosis(
                 "model",
-                f"{model.name}: folder {place} does not exist",
+                f"{name}: folder {place} does not exist",
                 "add the model's files",
             )
         if kind == "package" and importlib.util.find_spec(place.partition("/")[0]) is None:
             yield Diagnosis(
                 "model",
-                f"{model.name}: package {place.partition('/')[0]} is not installed",
+                f"{name}: package {place.partition('/')[0]} is not installed",
                 INSTALL,
             )
 

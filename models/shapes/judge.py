@@ -54,14 +54,35 @@ class DetectedScene:
 def read(image: Pixels) -> DetectedScene:
     """Reads an image of [height, width, 3]."""
     pixels = image.astype(np.float64)
-    edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
-    ground = np.median(edge, axis=0)
-    far = np.linalg.norm(pixels - ground, axis=2)
-    labels, number = ndimage.label(far > CONTRAST)
+    ground = _ground(pixels)
+    labels, number = ndimage.label(_is_far(pixels, ground))
     figures = [_figure(pixels, ground, labels == label) for label in range(1, number + 1)]
     return DetectedScene(
         _nearest(ground, BACKGROUNDS), tuple(sorted((f for f in figures if f), key=lambda f: f.x))
     )
+
+
+def silhouette(image: Pixels) -> Mask:
+    """Where an image of [height, width, 3] shows figures, [height, width]."""
+    pixels = image.astype(np.float64)
+    return _is_far(pixels, _ground(pixels))
+
+
+def overlap(first: Mask, second: Mask) -> float:
+    """Intersection over union."""
+    return float((first & second).sum() / max((first | second).sum(), 1))
+
+
+def _ground(pixels: Floats) -> Floats:
+    """The color of the background, [3]."""
+    edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+    ground: Floats = np.median(edge, axis=0)
+    return ground
+
+
+def _is_far(pixels: Floats, ground: Floats) -> Mask:
+    far: Mask = np.linalg.norm(pixels - ground, axis=2) > CONTRAST
+    return far
 
 
 def _figure(pixels: Floats, ground: Floats, part: Mask) -> DetectedShape | None:
@@ -107,15 +128,10 @@ def _shape(cover: Floats) -> str:
         > 0.5
     )
     name, best = max(
-        ((name, _overlap(grid, outline)) for name, outline in _OUTLINES.items()),
+        ((name, overlap(grid, outline)) for name, outline in _OUTLINES.items()),
         key=lambda pair: pair[1],
     )
     return name if best >= COVER_MIN else UNNAMED
-
-
-def _overlap(first: Mask, second: Mask) -> float:
-    """Intersection over union."""
-    return float((first & second).sum() / max((first | second).sum(), 1))
 
 
 def _outlines() -> dict[str, Mask]:

@@ -27,10 +27,31 @@ from shared.tasks.base import (
 )
 
 
+class ControlInput(msgspec.Struct, omit_defaults=True):
+    """The ControlNet that an image is drawn with, by its name in the catalog, and its image.
+
+    `digest`: of the entry of the ControlNet. `scale` multiplies what it adds. `start`, `end`: the
+    part of the steps in which it does, from 0 to 1.
+    """
+
+    name: str
+    digest: str
+    image: Blob
+    scale: float
+    start: float = 0.0
+    end: float = 1.0
+
+    def cache_form(self) -> tuple[object, ...]:
+        """All that decides the result. The image counts by its digest."""
+        numbers = (float(self.scale), float(self.start), float(self.end))
+        return ("control", self.name, self.digest, *self.image.identity, *numbers)
+
+
 class ImageInput(TaskInput, tag="image"):
     """One image to draw. With `image`, image-to-image at `strength`.
 
     `mask`: a gray image of the size to draw. Only where it is not black, `image` is drawn anew.
+    `control`: a ControlNet that guides the drawing.
     `clip_skip`: how many of the last layers of CLIP do not read `prompt`. `guidance_rescale`: how
     much of the contrast that guidance adds is taken back, from 0 to 1
     (https://arxiv.org/abs/2305.08891).
@@ -50,16 +71,22 @@ class ImageInput(TaskInput, tag="image"):
     adapter: ChosenAdapter | None = None
     clip_skip: int | None = None
     guidance_rescale: float = 0.0
+    control: ControlInput | None = None
 
     @property
     def sources(self) -> Sequence[Blob]:
-        """The image to start from, and its mask."""
-        return tuple(blob for blob in (self.image, self.mask) if blob is not None)
+        """The image to start from, its mask, and the image of the control."""
+        guide = None if self.control is None else self.control.image
+        images = (self.image, self.mask, guide)
+        return tuple(blob for blob in images if blob is not None)
 
     def with_sources(self, sources: Sequence[Blob]) -> Self:
-        """The same input with the image and its mask in other places."""
+        """The same input with its images in other places."""
         names = [name for name in ("image", "mask") if getattr(self, name) is not None]
-        return msgspec.structs.replace(self, **dict(zip(names, sources, strict=True)))
+        moved: dict[str, Any] = dict(zip(names, sources, strict=False))
+        if self.control is not None:
+            moved["control"] = msgspec.structs.replace(self.control, image=sources[-1])
+        return msgspec.structs.replace(self, **moved)
 
     def estimate_work(self, entry: CatalogEntry) -> int:
         """Pixel-steps. With a source only a part of the steps is run."""
@@ -77,12 +104,13 @@ class ImageInput(TaskInput, tag="image"):
             drawn += (self.clip_skip or 0, float(self.guidance_rescale))
         if (chosen := self.adapter) is not None:
             drawn += ("adapter", chosen.name, chosen.version, float(chosen.scale))
+        controlled = () if self.control is None else (self.control.cache_form(),)
         if self.image is None:
-            return ("image", size, drawn)
+            return ("image", size, drawn, *controlled)
         strength = None if self.strength is None else float(self.strength)
         source = (self.image.identity, strength)
         masked = () if self.mask is None else (self.mask.identity,)
-        return ("image", size, drawn, *source, *masked)
+        return ("image", size, drawn, *source, *masked, *controlled)
 
 
 class ImageResult(TaskResult, tag="image"):

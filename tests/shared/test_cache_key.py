@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from shared.blob import Blob
+from shared.blob import Blob, content_digest
 from shared.catalog import Model
 from shared.catalog_entry import Tolerance
 from shared.errors import BadInput
@@ -12,7 +13,7 @@ from shared.image_adapters import ChosenAdapter
 from shared.stores.cache import cache_key
 from shared.tasks import Input
 from shared.tasks.embedding import TextInput, TokensInput
-from shared.tasks.image import ImageInput
+from shared.tasks.image import ControlInput, ImageInput
 
 MODEL = Model.model_validate(
     {
@@ -116,6 +117,34 @@ def test_key_covers_the_adapter_its_file_and_its_scale() -> None:
     ]
     drawn = [drawing(adapter=one, image=image) for one in chosen for image in (None, PNG)]
     assert len({cache_key(MODEL, input, "t") for input in drawn}) == len(drawn)
+
+
+def test_key_covers_the_control() -> None:
+    usual = ControlInput("canny", "a", PNG, 1.0)
+    changes: list[dict[str, Any]] = [
+        {},
+        {"name": "depth"},
+        {"digest": "b"},
+        {"image": Blob("image/png", data=b"others")},
+        {"scale": 0.9},
+        {"start": 0.1},
+        {"end": 0.9},
+    ]
+    controlled = [drawing(control=msgspec.structs.replace(usual, **change)) for change in changes]
+    inputs = [
+        drawing(),
+        drawing(image=PNG),
+        drawing(image=PNG, mask=PNG),
+        drawing(image=PNG, control=usual),
+        *controlled,
+    ]
+    assert len({cache_key(MODEL, input, "t") for input in inputs}) == len(inputs)
+    stored = drawing(image=PNG, control=usual)
+    digest = content_digest(b"pixels")
+    moved = [Blob("image/png", object_key=name, digest=digest) for name in ("1", "2")]
+    there = stored.with_sources(moved)
+    assert there.sources == tuple(moved)
+    assert cache_key(MODEL, there, "t") == cache_key(MODEL, stored, "t")
 
 
 def test_key_ignores_what_changes_no_pixel() -> None:

@@ -145,6 +145,19 @@ def test_a_canary_has_a_copy_of_its_own(hub: Hub, tmp_path: Path) -> None:
     assert copied == ["gated: org/gated@main", "gated.canary: org/gated@next"]
 
 
+def test_a_control_is_copied_like_its_model(hub: Hub, tmp_path: Path) -> None:
+    control = "controls: {edges: {source: 'hf:org/gated', revision: next}}"
+    catalog = f"""models:
+  - name: drawer
+    task: image
+    source: package:x
+    batch: {{max_pixel_steps: 8}}
+    image: {{{control}}}
+"""
+    done = weights(hub, tmp_path, "--model", "drawer", catalog=catalog)
+    assert done.stdout.startswith("drawer edges: org/gated@next: copied 3 files"), done.stderr
+
+
 @pytest.mark.parametrize("missing", ["main.json", "main/model.safetensors"])
 def test_half_a_copy_is_not_taken(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str

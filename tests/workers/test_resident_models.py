@@ -106,6 +106,18 @@ def test_the_least_recently_used_goes_and_is_really_gone(tmp_path: Path) -> None
     assert bench.resident() == [0, 2]
 
 
+def test_weights_besides_its_own_count_before_a_model_is_loaded(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, room=2.5)
+    (more := tmp_path / "control").mkdir()
+    (more / "a.safetensors").symlink_to(tmp_path / "0.safetensors")
+    files = [tmp_path / f"{number}.safetensors" for number in range(3)]
+    makers = [bench._maker(number) for number in range(3)]
+    models = ResidentModels(makers, files, int(2.5 * BYTES), more_weights={1: [more]})
+    for number in (0, 1):
+        models.use(number)
+    assert bench.log == ["load 0", "free 0", "load 1"]
+
+
 def test_a_model_above_the_budget_is_resident_alone(tmp_path: Path) -> None:
     bench = Bench(tmp_path, room=0.5)
     bench.resident_models.use(0)

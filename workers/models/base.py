@@ -52,7 +52,8 @@ class PreparedImage(Prepared, tag="image", omit_defaults=True):
     `source`: the image to start from, width x height RGB pixels of 3 bytes, row by row. `mask`:
     width x height bytes, how much of each pixel is drawn anew. 0: the source's own, 255: nothing
     of it. `adapter`: the name of one in the catalog, and `adapter_scale` how strongly it counts.
-    Empty: none.
+    Empty: none. `control`: the name of a ControlNet, with its map as RGB pixels like `source`, its
+    scale, and the part of the steps in which it guides.
     """
 
     prompt: str
@@ -70,6 +71,11 @@ class PreparedImage(Prepared, tag="image", omit_defaults=True):
     adapter_scale: float = 1.0
     clip_skip: int | None = None
     guidance_rescale: float = 0.0
+    control: str = ""
+    control_map: bytes = b""
+    control_scale: float = 1.0
+    control_start: float = 0.0
+    control_end: float = 1.0
 
 
 class PreparedPair(Prepared, tag="pair"):

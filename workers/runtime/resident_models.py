@@ -225,6 +225,7 @@ class ResidentModels:
         budget_bytes: for all resident models together. A model above it is resident alone. 0 means
             only the limit of the device, which also leads to evictions.
         loaded: models, by number, that were loaded before this process was forked.
+        more_weights: what models load besides, by number. Part of the estimate.
     """
 
     def __init__(
@@ -233,10 +234,15 @@ class ResidentModels:
         weights: Sequence[Path],
         budget_bytes: int = 0,
         loaded: Mapping[int, LoadedModel] | None = None,
+        more_weights: Mapping[int, Sequence[Path]] | None = None,
     ) -> None:
         self._makers = makers
         self._budget_bytes = budget_bytes
-        self._size_bytes = {number: weights_bytes(path) for number, path in enumerate(weights)}
+        more = more_weights or {}
+        self._size_bytes = {
+            number: sum(weights_bytes(one) for one in (path, *more.get(number, ())))
+            for number, path in enumerate(weights)
+        }
         self._estimate_bytes = dict(self._size_bytes)
         self._resident: OrderedDict[int, LoadedModel] = OrderedDict()  # least recently used first
         self._offloaded: dict[int, Offloaded] = {}

@@ -265,8 +265,13 @@ def _resident_models(
         Path(backend.graph) if backend is not None and backend.graph else folder
         for folder, backend in zip(arguments.folder, _backends(arguments), strict=True)
     ]
+    entries = [Model.model_validate_json(entry) for entry in arguments.model]
     return ResidentModels(
-        _makers(arguments, arguments.threads), weights, arguments.memory_budget_bytes, loaded
+        _makers(arguments, arguments.threads),
+        weights,
+        arguments.memory_budget_bytes,
+        loaded,
+        {number: WORKER_TASKS[one.task].more_weights(one) for number, one in enumerate(entries)},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -89,6 +90,13 @@ class WorkerTask(ABC):
         Raises:
             ConfigurationError: it can't be made.
         """
+
+    def more_weights(self, entry: Model) -> Sequence[Path]:
+        """Folders of weights that a model loads besides its own, on this machine.
+
+        By default: none.
+        """
+        return ()
 
     @abstractmethod
     def preparer(self, entry: Model, folder: Path) -> Preparer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from shared.catalog import Model
@@ -25,6 +26,16 @@ class ImageWorker(WorkerTask):
         from workers.models.image.families import family_in
 
         return entry.image.join == "auto" and family_in(folder) is not None
+
+    def provide(self, entry: Model, folder: Path) -> None:
+        """The weights of its controls."""
+        self.more_weights(entry)
+
+    def more_weights(self, entry: Model) -> Sequence[Path]:
+        """The folders of its controls."""
+        from workers.models.image.control_folders import control_folders
+
+        return tuple(control_folders(entry).values())
 
     def prepares_on_thread(self, entry: Model) -> bool:
         """Yes."""

@@ -91,6 +91,26 @@ def test_adapters_of_other_repositories_are_mounted_too(tmp_path: Path) -> None:
         assert path.is_relative_to(mounts(deployment)[name])
 
 
+def test_copies_of_controls_are_mounted_beside_that_of_their_model(tmp_path: Path) -> None:
+    control = {"source": "hf:org/control"}
+    entry = {
+        "name": "drawer",
+        "task": "image",
+        "source": "hf:org/name",
+        "batch": {"max_pixel_steps": 8},
+        "image": {"controls": {"edges": control, "also": control}, "compile": "never"},
+    }
+    file = tmp_path / "models.yaml"
+    file.write_text(yaml.safe_dump({"models": [entry]}))
+    deployment = worker(render(tmp_path / "out", file, weights_bucket=BUCKET), "drawer")
+    found = {name: path for name, path in mounts(deployment).items() if "weights" in name}
+    root = "/var/cache/penstock-weights/hub"
+    assert found == {"weights": f"{root}/org/name", "weights-1": f"{root}/org/control"}
+    for name, path in found.items():
+        options = volumes(deployment)[name]["csi"]["volumeAttributes"]["mountOptions"]
+        assert f"only-dir=hub/{path.removeprefix(root)[1:]}," in options
+
+
 @pytest.mark.parametrize("share", [1, 4, 22])
 def test_worker_and_sidecar_together_take_one_part_of_a_node(tmp_path: Path, share: int) -> None:
     file = models_file(tmp_path, type="l4", share=share)

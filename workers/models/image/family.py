@@ -198,6 +198,21 @@ class Family(ABC):
             [rows, channels, height, width], as the scheduler takes them.
         """
 
+    def predict_controlled(
+        self,
+        added: Mapping[str, Any],
+        pipeline: Any,
+        latents: torch.Tensor,
+        times: torch.Tensor,
+        prompts: torch.Tensor,
+        conditions: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """As predict, of a family with a UNet.
+
+        `added`: what ControlNets add, as arguments of the UNet.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def noised(
         self, scheduler: Any, latents: torch.Tensor, noise: torch.Tensor, time: torch.Tensor

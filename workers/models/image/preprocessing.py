@@ -18,6 +18,7 @@ from shared.errors import BadInput, InputTooLarge, ModelFailed
 from shared.tasks import Input
 from shared.tasks.image import ImageInput
 from workers.models.base import PreparedImage
+from workers.models.image.control_maps import with_control
 
 SOURCE_FORMATS = ("PNG", "JPEG", "WEBP")
 SOURCE_MAX_PIXELS = 16 * 1024 * 1024
@@ -51,7 +52,12 @@ class ImagePreparer:
             if not isinstance(value, ImageInput):
                 raise BadInput("an image model takes image requests", field="input")
             self._check(value)
-            return self._prepared(value)
+            item = self._prepared(value)
+            if value.control is None:
+                return item
+            image = value.control.image, value.width, value.height
+            pixels = _read_source(*image, "control_image")
+            return with_control(item, value.control, pixels, self._bounds.controls)
         except (BadInput, ModelFailed) as error:
             return error
 
@@ -177,9 +183,9 @@ def image_to_image_steps(steps: int, strength: float, *, rounds_up: bool = False
     return run
 
 
-def _read_source(blob: Blob, width: int, height: int) -> bytes:
-    """The source image as width x height RGB pixels, rotated as its EXIF data says."""
-    upright = _decoded(blob, "RGB", "image")
+def _read_source(blob: Blob, width: int, height: int, field: str = "image") -> bytes:
+    """A source image as width x height RGB pixels, rotated as its EXIF data says."""
+    upright = _decoded(blob, "RGB", field)
     if upright.size != (width, height):
         upright = upright.resize((width, height), Image.Resampling.LANCZOS)
     return upright.tobytes()

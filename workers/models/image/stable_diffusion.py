@@ -82,15 +82,28 @@ class StableDiffusion(Family):
         conditions: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """The UNet."""
-        added = {name: value for name, value in conditions.items() if name != _TOLD_SCALE}
+        return self.predict_controlled({}, pipeline, latents, times, prompts, conditions)
+
+    def predict_controlled(
+        self,
+        added: Mapping[str, Any],
+        pipeline: Any,
+        latents: torch.Tensor,
+        times: torch.Tensor,
+        prompts: torch.Tensor,
+        conditions: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """The UNet, with what ControlNets add."""
+        told = {name: value for name, value in conditions.items() if name != _TOLD_SCALE}
         noise: torch.Tensor = pipeline.unet(
             latents,
             times,
             encoder_hidden_states=prompts,
             timestep_cond=conditions.get(_TOLD_SCALE),
             cross_attention_kwargs=None,
-            added_cond_kwargs=added or None,
+            added_cond_kwargs=told or None,
             return_dict=False,
+            **added,
         )[0]
         return noise
 

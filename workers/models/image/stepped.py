@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,6 +27,8 @@ from shared.tasks.text import TokenChunk
 from workers.models.base import OutOfMemory, PreparedImage, PreparedItem, RgbImage, StepEnd
 from workers.models.device import memory_errors
 from workers.models.image.codec import sources_on, to_host
+from workers.models.image.control_folders import control_folders
+from workers.models.image.controls import Added, Controls, ControlStart, UnetCall
 from workers.models.image.families import load_family
 from workers.models.image.family import Family
 from workers.models.image.masks import MaskedStart, pasted, start_masked
@@ -56,6 +59,7 @@ class _Drawing:
     for_scheduler: dict[str, Any]
     masked: MaskedStart | None
     adapter: Applied = None
+    control: ControlStart | None = None
     done: int = 0
     """Its steps so far."""
 
@@ -105,6 +109,7 @@ class SteppedImageModel(ImageModel):
 
     draws_masks = True
     takes_adapters = True
+    takes_controls = True
     _drawings: dict[int, _Drawing]
 
     def setup(self) -> None:
@@ -116,6 +121,8 @@ class SteppedImageModel(ImageModel):
         assert family is not None, "only folders of a family are loaded so; this is a bug"
         self._family = family
         self._inpainting = inpainting(self._text_to_image, self._image_to_image)
+        folders = control_folders(self._entry)
+        self._controls = Controls(folders, self._text_to_image, self._device, self._plan)
 
     def refusal(self, item: PreparedImage) -> BadInput | None:
         """Returns why this model can't draw an item. None if it can."""
@@ -256,6 +263,7 @@ class SteppedImageModel(ImageModel):
             for_scheduler=self._family.step_arguments(pipeline, generator),
             masked=masked,
             adapter=adapter,
+            control=self._controls.start(item, len(timesteps)),
         )
 
     def _start(
@@ -294,16 +302,24 @@ class SteppedImageModel(ImageModel):
             name: _together([drawing.conditions[name] for drawing in drawings], slots)
             for name in drawings[0].conditions
         }
+        call = UnetCall(
+            torch.cat([scaled[slot] for slot in slots] * rows),
+            torch.stack([times[slot].float() for slot in slots] * rows).to(self._device),
+            _together([drawing.prompt for drawing in drawings], slots),
+            conditions,
+        )
+        controls = [(drawings[slot].control, drawings[slot].done) for slot in slots]
+        added = self._controls.added(call, controls)
         with self.adapters.applied([drawings[slot].adapter for slot in slots] * rows):
-            noise = self._family.predict(
-                self._text_to_image,
-                torch.cat([scaled[slot] for slot in slots] * rows),
-                torch.stack([times[slot].float() for slot in slots] * rows).to(self._device),
-                _together([drawing.prompt for drawing in drawings], slots),
-                conditions,
-            )
+            noise = self._predicted(call, added)
         for slot, (drawing, time) in enumerate(zip(drawings, times, strict=True)):
             drawing.take_step(noise[slot :: len(slots)], time)
+
+    def _predicted(self, call: UnetCall, added: Added) -> torch.Tensor:
+        predict = self._family.predict
+        if added:
+            predict = partial(self._family.predict_controlled, added)
+        return predict(self._text_to_image, call.sample, call.times, call.prompt, call.conditions)
 
     def _end(self, drawing: _Drawing) -> Result | PenstockError:
         try:

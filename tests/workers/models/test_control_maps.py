@@ -1,0 +1,155 @@
+"""Maps of ControlNets: edges as OpenCV finds them, coarse images, and images as they are."""
+
+import hashlib
+import io
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image, ImageDraw
+
+from shared.blob import Blob
+from shared.catalog import Catalog, Model
+from shared.catalog_entry import Control, ImageDefaults
+from shared.errors import BadInput
+from shared.tasks.image import ControlInput, ImageInput
+from workers.models.base import PreparedImage
+from workers.models.image.canny import edges
+from workers.models.image.control_maps import map_of
+from workers.models.image.preprocessing import ImagePreparer
+
+Pixels = npt.NDArray[np.uint8]
+
+
+def noise() -> Pixels:
+    return np.random.default_rng(7).integers(0, 256, (37, 53, 3), np.uint8)
+
+
+def waves() -> Pixels:
+    y, x = np.mgrid[:64, :96]
+    return np.stack([x * x // 9 + y, x * y // 11, (x + 2 * y) * 3], axis=2).astype(np.uint8)
+
+
+def figures() -> Pixels:
+    image = Image.new("RGB", (64, 64), (205, 205, 205))
+    pen = ImageDraw.Draw(image)
+    pen.rectangle((8, 8, 30, 40), fill=(35, 70, 215))
+    pen.polygon([(40, 10), (60, 50), (34, 44)], fill=(250, 225, 40))
+    return np.asarray(image)
+
+
+def digest(found: Pixels) -> str:
+    return hashlib.sha256(np.ascontiguousarray(found).tobytes()).hexdigest()[:16]
+
+
+OF_OPENCV = {
+    ("noise", 300, 900): "e09d849667c6bb7f",
+    ("noise", 600, 1200): "2369fe1fe55bc727",
+    ("waves", 100, 200): "a6f26ebfe8ead56c",
+    ("waves", 50, 400): "a6f26ebfe8ead56c",
+    ("figures", 100, 200): "7941d341de3fb354",
+    ("figures", 50, 400): "7941d341de3fb354",
+}
+"""Digests of what `cv2.Canny(image, low, high)` of OpenCV 5.0.0 gives."""
+
+
+@pytest.mark.parametrize(("kind", "low", "high"), OF_OPENCV)
+def test_edges_are_those_of_opencv(kind: str, low: int, high: int) -> None:
+    image = {"noise": noise, "waves": waves, "figures": figures}[kind]()
+    found = edges(image, low, high)
+    assert 0 < np.count_nonzero(found) < found.size / 2
+    assert digest(found) == OF_OPENCV[kind, low, high]
+
+
+def test_picture_of_one_color_has_no_edges() -> None:
+    assert not edges(np.full((16, 16, 3), 77, np.uint8), 0, 0).any()
+
+
+def test_preprocessors_make_maps_of_pictures() -> None:
+    image = Image.fromarray(figures())
+    canny = Control(source="local:a", preprocessor="canny", canny_low=50, canny_high=100)
+    outline = np.asarray(map_of(image, canny))
+    assert np.array_equal(outline, np.stack([edges(figures(), 50, 100)] * 3, axis=2))
+    plain = Control(source="local:a")
+    assert map_of(image, plain) is image
+    tile = Control(source="local:a", preprocessor="tile", tile_factor=8)
+    coarse = np.asarray(map_of(image, tile)).astype(int)
+    assert coarse.shape == figures().shape
+    steepest = [np.abs(np.diff(one.astype(int), axis=1)).max() for one in (coarse, figures())]
+    assert steepest[0] < steepest[1] / 2
+    assert np.abs(coarse.mean(axis=(0, 1)) - figures().mean(axis=(0, 1))).max() < 3
+    same = map_of(image, Control(source="local:a", preprocessor="tile"))
+    assert np.array_equal(np.asarray(same), figures())
+
+
+def png(size: tuple[int, int] = (32, 32)) -> Blob:
+    data = io.BytesIO()
+    Image.fromarray(figures()).resize(size).save(data, "PNG")
+    return Blob("image/png", data.getvalue())
+
+
+BOUNDS = ImageDefaults(controls={"edges": Control(source="local:a", preprocessor="canny")})
+
+
+def drawing(control: ControlInput) -> ImageInput:
+    return ImageInput("a", 64, 48, 4, 2.0, 1, "ddim", control=control)
+
+
+def test_preparer_fits_the_picture_to_the_image() -> None:
+    given = ControlInput("edges", "", png(), 0.5, start=0.2, end=0.9)
+    (item,) = ImagePreparer(BOUNDS, is_stepped=True).prepare([drawing(given)])
+    assert isinstance(item, PreparedImage)
+    assert len(item.control_map) == 3 * 64 * 48
+    assert set(item.control_map) == {0, 255}
+    found = (item.control, item.control_scale, item.control_start, item.control_end)
+    assert found == ("edges", 0.5, 0.2, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("control", "field", "reason"),
+    [
+        (ControlInput("pose", "", png(), 1.0), "control", "known: edges"),
+        (ControlInput("edges", "", Blob("image/png", b"x"), 1.0), "control_image", "not one of"),
+        (ControlInput("edges", "", png(), 1.0, 0.5, 0.5), "control_guidance_start", "in order"),
+    ],
+    ids=["name", "image", "part"],
+)
+def test_preparer_refuses_by_name(control: ControlInput, field: str, reason: str) -> None:
+    (refused,) = ImagePreparer(BOUNDS, is_stepped=True).prepare([drawing(control)])
+    assert isinstance(refused, BadInput)
+    assert refused.field == field
+    assert reason in refused.message
+
+
+@pytest.mark.parametrize(
+    ("image", "reason"),
+    [
+        ({"controls": {"edges": {"source": "flow:a"}}}, "not a flow"),
+        ({"controls": {"edges": {"source": "edges"}}}, "pattern"),
+        ({"controls": {"edges": {}}}, "source"),
+        ({"controls": {"an edge": {"source": "local:a"}}}, "pattern"),
+        ({"controls": {"edges": {"source": "local:a", "preprocessor": "hed"}}}, "'none', 'canny'"),
+        ({"controls": {"edges": {"source": "local:a", "canny_low": 300}}}, "above canny_high"),
+        ({"controls": {"edges": {"source": "local:a", "scale": 3}}}, "less than or equal to 2"),
+        ({"controls": {"edges": {"source": "local:a", "revision": 1.1}}}, "needs quotes"),
+        ({"controls": {"edges": {"source": "local:a"}}, "join": "never"}, "join: auto"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_catalog_refuses_by_name(catalog: Catalog, image: dict[str, object], reason: str) -> None:
+    entry = catalog.default("image").model_dump()
+    with pytest.raises(ValueError, match=reason):
+        Model.model_validate(entry | {"image": entry["image"] | image})
+
+
+def test_digest_of_a_control_is_that_of_what_decides_its_results() -> None:
+    usual = Control(source="local:a", preprocessor="canny")
+    changes: list[dict[str, Any]] = [
+        {"source": "local:b"},
+        {"revision": "2"},
+        {"canny_high": 300},
+    ]
+    others = [usual, *(usual.model_copy(update=change) for change in changes)]
+    assert len({other.digest for other in others}) == len(others)
+    assert usual.model_copy(update={"scale": 0.5}).digest == usual.digest
