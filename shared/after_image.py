@@ -64,10 +64,11 @@ def plan_of_images(entry: CatalogEntry, *, upscales: bool) -> FlowPlan | None:
     ]
     output: dict[str, Any] = {"images": f"${IMAGE}"}
     if safety is not None:
-        given: dict[str, Any] = {"image": "$item"}
+        fields: dict[str, Any] = {"image": "$item"}
         if safety.threshold is not None:
-            given |= {"threshold": safety.threshold}
-        steps.append({"id": SAFETY, "model": safety.model, "for_each": f"${IMAGE}", "input": given})
+            fields |= {"threshold": safety.threshold}
+        check = {"id": SAFETY, "model": safety.model, "for_each": f"${IMAGE}", "input": fields}
+        steps.append(check)
         output["are_safe"] = f"${SAFETY}.is_safe"
     if upscale is not None:
         lists = {"image": f"${IMAGE}"}
@@ -150,10 +151,10 @@ def input_of(
     return CustomInput(values if upscale is None else values | {"upscale": upscale})
 
 
-def drawings_of(given: CustomInput) -> list[ImageInput]:
+def drawings_of(input: CustomInput) -> list[ImageInput]:
     """Returns the images that a run draws, from its input."""
-    first = msgspec.convert(given.values["drawing"], ImageInput)
-    return [msgspec.structs.replace(first, seed=seed) for seed in given.values["seeds"]]
+    first = msgspec.convert(input.values["drawing"], ImageInput)
+    return [msgspec.structs.replace(first, seed=seed) for seed in input.values["seeds"]]
 
 
 def images_of(scope: Mapping[str, Any], drawn: Sequence[TaskResult | None]) -> ImagesResult:
@@ -197,5 +198,5 @@ def _enlarged(image: ImageResult, file: Any, scale: int) -> ImageResult:
 
 def blocked_message(images: int) -> str:
     """Returns the words of a request whose images are all withheld."""
-    what = "the image was" if images == 1 else f"all {images} images were"
-    return f"moderation_blocked: {what} drawn and then withheld by the safety check"
+    subject = "the image was" if images == 1 else f"all {images} images were"
+    return f"moderation_blocked: {subject} drawn and then withheld by the safety check"

@@ -450,15 +450,15 @@ def _read_workers(
     path: Path, nodes: list[yaml.Node], models: tuple[Model, ...]
 ) -> tuple[WorkersEntry, ...]:
     """The entries of `workers`, whose models can share a worker."""
-    found: list[WorkersEntry] = []
+    entries: list[WorkersEntry] = []
     for node in nodes:
         with _placed(path, node) as constructor:
             entry = WorkersEntry.model_validate(constructor.construct_document(node))
         for number in range(len(entry.models)):
-            if reason := _unshareable(entry, number, models, found):
+            if reason := _unshareable(entry, number, models, entries):
                 raise _misplaced(path, node, ("models", number), reason)
-        found.append(entry)
-    return tuple(found)
+        entries.append(entry)
+    return tuple(entries)
 
 
 def _unshareable(

@@ -264,10 +264,6 @@ class ModelSettings(Settings):
     """The folder in which compiled kernels outlive a worker, as a mounted bucket, by model, GPU,
     driver and torch. None: they last as long as the worker's disk.
     """
-    models_dir: Path = Path("var/models")
-    """The folder of weights from a hub or a bucket."""
-    weights_dir: Path | None = None
-    """The mounted folder of weights that `penstock weights prefetch` copied. None: nowhere."""
 
 
 class ClassSettings(ModelSettings):

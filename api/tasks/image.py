@@ -371,8 +371,8 @@ async def _from_pictures(
 
     And the URLs of files that were in the input itself, by field.
     """
-    given = {"image": parsed.image, "mask": parsed.mask, CONTROL_IMAGE: parsed.control_image}
-    urls = {name: url for name, url in given.items() if url is not None}
+    named = {"image": parsed.image, "mask": parsed.mask, CONTROL_IMAGE: parsed.control_image}
+    urls = {name: url for name, url in named.items() if url is not None}
     files = await images.fetch_images(urls, caller)
     size = _size(parsed, model)
     first, control = None, None

@@ -109,8 +109,8 @@ def test_shapes_are_recognized_better_than_of_bicubic(module: ModuleType, predic
             "bicubic": np.asarray(seen.resize((64, 64), Image.Resampling.BICUBIC)),
         }
         for name, image in images.items():
-            for figure, found in matched(asked.scene.figures, read(image).figures):
-                right[name] += (found and (found.shape, found.color)) == (
+            for figure, match in matched(asked.scene.figures, read(image).figures):
+                right[name] += (match and (match.shape, match.color)) == (
                     figure.shape,
                     figure.color,
                 )

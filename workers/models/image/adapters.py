@@ -171,9 +171,9 @@ def _tensors(file: Path, adapter: Adapter) -> dict[str, torch.Tensor]:
     except OSError as error:
         raise WrongAdapter(f"its file can't be read: {error.strerror}") from error
     if adapter.digest is not None:
-        found = f"sha256:{hashlib.sha256(data).hexdigest()}"
-        if found != adapter.digest:
-            raise WrongAdapter(f"the digest of its file is {found}, not {adapter.digest}")
+        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        if digest != adapter.digest:
+            raise WrongAdapter(f"the digest of its file is {digest}, not {adapter.digest}")
     try:
         return load(data)
     except SafetensorError as error:
@@ -195,9 +195,9 @@ State = dict[str, torch.Tensor]
 def _converted(tensors: State, pipeline: Any) -> tuple[State, Mapping[str, float]]:
     """The tensors by the names that diffusers has for them, and the alphas of layers."""
     for name in tensors:
-        for part, what in _REFUSED.items():
+        for part, kind in _REFUSED.items():
             if part in name:
-                raise WrongAdapter(f"it has {what} ({name}), and only plain LoRA is applied")
+                raise WrongAdapter(f"it has {kind} ({name}), and only plain LoRA is applied")
     try:
         state, alphas = pipeline.lora_state_dict(tensors, unet_config=pipeline.unet.config)
     except Exception as error:
@@ -216,7 +216,7 @@ def _layers(
     left = [name for name in state if not name.startswith(tuple(f"{part}." for part in modules))]
     if left:
         raise WrongAdapter(f"it has {left[0]}, which this model has not")
-    found = {}
+    layers = {}
     for part, module in modules.items():
         own = {
             name.removeprefix(f"{part}."): tensor
@@ -225,10 +225,10 @@ def _layers(
         }
         if own:
             factor = _Scaling(part, alphas, settings)
-            found[part] = dict(_layers_of(part, own, module, factor, max_rank))
-    if not found:
+            layers[part] = dict(_layers_of(part, own, module, factor, max_rank))
+    if not layers:
         raise WrongAdapter("it has no layer")
-    return found
+    return layers
 
 
 def _layers_of(
@@ -284,9 +284,9 @@ def _check_shapes(
     else:
         kernel = (layer.in_channels // layer.groups, *layer.kernel_size)
         expected = [(rank, *kernel), (layer.out_channels, rank, 1, 1)]
-    found = [tuple(down.shape), tuple(up.shape)]
-    if not rank or found != expected or getattr(layer, "groups", 1) != 1:
-        raise WrongAdapter(f"{name} has weights of {found}, and this model needs {expected}")
+    shapes = [tuple(down.shape), tuple(up.shape)]
+    if not rank or shapes != expected or getattr(layer, "groups", 1) != 1:
+        raise WrongAdapter(f"{name} has weights of {shapes}, and this model needs {expected}")
     if rank > max_rank:
         raise WrongAdapter(f"{name} is of rank {rank}, and max_rank is {max_rank}")
 

@@ -145,9 +145,9 @@ class Controls:
         """What one of them adds to these rows: for each block down, then for the middle."""
         net, index = self._nets[name], torch.tensor(rows, device=call.sample.device)
         repeats = len(rows) // len(starts)
-        given = [(start, step) for start, step in starts if start is not None]
-        images = torch.cat([start.image for start, _ in given] * repeats)
-        scales = torch.tensor([start.scales[step] for start, step in given] * repeats)
+        guided = [(start, step) for start, step in starts if start is not None]
+        images = torch.cat([start.image for start, _ in guided] * repeats)
+        scales = torch.tensor([start.scales[step] for start, step in guided] * repeats)
         # A UNet that was trained with masks gets them behind the latents.
         latents = call.sample[index, : net.config.in_channels]
         told = {name: call.conditions[name] for name in _ADDED if name in call.conditions}
