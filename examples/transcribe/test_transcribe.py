@@ -251,6 +251,12 @@ def test_steps_give_the_transcript_of_the_whole(client: Any, python: str, minute
     assert text == verbose.text
 
 
+def test_equal_windows_give_equal_samples(python: str, sentences: dict[Path, str]) -> None:
+    """At a temperature above 0, whatever was sampled before."""
+    texts = json.loads(oracle(python, "samples", next(iter(sentences))))
+    assert texts[0] == texts[2]
+
+
 def test_silence_has_no_words(client: Any) -> None:
     file = io.BytesIO()
     with wave.open(file, "wb") as silence:
