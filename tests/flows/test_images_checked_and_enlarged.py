@@ -76,6 +76,13 @@ BOTH, ONLY_LARGE, PLAIN = (
     draws("draw-large", **UPSCALE),
     draws("draw-plain"),
 )
+WITH_ALL = draws(
+    "draw-with-all",
+    **SAFETY,
+    **UPSCALE,
+    controls={"depth": {"source": "local:nowhere"}},
+    adapters={"ink": {"source": "local:ink.safetensors"}},
+)
 UNSAFE_FROM = 128
 """An image is as unsafe as it is red, and as red as its seed is high."""
 BLOCKED = "moderation_blocked: the image was drawn and then withheld by the safety check"
@@ -115,7 +122,7 @@ def png(size: tuple[int, int], red: int) -> bytes:
 @pytest.fixture
 async def images(tmp_path: Path, redis_url: str) -> AsyncIterator[World]:
     keys = keys_url(tmp_path, one="acme", two="brick")
-    models = (BOTH, ONLY_LARGE, PLAIN, JUDGE, ENLARGE)
+    models = (BOTH, ONLY_LARGE, PLAIN, WITH_ALL, JUDGE, ENLARGE)
     async with world(redis_url, models=models, computes=Draws, keys_url=keys) as running:
         yield running
 
@@ -480,3 +487,18 @@ async def test_previews_come_only_of_what_nobody_checks(
         answer = await images.http.get(f"{run['urls']['stream']}&events=preview")
     kinds = [kind for kind, _ in events_in(answer) if kind != "logs"]
     assert kinds == [*["preview"] * previews, "output", "done"]
+
+
+async def test_a_drawing_keeps_its_control_and_its_adapter(images: World) -> None:
+    shown = "data:image/png;base64," + base64.b64encode(png((SIDE_PX, SIDE_PX), 200)).decode()
+    wish = {"model": WITH_ALL.name, "seed": 7, "upscale": 4, "size": f"{SIDE_PX}x{SIDE_PX}"}
+    controlled = {"control": "depth", "control_image": shown, "controlnet_conditioning_scale": 0.5}
+    adapted = {"lora_weights": "ink", "lora_scale": 0.25}
+    answer = await drawn(images, **wish, **controlled, **adapted)
+    assert sizes_and_reds(answer) == [((4 * SIDE_PX, 4 * SIDE_PX), 7)]
+    ((_, values),) = [one for one in images.compute.asked if one[0] == WITH_ALL.name]
+    assert (values["control"], values["control_scale"]) == ("depth", 0.5)
+    assert values["control_map"] == bytes((200, 0, 0)) * SIDE_PX * SIDE_PX
+    assert (values["adapter"], values["adapter_scale"]) == ("ink", 0.25)
+    again = await drawn(images, **wish, **controlled | {"control": "depth"})
+    assert again.headers["x-penstock-cache"] != "hit", "the adapter counts in the key"

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import httpx
+import msgspec
 
 from api.testing import running_api
 from shared.blob import Blob
@@ -73,8 +74,7 @@ class ThreadModel:
         return results
 
     def _drawn(self, item: PreparedImage) -> ImageResult:
-        given = {"prompt": item.prompt, "width": item.width, "height": item.height}
-        png = self._compute.output(self._name, given | {"seed": item.seed, "source": item.source})
+        png = self._compute.output(self._name, msgspec.structs.asdict(item))
         work = item.width * item.height * item.steps
         return ImageResult(Blob("image/png", png), item.width, item.height, item.seed, work)
 
