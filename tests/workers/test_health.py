@@ -77,7 +77,7 @@ def test_metrics_are_scraped(loop: asyncio.AbstractEventLoop) -> None:
 
 def test_scraper_that_takes_open_metrics_gets_exemplars(loop: asyncio.AbstractEventLoop) -> None:
     trace = new_trace()
-    INFERENCE_SECONDS.observe(0.5, trace.exemplar)
+    INFERENCE_SECONDS.labels("a").observe(0.5, trace.exemplar)
     asked = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
     with health_server("127.0.0.1", 0, loop, lambda: True) as port:
         url = f"http://127.0.0.1:{port}/metrics"
