@@ -26,9 +26,9 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from shared.after_image import SCALES
 from shared.diffusion_schedulers import SCHEDULER_ALIASES, SCHEDULER_NAMES
 from shared.errors import BadInput, InputTooLarge
+from shared.image_flow import SCALES
 
 
 class Usage(msgspec.Struct):

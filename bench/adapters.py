@@ -30,8 +30,7 @@ from infra.local.ports import Ports
 from infra.local.stack import Stack
 from shared.catalog import Model, read_catalog
 from shared.catalog_entry import Adapter
-from shared.image_adapters import choose_adapter
-from shared.tasks.image import ImageInput
+from shared.tasks.image import ImageInput, choose_adapter
 from workers.models.base import PreparedImage
 from workers.models.image.stepped import SteppedImageModel
 from workers.models.source import resolve

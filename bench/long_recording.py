@@ -164,7 +164,7 @@ def _through_the_stack(folder: Path, recording: Path) -> tuple[dict[str, Any], d
 
 
 @dataclass
-class Cost:
+class CpuCost:
     """CPU seconds of the parts of a stack, also of those that were killed and started again."""
 
     ports: list[int]
@@ -214,7 +214,7 @@ def _text(shown: dict[str, Any]) -> str:
 
 def _transcribed(stack: Stack, file_id: str) -> dict[str, Any]:
     """The transcript of the class alone, and what it took."""
-    cost, worker = Cost(_ports(stack, stack.ports.health[0])), Part(stack.ports.health[0])
+    cost, worker = CpuCost(_ports(stack, stack.ports.health[0])), Part(stack.ports.health[0])
     began_s, first_s, most_bytes = time.monotonic(), 0.0, 0
     with httpx.Client(base_url=stack.api_url, timeout=LIMIT_S) as http:
         prediction = _created(http, NAME, file_id)
@@ -235,7 +235,7 @@ def _transcribed(stack: Stack, file_id: str) -> dict[str, Any]:
 def _killed(stack: Stack, file_id: str, second: Part) -> dict[str, Any]:
     """The transcript of the flow by two workers of which one is killed, and what it took."""
     port, worker = stack.ports.health[0], stack.processes[f"worker-{NAME}"]
-    cost = Cost(_ports(stack, *stack.ports.health[: 1 + len(STEPS)], second.port))
+    cost = CpuCost(_ports(stack, *stack.ports.health[: 1 + len(STEPS)], second.port))
     supervisor = Supervisor(stack.parts, stack.report)
     began_s, first_s, done, windows, at_kill = time.monotonic(), 0.0, 0, 0, 0
     with httpx.Client(base_url=stack.api_url, timeout=STREAM_LIMIT_S) as http:
@@ -264,7 +264,7 @@ def _killed(stack: Stack, file_id: str, second: Part) -> dict[str, Any]:
     }
 
 
-def _kill(worker: Process, port: int, cost: Cost) -> None:
+def _kill(worker: Process, port: int, cost: CpuCost) -> None:
     cost.note_death(port)
     worker.kill()
 

@@ -15,7 +15,6 @@ from typing import Any, Self
 import yaml
 from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
 
-from shared.after_image import bounded, check_steps, plan_of_images
 from shared.catalog_entry import (
     FLOW_SOURCE,
     MAX_DEADLINE_S,
@@ -31,6 +30,7 @@ from shared.catalog_entry import (
 from shared.errors import ConfigurationError, UnknownModel
 from shared.flow_plan import FlowPlan
 from shared.flow_types import FlowError, StepSchema, check_flow
+from shared.image_flow import bounded, check_steps, plan_of_images
 from shared.kubernetes_names import slug
 from shared.model_interface import FILE_NAME, ModelInterface, read_interface
 from shared.tasks import TASKS

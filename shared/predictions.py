@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from shared.after_image import SAFETY
 from shared.charge import ItemPrice, cost_usd, device_s
 from shared.flow_plan import MAX_STEP_ITEMS, step_of
+from shared.image_flow import SAFETY
 from shared.messages import ItemOutcome, PrintedLogs, decode_reply_body, reason_of
 from shared.stores.record_state import Record, State, receipts_of
 from shared.stores.signed_urls import UrlSigner

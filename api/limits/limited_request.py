@@ -14,7 +14,7 @@ from api.errors import ClientGone
 from api.limits.accounts import Account
 from api.limits.counters import month_of
 from api.limits.limiter import Limiter, RequestDemand, Taking
-from shared.after_image import IMAGE, drawings_of
+from shared.after_image import drawings_of
 from shared.catalog import Model
 from shared.charge import (
     ItemPrice,
@@ -27,6 +27,7 @@ from shared.charge import (
 )
 from shared.errors import Unavailable
 from shared.flow_plan import FlowStep, step_of
+from shared.image_flow import IMAGE
 from shared.messages import ItemOutcome
 from shared.predictions import Prediction
 from shared.tasks import Input

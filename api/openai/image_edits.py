@@ -177,7 +177,7 @@ Form = TypeVar("Form", EditForm, VariationForm)
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
+class EditSources:
     """What a request starts from: the bytes of files, or the URL of one that has to be fetched."""
 
     image: bytes | str
@@ -185,7 +185,7 @@ class Sources:
     control: bytes | str | None = None
 
 
-async def read_edit(call: ApiRequest) -> tuple[EditForm, Sources]:
+async def read_edit(call: ApiRequest) -> tuple[EditForm, EditSources]:
     """Returns the validated fields of an edit request, its source image and its mask.
 
     Raises:
@@ -201,7 +201,7 @@ async def read_edit(call: ApiRequest) -> tuple[EditForm, Sources]:
         mask = None
         if body.mask is not None:
             mask = await _bytes_or_url(body.mask.image_url, MASK_URL, "mask")
-        return body, Sources(image, mask, body.control_image)
+        return body, EditSources(image, mask, body.control_image)
     raise BadInput(
         f"content-type: {kind!r} is neither multipart/form-data nor application/json",
         field="content-type",
@@ -212,7 +212,7 @@ async def _bytes_or_url(url: str, where: str, field: str) -> bytes | str:
     return await data_of_uri(url, where, field=field) if url.startswith("data:") else url
 
 
-async def _read_form(call: ApiRequest, kind: type[Form]) -> tuple[Form, Sources]:
+async def _read_form(call: ApiRequest, kind: type[Form]) -> tuple[Form, EditSources]:
     call.check_charset()
     async with closed_form(call.http, **FORM_LIMITS) as form:
         image = await _only_image(form)
@@ -229,7 +229,7 @@ async def _read_form(call: ApiRequest, kind: type[Form]) -> tuple[Form, Sources]
             raise BadInput(f"mask_blur: {NO_MASK}", field="mask_blur")
         # Every field of a form is text, so numbers may be strings here.
         body = kind.model_validate(fields)
-        return body, Sources(image, mask, control or body.control_image)
+        return body, EditSources(image, mask, control or body.control_image)
 
 
 def _check_files(fields: dict[str, UploadFile | str], kind: type[EditForm | VariationForm]) -> None:
@@ -266,7 +266,7 @@ async def _first_image(
     call: ApiRequest,
     body: EditForm | VariationForm,
     model: Model,
-    sources: Sources,
+    sources: EditSources,
 ) -> ImageInput:
     """Returns the first image of a request, which starts from its sources."""
     codec, deadline_s = call.dependencies.image_codec, call.answer_by_s(model)
@@ -292,7 +292,7 @@ async def _first_image(
     return with_control(first, control)
 
 
-async def _fetched(call: ApiRequest, model: Model, sources: Sources) -> dict[str, bytes]:
+async def _fetched(call: ApiRequest, model: Model, sources: EditSources) -> dict[str, bytes]:
     """Returns the bytes of the images by their places. Fetches those that URLs name.
 
     Raises:

@@ -37,11 +37,10 @@ from shared.after_image import input_of
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import MAX_LORA_SCALE, MIN_LORA_SCALE
 from shared.errors import BadInput, PenstockError
-from shared.image_adapters import choose_adapter
 from shared.messages import ItemOutcome, ReplyBody
 from shared.tasks import Input
 from shared.tasks.custom import CustomInput
-from shared.tasks.image import ImageInput, ImageResult, ImagesResult
+from shared.tasks.image import ImageInput, ImageResult, ImagesResult, choose_adapter
 
 
 class ImageRequest(Protocol):

@@ -47,7 +47,8 @@ class Predictor(BasePredictor):
 
     def load(self) -> None:
         """Reads the weights, for threads that have taken no seed."""
-        self.model, self.has_sampled = None, False
+        self.model: Any = None  # its memory is free before the weights are read
+        self.has_sampled = False
         self.model = faster_whisper().WhisperModel(
             str(WEIGHTS),
             device="cuda" if self.on_gpu else "cpu",

@@ -9,7 +9,7 @@ import pytest
 
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Adapter
-from shared.image_adapters import ChosenAdapter
+from shared.tasks.image import ChosenAdapter
 from tests.api.harness import CATALOG, IMAGE_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import WAIT
 from tests.api.test_images import drawn

@@ -491,14 +491,14 @@ async def test_previews_come_only_of_what_nobody_checks(
 
 async def test_a_drawing_keeps_its_control_and_its_adapter(images: World) -> None:
     shown = "data:image/png;base64," + base64.b64encode(png((SIDE_PX, SIDE_PX), 200)).decode()
-    wish = {"model": WITH_ALL.name, "seed": 7, "upscale": 4, "size": f"{SIDE_PX}x{SIDE_PX}"}
-    controlled = {"control": "depth", "control_image": shown, "controlnet_conditioning_scale": 0.5}
-    adapted = {"lora_weights": "ink", "lora_scale": 0.25}
-    answer = await drawn(images, **wish, **controlled, **adapted)
+    size = f"{SIDE_PX}x{SIDE_PX}"
+    wish: dict[str, Any] = {"model": WITH_ALL.name, "seed": 7, "upscale": 4, "size": size}
+    wish |= {"control": "depth", "control_image": shown, "controlnet_conditioning_scale": 0.5}
+    answer = await drawn(images, **wish | {"lora_weights": "ink", "lora_scale": 0.25})
     assert sizes_and_reds(answer) == [((4 * SIDE_PX, 4 * SIDE_PX), 7)]
     ((_, values),) = [one for one in images.compute.asked if one[0] == WITH_ALL.name]
     assert (values["control"], values["control_scale"]) == ("depth", 0.5)
     assert values["control_map"] == bytes((200, 0, 0)) * SIDE_PX * SIDE_PX
     assert (values["adapter"], values["adapter_scale"]) == ("ink", 0.25)
-    again = await drawn(images, **wish, **controlled | {"control": "depth"})
+    again = await drawn(images, **wish)
     assert again.headers["x-penstock-cache"] != "hit", "the adapter counts in the key"

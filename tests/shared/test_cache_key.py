@@ -9,11 +9,10 @@ from shared.blob import Blob, content_digest
 from shared.catalog import Model
 from shared.catalog_entry import Tolerance
 from shared.errors import BadInput
-from shared.image_adapters import ChosenAdapter
 from shared.stores.cache import cache_key
 from shared.tasks import Input
 from shared.tasks.embedding import TextInput, TokensInput
-from shared.tasks.image import ControlInput, ImageInput
+from shared.tasks.image import ChosenAdapter, ControlInput, ImageInput
 
 MODEL = Model.model_validate(
     {

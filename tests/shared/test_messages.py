@@ -11,7 +11,6 @@ from shared.blob import Blob
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Price
 from shared.errors import BadInput, DeadlineExceeded, PenstockError, UndecodableMessage
-from shared.image_adapters import ChosenAdapter
 from shared.messages import (
     Envelope,
     Item,
@@ -35,7 +34,7 @@ from shared.messages import (
     is_reply_batch,
 )
 from shared.tasks.embedding import EmbeddingResult, TextInput, TokensInput
-from shared.tasks.image import ImageInput, ImageResult
+from shared.tasks.image import ChosenAdapter, ImageInput, ImageResult
 from shared.tenants.plan import HEAVIEST, LIGHTEST, PRIORITIES
 from shared.usage.row import row_of
 

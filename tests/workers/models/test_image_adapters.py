@@ -17,9 +17,8 @@ from PIL import Image
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Adapter, ImageDefaults
 from shared.errors import BadInput, ConfigurationError, ModelFailed, PenstockError
-from shared.image_adapters import choose_adapter
 from shared.tasks import Result
-from shared.tasks.image import ImageInput, ImageResult
+from shared.tasks.image import ImageInput, ImageResult, choose_adapter
 from tests.workers.models import lora_files
 from tests.workers.models.batches import model_for
 from tests.workers.models.conftest import TinyPipeline

@@ -52,7 +52,7 @@ def usual_memory_bytes(
     return int(min(limits_bytes, default=0) * DEFAULT_SHARE)
 
 
-class Family:
+class ProcessFamily:
     """A runner and the processes that it has started.
 
     Known are those of its session, its descendants, and those in its namespace of mounts, if it
@@ -322,7 +322,7 @@ class LimitWatch:
     def __init__(
         self,
         pid: int,
-        family: Family,
+        family: ProcessFamily,
         memory_bytes: int,
         disk: DiskUse,
         exceeded: Callable[[str], None],

@@ -18,7 +18,7 @@ from typing import Any
 
 from shared.catalog_entry import ModelResources
 from shared.messages import PrintedLogs
-from workers.models.custom.limits import DiskUse, Family, LimitWatch, usual_memory_bytes
+from workers.models.custom.limits import DiskUse, LimitWatch, ProcessFamily, usual_memory_bytes
 from workers.models.custom.runner.frames import Frame, FrameReader, encode_frame
 from workers.models.custom.scratch import Scratch
 
@@ -237,7 +237,7 @@ class RunnerProcess:
         """Whether we killed it for what the class did, so that it would do so again."""
         self.unconfined: list[str] | None = None
         """What this system has no means for, in words. None: the process has not begun."""
-        self._family = Family(self._process.pid)
+        self._family = ProcessFamily(self._process.pid)
         self._limits = LimitWatch(
             self._process.pid,
             self._family,

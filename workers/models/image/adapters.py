@@ -22,7 +22,7 @@ from safetensors.torch import load
 
 from shared.catalog_entry import Adapter
 from shared.errors import ConfigurationError, ModelFailed, Unavailable
-from workers.models.image.low_rank import Layers, LowRank, LowRankModule
+from workers.models.image.low_rank import Layers, LowRankModule, LowRankPair
 
 FIELD = "lora_weights"
 PARTS = ("unet", "text_encoder", "text_encoder_2")
@@ -212,7 +212,7 @@ def _layers(
     settings: Mapping[str, Any],
     modules: Mapping[str, LowRankModule],
     max_rank: int,
-) -> dict[str, dict[str, LowRank]]:
+) -> dict[str, dict[str, LowRankPair]]:
     left = [name for name in state if not name.startswith(tuple(f"{part}." for part in modules))]
     if left:
         raise WrongAdapter(f"it has {left[0]}, which this model has not")
@@ -233,7 +233,7 @@ def _layers(
 
 def _layers_of(
     part: str, own: State, module: LowRankModule, factor: _Scaling, max_rank: int
-) -> Iterator[tuple[str, LowRank]]:
+) -> Iterator[tuple[str, LowRankPair]]:
     own = _as_peft(part, own, module)
     for name in dict.fromkeys(name.rpartition(".lora_")[0] for name in own):
         down, up = (own.pop(f"{name}.lora_{side}.weight", None) for side in "AB")
@@ -244,7 +244,7 @@ def _layers_of(
             raise WrongAdapter(f"{part}.{name} has not the two weights of a low-rank layer")
         _check_shapes(f"{part}.{name}", layer, down, up, max_rank)
         rank = len(down)
-        yield name, LowRank(down, up.reshape(len(up), rank).float() * factor.of(name, rank))
+        yield name, LowRankPair(down, up.reshape(len(up), rank).float() * factor.of(name, rank))
     if own:
         raise WrongAdapter(f"{part}.{next(iter(own))} is no weight of a low-rank layer")
 
@@ -359,11 +359,12 @@ def _views(flat: torch.Tensor, like: Mapping[str, Layers]) -> dict[str, Layers]:
 
     return {
         part: {
-            name: LowRank(*(next_one(one.shape) for one in _both(own))) for name, own in of.items()
+            name: LowRankPair(*(next_one(one.shape) for one in _both(own)))
+            for name, own in of.items()
         }
         for part, of in like.items()
     }
 
 
-def _both(one: LowRank) -> tuple[torch.Tensor, torch.Tensor]:
+def _both(one: LowRankPair) -> tuple[torch.Tensor, torch.Tensor]:
     return one.down, one.up

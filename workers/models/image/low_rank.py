@@ -21,7 +21,7 @@ from torch.nn.functional import conv2d, pad
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LowRank:
+class LowRankPair:
     """The two projections of one layer, with the adapter's own scaling in the second.
 
     `down`: [rank, in], or [rank, in, height, width] of a convolution. `up`: [out, rank].
@@ -31,7 +31,7 @@ class LowRank:
     up: torch.Tensor
 
 
-Layers = Mapping[str, LowRank]
+Layers = Mapping[str, LowRankPair]
 """Those of one module, by the names of its layers."""
 Row = tuple[Layers, float] | None
 """What a row of the batch gets, and its scale. None: nothing."""
@@ -115,7 +115,7 @@ class _Batch:
 
 def _projected(
     layer: Any,
-    ours: Sequence[LowRank],
+    ours: Sequence[LowRankPair],
     inputs: torch.Tensor,
     scales: torch.Tensor,
     output: torch.Tensor,
@@ -139,7 +139,7 @@ def _with_rank(rank: int, projection: torch.Tensor, *, dim: int) -> torch.Tensor
 
 def _convolved(
     layer: Any,
-    ours: Sequence[LowRank],
+    ours: Sequence[LowRankPair],
     inputs: torch.Tensor,
     scales: torch.Tensor,
     output: torch.Tensor,
