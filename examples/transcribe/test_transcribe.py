@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -40,9 +41,12 @@ DIRECT = """
 import json, sys, types
 sys.modules["av"] = types.ModuleType("av")
 import ctranslate2, faster_whisper, soundfile
-model = faster_whisper.WhisperModel(sys.argv[1], device="cpu", compute_type="int8", cpu_threads=1)
 for path in sys.argv[2:]:
     ctranslate2.set_random_seed(0)
+    # A new one for each, as its thread takes a seed once.
+    model = faster_whisper.WhisperModel(
+        sys.argv[1], device="cpu", compute_type="int8", cpu_threads=1
+    )
     segments, _ = model.transcribe(soundfile.read(path, dtype="float32")[0], vad_filter=True)
     print(json.dumps("".join(one.text for one in segments).strip()))
 """
@@ -123,10 +127,14 @@ def oracle(python: str, kind: str, *arguments: str | Path) -> str:
 
 
 def run(python: str, code: str | Path, *arguments: str | Path) -> str:
-    """What Python prints for a text or a file."""
+    """What Python prints for a text or a file, on as many threads as a class has.
+
+    Sums of floats depend on the number of threads, and on some CPUs a word depends on them.
+    """
     program = ["-c", code] if isinstance(code, str) else [str(code)]
     done = subprocess.run(
         [python, *program, *map(str, arguments)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=RUN_LIMIT_S,
