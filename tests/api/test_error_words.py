@@ -67,6 +67,7 @@ def errors_of(kind: type[Body], body: Any, *, strict: bool) -> list[Any]:
     return []
 
 
+@pytest.mark.slow(about_s=8)
 def test_every_error_of_every_body_is_in_the_callers_words() -> None:
     kinds = [kind for kind in bodies() if kind.__module__.startswith("api.")]
     assert len(kinds) > 30

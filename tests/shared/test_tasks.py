@@ -29,6 +29,7 @@ def test_a_task_has_a_file_of_its_name_in_each_layer() -> None:
     assert list(TASKS) == list(API_TASKS) == list(WORKER_TASKS)
 
 
+@pytest.mark.slow(about_s=6)
 def test_only_the_registries_ask_for_the_task() -> None:
     found = {
         str(path.relative_to(ROOT)): lines

@@ -12,7 +12,7 @@ from tests.test_process import process
 
 KILLS = 10
 ANSWERED_BEFORE_A_KILL = 20
-START_LIMIT_S = 10.0
+START_LIMIT_S = 60.0
 
 
 def insert(url: str, first: int, answered: set[int], is_enough: threading.Event) -> None:

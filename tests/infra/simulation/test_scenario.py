@@ -83,6 +83,7 @@ def test_a_base_of_itself_is_refused(tmp_path: Path) -> None:
         read_scenario(str(path))
 
 
+@pytest.mark.slow(about_s=20)
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_scenarios_run(path: Path) -> None:
     short = ("duration_s=120", "settle_s=0")
