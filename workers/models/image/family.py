@@ -209,9 +209,10 @@ class Family(ABC):
     ) -> torch.Tensor:
         """As predict, of a family with a UNet.
 
-        `added`: what ControlNets add, as arguments of the UNet.
+        `added`: what ControlNets add, as arguments of the UNet. Entries with controls and another
+        family are refused when their model starts.
         """
-        raise NotImplementedError
+        raise AssertionError(f"{type(self).__name__} takes no controls; this is a bug")
 
     @abstractmethod
     def noised(
