@@ -22,7 +22,7 @@ import httpx
 import msgspec
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from bench.pipeline import only_model, say_nothing
 from bench.report import Figure, Outcome
@@ -49,7 +49,7 @@ def run() -> Outcome:
     """Measures both. Files of adapters are written first."""
     with tempfile.TemporaryDirectory() as folder:
         entry = read_catalog(Path("models.yaml")).default("image")
-        adapters, each_bytes = _write_adapters(entry, Path(folder))
+        adapters, each_bytes = _entries_of_adapters(entry, Path(folder))
         memory = {"adapter_memory_bytes": RESIDENT * each_bytes}
         image = entry.image.model_copy(update={"adapters": adapters} | memory)
         pairs = _mixed_batches(entry.model_copy(update={"image": image}))
@@ -75,31 +75,40 @@ def _median(pairs: list[tuple[float, float]], which: int) -> float:
     return float(np.median([pair[which] for pair in pairs]))
 
 
-def _write_adapters(entry: Model, folder: Path) -> tuple[dict[str, Adapter], int]:
-    """Writes the files. Returns their entries, and the bytes of each."""
+def _entries_of_adapters(entry: Model, folder: Path) -> tuple[dict[str, Adapter], int]:
+    """Writes the files. Returns their entries, and the bytes of each in fp32."""
     source = resolve(entry.source, entry.revision, folder)
     unet: Any = diffusers.UNet2DConditionModel.from_pretrained(source / "unet")
+    files = write_adapters(unet, folder, ADAPTERS, RANK)
+    weights = load_file(next(iter(files.values())))
+    each_bytes = sum(weight.nbytes for weight in weights.values())
+    return {name: Adapter(source=f"local:{file}") for name, file in files.items()}, each_bytes
+
+
+def write_adapters(unet: torch.nn.Module, folder: Path, count: int, rank: int) -> dict[str, Path]:
+    """Writes adapters with random weights in each attention layer of a UNet.
+
+    Returns their files by name: a0, a1 and so on.
+    """
     layers = {
         name: layer
         for name, layer in unet.named_modules()
         if isinstance(layer, torch.nn.Linear) and ".attn" in name
     }
-    adapters, taken = {}, 0
-    for number in range(ADAPTERS):
+    files = {}
+    for number in range(count):
         drawn = torch.Generator().manual_seed(number)
         tensors = {}
         for name, layer in layers.items():
             for side, shape in (
-                ("A", (RANK, layer.in_features)),
-                ("B", (layer.out_features, RANK)),
+                ("A", (rank, layer.in_features)),
+                ("B", (layer.out_features, rank)),
             ):
                 weight = torch.randn(shape, generator=drawn) * 0.05
                 tensors[f"unet.{name}.lora_{side}.weight"] = weight
-        taken = sum(weight.nbytes for weight in tensors.values())
-        file = folder / f"{number}.safetensors"
-        save_file(tensors, file)
-        adapters[f"a{number}"] = Adapter(source=f"local:{file}")
-    return adapters, taken
+        files[f"a{number}"] = folder / f"{number}.safetensors"
+        save_file(tensors, files[f"a{number}"])
+    return files
 
 
 def _mixed_batches(entry: Model) -> list[tuple[float, float]]:

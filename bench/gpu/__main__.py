@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ import diffusers
 import torch
 import transformers
 
+from bench.gpu import flows as gpu_flows
 from bench.gpu import generations as gpu_generations
 from bench.gpu import images as gpu_images
+from bench.gpu import requests as gpu_requests
 from bench.gpu import served as gpu_served
 from bench.gpu import shared as gpu_shared
 from bench.gpu import texts as gpu_texts
@@ -29,7 +32,18 @@ from bench.gpu.card import card_name, matrix_tflops
 from bench.gpu.scale import FULL, TINY, Scale
 from bench.report import Figure, Outcome, keep, machine, table
 
-PARTS = ("texts", "generations", "served", "images", "shared")
+PARTS = (
+    "texts",
+    "generations",
+    "served",
+    "served-images",
+    "images",
+    "requests",
+    *gpu_flows.WRITERS,
+    "shared",
+)
+
+_WHO = ("plain", "ours")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,7 +107,13 @@ def run(scale: Scale, parts: Sequence[str] = PARTS) -> Outcome:
             "texts": lambda: gpu_texts.measure(scale, folder / "texts"),
             "generations": lambda: gpu_generations.measure(scale, folder / "generations"),
             "served": lambda: gpu_served.measure(scale),
+            "served-images": lambda: gpu_served.measure_images(scale, folder / "images"),
             "images": lambda: gpu_images.measure(scale, folder / "images", rate),
+            "requests": lambda: gpu_requests.measure(scale, folder / "images", folder / "requests"),
+            **{
+                family: partial(gpu_flows.measure, scale, folder / family, family)
+                for family in gpu_flows.WRITERS
+            },
             "shared": lambda: gpu_shared.measure(scale, folder / "images"),
         }
         for part in parts:
@@ -120,7 +140,7 @@ def _generation_figures(rows: list[dict[str, Any]]) -> list[Figure]:
     figures = []
     for row in rows:
         label = f"generations, {row['in_flight']} in flight"
-        figures += [Figure(f"{label}, {who}", row[who], "tokens/s") for who in ("plain", "ours")]
+        figures += [Figure(f"{label}, {who}", row[who], "tokens/s") for who in _WHO]
         figures.append(Figure(f"{label}, ours against plain", row["ratio"], "times"))
     return figures
 
@@ -141,6 +161,44 @@ def _served_figures(rows: list[dict[str, Any]]) -> list[Figure]:
     return figures
 
 
+def _served_image_figures(row: dict[str, Any]) -> list[Figure]:
+    label = f"served images, {row['in_flight']} in flight"
+    return [
+        Figure(f"{label}, the model alone", row["alone_per_s"], "images/s"),
+        Figure(f"{label}, through the stack", row["served_per_s"], "images/s"),
+        Figure(f"{label}, p50", row["round_trip_ms"]["p50"], "ms"),
+        Figure(f"{label}, forked model processes", float(row["is_forked"]), ""),
+    ]
+
+
+def _request_figures(details: dict[str, Any]) -> list[Figure]:
+    figures = []
+    for row in details["costs"]:
+        label = f"four images, {row['kind']}"
+        figures.append(Figure(label, row["images_per_s"], "images/s"))
+        figures.append(Figure(f"{label}, over none", row["kept"], "times"))
+    for precision, apart in details["distances"].items():
+        figures += _distance_figures(f"joined, {precision}", apart)
+    return figures
+
+
+def _flow_figures(row: dict[str, Any]) -> list[Figure]:
+    figures = []
+    for rates in row["rates"]:
+        label = f"{row['family']}, batch {rates['batch']}"
+        figures += [Figure(f"{label}, {who}", rates[who], "images/s") for who in _WHO]
+        figures.append(Figure(f"{label}, ours against plain", rates["ratio"], "times"))
+    return [*figures, *_distance_figures(f"joined, {row['family']}", row["distances"])]
+
+
+def _distance_figures(label: str, apart: dict[str, dict[str, float]]) -> list[Figure]:
+    return [
+        Figure(f"{label}, {kind}, {what}", row[what], "levels")
+        for kind, row in apart.items()
+        for what in ("max", "mean")
+    ]
+
+
 def _shared_figures(models: dict[str, dict[str, float]]) -> list[Figure]:
     figures = []
     for name, rates in models.items():
@@ -158,7 +216,7 @@ def _images_figures(rows: list[dict[str, Any]]) -> list[Figure]:
 def _image_figures(row: dict[str, Any]) -> list[Figure]:
     label = f"{row['task']}, batch {row['batch']}"
     figures = []
-    for who in ("plain", "ours"):
+    for who in _WHO:
         one = row[who]
         figures.append(Figure(f"{label}, {who}", one["seconds_per_image"], "s/image"))
         figures.append(Figure(f"{label}, {who}", one["images_per_s"], "images/s"))
@@ -171,7 +229,10 @@ _FIGURES: dict[str, Callable[[Any], list[Figure]]] = {
     "texts": _text_figures,
     "generations": _generation_figures,
     "served": _served_figures,
+    "served-images": _served_image_figures,
     "images": _images_figures,
+    "requests": _request_figures,
+    **dict.fromkeys(gpu_flows.WRITERS, _flow_figures),
     "shared": _shared_figures,
 }
 

@@ -46,7 +46,7 @@ def measure(scale: Scale, folder: Path, matrix_tflops: float) -> list[dict[str, 
     ours.warmup()
     rows = []
     for mode in ("text-to-image", "image-to-image"):
-        items = [_item(mode, number, scale) for number in range(max(scale.batches))]
+        items = [image_item(mode, number, scale) for number in range(max(scale.batches))]
         tera_per_image = plain.operations(items[0]) / 1e12
         for count in scale.batches:
             batch = items[:count]
@@ -123,7 +123,8 @@ class _Plain:
         return float(counter.get_total_flops())
 
 
-def _item(mode: str, number: int, scale: Scale) -> PreparedImage:
+def image_item(mode: str, number: int, scale: Scale) -> PreparedImage:
+    """An image to draw at the size of the scale: `text-to-image` or `image-to-image`."""
     is_text = mode == "text-to-image"
     steps = scale.text_steps if is_text else scale.image_steps
     run = steps if is_text else int(steps * STRENGTH)

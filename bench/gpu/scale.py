@@ -26,6 +26,10 @@ class Scale:
     written_tokens: int
     in_flight: tuple[int, ...]
     served_texts: int
+    served_images: int
+    flow_side: int
+    flow_steps: int
+    flow_batches: tuple[int, ...]
 
 
 FULL = Scale(
@@ -46,6 +50,10 @@ FULL = Scale(
     written_tokens=128,
     in_flight=(1, 128, 512),
     served_texts=6000,
+    served_images=32,
+    flow_side=1024,
+    flow_steps=20,
+    flow_batches=(1,),
 )
 TINY = Scale(
     device="cpu",
@@ -65,4 +73,8 @@ TINY = Scale(
     written_tokens=4,
     in_flight=(1, 8),
     served_texts=16,
+    served_images=2,
+    flow_side=64,
+    flow_steps=3,
+    flow_batches=(1, 2),
 )

@@ -17,11 +17,13 @@ from typing import Literal
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from shared.catalog import read_catalog
 from shared.tasks.embedding import EmbeddingResult
+from shared.tasks.image import ImageResult
 from tests.limits import START_LIMIT_S
-from workers.models.base import PreparedText
+from workers.models.base import PreparedImage, PreparedText
 from workers.models.source import resolve
 from workers.runtime.pool import HostedModel, ModelPool, ModelProcessDied, PooledProcess
 from workers.runtime.server import gpus_hidden
@@ -30,6 +32,19 @@ from workers.runtime.template import MODEL_PROCESS_NAME, TEMPLATE_NAME, Template
 pytestmark = [pytest.mark.slow(about_s=4), pytest.mark.anyio]
 
 TEXT = PreparedText(key="", length=4, ids=np.array([101, 4937, 4937, 102], "<u4").tobytes())
+
+IMAGE = PreparedImage(
+    key="",
+    length=4 * 64 * 64,
+    prompt="a large red circle",
+    negative_prompt="",
+    width=64,
+    height=64,
+    steps=4,
+    guidance_scale=2.0,
+    seed=1,
+    scheduler="default",
+)
 
 
 def hosted(task: str) -> HostedModel:
@@ -139,6 +154,27 @@ def _memory_bytes(process: psutil.Process, kind: Literal["private", "rss"]) -> i
 
 
 _CUDA = re.compile(r"/nvidia/|/lib(torch_cuda|c10_cuda|torch_nvshmem|cuda|nccl)[^/]*\.so")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+async def test_an_image_model_on_a_gpu_is_forked_and_draws() -> None:
+    """The template may not touch CUDA, though diffusers asks for GPUs when it is imported."""
+    entry, folder = hosted("image")[:2]
+    image = entry.image.model_copy(update={"join": "never", "compile": "never"})
+    model = HostedModel(entry.model_copy(update={"image": image}), folder)
+    async with ModelPool([model], device="cuda", processes=1) as pool:
+        (process,) = pool.processes
+        assert pool.template is not None
+        template = psutil.Process(pool.template.pid)
+        assert template.num_threads() == 1
+        assert process.pid is not None
+        forked = psutil.Process(process.pid)
+        assert forked.ppid() == template.pid
+        # One that had to run its program again has other arguments.
+        assert forked.cmdline() == template.cmdline()
+        assert process.device_name == torch.cuda.get_device_name()
+        (result,) = (await process.run([IMAGE], timeout_s=START_LIMIT_S)).results
+    assert isinstance(result, ImageResult)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,110 @@
+"""Images that join a running batch on a GPU: how far their pixels are from those of each alone."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from PIL import Image
+
+from shared.errors import PenstockError
+from shared.tasks import Result
+from shared.tasks.image import ImageResult
+from workers.models.base import PreparedImage
+from workers.models.image.stepped import SteppedImageModel
+
+JOIN_EVERY = 2
+"""Steps between two images that join."""
+MAX_STEPS = 10_000
+
+
+def drawn(
+    model: SteppedImageModel, items: Sequence[PreparedImage], *, join_every: int = 0
+) -> list[np.ndarray]:
+    """Draws images in one running batch. Returns the pixels of each, [height, width, 3].
+
+    Args:
+        model: with its adapters.
+        items: in the order in which they are admitted.
+        join_every: how many steps after the one before an item is admitted.
+
+    Raises:
+        RuntimeError: one of them was not drawn.
+    """
+    results: dict[int, Result | PenstockError] = {}
+    admitted = steps = 0
+    while len(results) < len(items):
+        while admitted < len(items) and steps >= admitted * join_every:
+            model.admit(admitted, items[admitted])
+            admitted += 1
+        results |= model.step().results
+        steps += 1
+        if steps > MAX_STEPS:
+            raise RuntimeError("the images never ended")
+    return [_pixels(results[slot]) for slot in range(len(items))]
+
+
+def distances(
+    model: SteppedImageModel, items: Mapping[str, PreparedImage]
+) -> dict[str, dict[str, float]]:
+    """How far each image of a mixed batch is from the same one alone, in levels of 255.
+
+    `again` is the largest difference of two images alone, which says what the device itself
+    does not repeat. `contrast` is the standard deviation of its pixels. `outside_kept` is 1 if each
+    pixel outside of its mask is the source's own.
+    """
+    alone = {name: drawn(model, [item])[0] for name, item in items.items()}
+    again = {name: drawn(model, [item])[0] for name, item in items.items()}
+    together = drawn(model, list(items.values()), join_every=JOIN_EVERY)
+    rows = {}
+    for (name, one), mixed in zip(alone.items(), together, strict=True):
+        apart = np.abs(one - mixed)
+        rows[name] = {
+            "max": float(apart.max()),
+            "mean": float(apart.mean()),
+            "again": float(np.abs(one - again[name]).max()),
+            "contrast": float(one.std()),
+        }
+        if items[name].mask is not None:
+            rows[name]["outside_kept"] = float(_keeps_outside(items[name], mixed))
+    return rows
+
+
+def masked(item: PreparedImage) -> PreparedImage:
+    """The same image from a source, with a mask of its middle."""
+    mask = np.zeros((item.height, item.width), np.uint8)
+    mask[item.height // 4 : -item.height // 4, item.width // 4 : -item.width // 4] = 255
+    source = gradient(item.width, item.height)
+    return msgspec.structs.replace(item, source=source, strength=1.0, mask=mask.tobytes())
+
+
+def gradient(width: int, height: int) -> bytes:
+    """RGB pixels, each color of which grows in another direction."""
+    across = np.linspace(0, 255, width)[None, :].repeat(height, 0)
+    down = np.linspace(0, 255, height)[:, None].repeat(width, 1)
+    return np.stack([across, down, 255 - across], -1).astype(np.uint8).tobytes()
+
+
+def outline(width: int, height: int) -> bytes:
+    """The edges of a square, white on black, as a ControlNet of edges takes them."""
+    edges = np.zeros((height, width, 3), np.uint8)
+    top, left = height // 4, width // 4
+    edges[top : height - top, left : width - left] = 255
+    edges[top + 1 : height - top - 1, left + 1 : width - left - 1] = 0
+    return edges.tobytes()
+
+
+def _keeps_outside(item: PreparedImage, pixels: np.ndarray) -> bool:
+    mask = np.frombuffer(item.mask or b"", np.uint8).reshape(item.height, item.width)
+    source = np.frombuffer(item.source or b"", np.uint8).reshape(item.height, item.width, 3)
+    return bool((pixels[mask == 0] == source[mask == 0]).all())
+
+
+def _pixels(result: Any) -> np.ndarray:
+    if not isinstance(result, ImageResult):
+        raise RuntimeError(f"no image but {result!r}")
+    with Image.open(io.BytesIO(result.image.data or b""), formats=["PNG"]) as image:
+        return np.asarray(image).astype(int)

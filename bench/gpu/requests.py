@@ -1,0 +1,168 @@
+"""Images as customers ask for them: with masks, adapters (LoRA) and ControlNets.
+
+First what each costs: four images of Stable Diffusion 1.5's size with it, and the same four without
+it, in turn. Then the shipped model draws all kinds in one running batch, which images join and
+leave, and their pixels are compared with those of each image alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import msgspec
+import torch
+
+from bench.adapters import RANK, write_adapters
+from bench.gpu.card import seconds
+from bench.gpu.company import distances, drawn, gradient, masked, outline
+from bench.gpu.images import GUIDANCE, image_entry
+from bench.gpu.scale import Scale
+from models.shapes import PIPELINE
+from shared.catalog import Model
+from shared.catalog_entry import Adapter, Batch, Control, ImageDefaults
+from workers.models.base import PreparedImage
+from workers.models.device import Device
+from workers.models.image.stepped import SteppedImageModel
+
+TOGETHER = 4
+SHIPPED_SIDE, SHIPPED_STEPS, SHIPPED_GUIDANCE = 64, 20, 2.0
+CONTROL_STD = 0.01
+
+
+def measure(scale: Scale, pipeline: Path, folder: Path) -> dict[str, Any]:
+    """`costs`: seconds of a batch of each kind, and its rate over the plain one's.
+
+    `distances`: by precision and kind of image, see bench.gpu.company. In both, images are not
+    compiled: an entry with adapters never is.
+    """
+    folder.mkdir(parents=True)
+    costs = _costs(scale, pipeline, folder / "full")
+    precisions = ("fp32",) if scale.device == "cpu" else ("fp32", "fp16", "bf16")
+    shipped = write_extras(PIPELINE, folder / "shipped", trained=PIPELINE.parent / "canny")
+    return {
+        "costs": costs,
+        "distances": {
+            precision: distances(loaded(_shipped_entry(shipped, precision), PIPELINE, scale), kinds)
+            for precision in precisions
+            for kinds in (_kinds(SHIPPED_SIDE, SHIPPED_STEPS, SHIPPED_GUIDANCE),)
+        },
+    }
+
+
+def _costs(scale: Scale, pipeline: Path, folder: Path) -> list[dict[str, Any]]:
+    extras = write_extras(pipeline, folder)
+    entry = image_entry(pipeline, scale)
+    model = loaded(entry.model_copy(update={"image": _with(entry, extras)}), pipeline, scale)
+    kinds = _kinds(scale.side, scale.text_steps, GUIDANCE)
+    batches = {
+        "no extras": [msgspec.structs.replace(kinds["text"], seed=n) for n in range(TOGETHER)],
+        "four adapters": [
+            msgspec.structs.replace(kinds["text"], seed=n, adapter=f"a{n}") for n in range(TOGETHER)
+        ],
+        "one adapter": [
+            msgspec.structs.replace(kinds["text"], seed=n, adapter="a0") for n in range(TOGETHER)
+        ],
+        "masks": [msgspec.structs.replace(kinds["mask"], seed=n) for n in range(TOGETHER)],
+        "a ControlNet": [
+            msgspec.structs.replace(kinds["control"], seed=n) for n in range(TOGETHER)
+        ],
+    }
+    taken: dict[str, list[float]] = {name: [] for name in batches}
+    for number in range(1 + scale.rounds):
+        for name, batch in batches.items():
+            call_s = seconds(scale.device, partial(drawn, model, batch))
+            if number:
+                taken[name].append(call_s)
+    middle = {name: statistics.median(times) for name, times in taken.items()}
+    plain_s = middle["no extras"]
+    return [
+        {"kind": name, "images_per_s": TOGETHER / call_s, "kept": plain_s / call_s}
+        for name, call_s in middle.items()
+    ]
+
+
+def _kinds(side: int, steps: int, guidance: float) -> dict[str, PreparedImage]:
+    """An image of each kind."""
+    text = PreparedImage(
+        key="",
+        length=side * side * steps,
+        prompt="a large red circle",
+        negative_prompt="",
+        width=side,
+        height=side,
+        steps=steps,
+        guidance_scale=guidance,
+        seed=1,
+        scheduler="ddim",
+    )
+    change = msgspec.structs.replace
+    return {
+        "text": text,
+        "adapter": change(text, seed=2, adapter="a0"),
+        "image, adapter": change(
+            text, seed=3, adapter="a1", source=gradient(side, side), strength=0.6
+        ),
+        "mask": change(masked(text), seed=4),
+        "mask, adapter": change(masked(text), seed=5, adapter="a2", adapter_scale=0.5),
+        "control": change(text, seed=6, control="edges", control_map=outline(side, side)),
+        "control, adapter": change(
+            text, seed=7, control="edges", control_map=outline(side, side), adapter="a3"
+        ),
+    }
+
+
+def loaded(entry: Model, pipeline: Path, scale: Scale) -> SteppedImageModel:
+    """The model of an entry, on the device of the scale."""
+    device = Device(scale.device, threads=1, memory_fraction=1.0)
+    model = SteppedImageModel(entry, pipeline, device)
+    model.setup()
+    return model
+
+
+def write_extras(pipeline: Path, folder: Path, *, trained: Path | None = None) -> dict[str, Any]:
+    """Writes adapters and a ControlNet for a pipeline. Returns the fields of its entry for them.
+
+    Args:
+        pipeline: of diffusers.
+        folder: new.
+        trained: a ControlNet for it. None: one with random weights is written.
+    """
+    folder.mkdir(parents=True)
+    unet: Any = diffusers.UNet2DConditionModel.from_pretrained(pipeline / "unet")
+    files = write_adapters(unet, folder, TOGETHER, RANK)
+    control = folder / "control"
+    if trained is None:
+        net = diffusers.ControlNetModel.from_unet(unet)
+        for layer in [*net.controlnet_down_blocks, net.controlnet_mid_block]:
+            torch.nn.init.normal_(layer.weight, std=CONTROL_STD)
+        net.to(torch.float16).save_pretrained(control)
+    else:
+        shutil.copytree(trained, control)
+    return {
+        "adapters": {name: Adapter(source=f"local:{file}") for name, file in files.items()},
+        "controls": {"edges": Control(source=f"local:{control}")},
+    }
+
+
+def _with(entry: Model, extras: Mapping[str, Any]) -> Any:
+    return entry.image.model_copy(update=dict(extras))
+
+
+def _shipped_entry(extras: Mapping[str, Any], precision: str) -> Model:
+    """An entry of the shipped model with adapters and a ControlNet."""
+    entry = Model(
+        name="stable-diffusion-tiny",
+        task="image",
+        source=f"local:{PIPELINE}",
+        backend="torch",
+        precision=precision,
+        batch=Batch(max_items=8, max_pixel_steps=8 * SHIPPED_SIDE**2 * SHIPPED_STEPS),
+        image=ImageDefaults(width=SHIPPED_SIDE, height=SHIPPED_SIDE, steps=SHIPPED_STEPS),
+    )
+    return entry.model_copy(update={"image": _with(entry, extras)})
