@@ -55,6 +55,8 @@ CATALOG = Catalog(
 TEXT_MODEL, IMAGE_MODEL = CATALOG.default("embedding"), CATALOG.default("image")
 TICK_S = 0.1
 """Between two looks of uvicorn's server."""
+ACCEPT_TURNS = 5
+"""Of the event loop, until an accepted socket is a connection. asyncio takes three."""
 T = TypeVar("T")
 
 
@@ -183,6 +185,9 @@ class PromptServer(uvicorn.Server):
         state = self.server_state
         for server in self.servers:
             server.close()
+        # One accepted a moment ago is not among the connections yet, and nobody would close it.
+        for _ in range(ACCEPT_TURNS):
+            await asyncio.sleep(0)
         for connection in list(state.connections):
             connection.shutdown()
         with suppress(TimeoutError):
