@@ -19,8 +19,9 @@ from fastapi import FastAPI
 from api.app import create_app
 from api.http.request import Dependencies
 from api.server import server_config
-from shared.catalog import Catalog, Model, read_catalog
+from shared.catalog import Catalog, Model
 from shared.catalog_entry import Batch, Generation
+from shared.catalog_file import read_catalog
 from shared.in_memory_broker import InMemoryBroker
 from shared.settings import ApiSettings, read_settings
 from shared.stores.cache import ResultCache
