@@ -27,7 +27,7 @@ QUICK_EXAMPLES = 25
 """Examples of each property test in the quick tier."""
 QUICK, SLOW = "not slow", "slow or hypothesis"
 """The tiers, as `-m` of `make test` and `make test-slow`."""
-LONGEST_FILES = 25
+MAX_NAMED_FILES = 25
 """So many are named at the end of a run."""
 _ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
 _TOOK = "took_s"
@@ -167,7 +167,7 @@ class QuickTests:
     def longest_files(self) -> dict[str, float]:
         """The files that took longest, and their seconds on the clock. `about_s` follows them."""
         longest = sorted(self._files_s.items(), key=lambda one: -one[1])
-        return dict(longest[:LONGEST_FILES])
+        return dict(longest[:MAX_NAMED_FILES])
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -177,7 +177,7 @@ class QuickTests:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Names the files that took longest, the tests that took too long, and why some skipped."""
         write = terminalreporter.write_line
-        if len(longest := self.longest_files) == LONGEST_FILES:
+        if len(longest := self.longest_files) == MAX_NAMED_FILES:
             terminalreporter.section("longest files")
             for name, s in longest.items():
                 write(f"{s:6.0f} s  {name}")
