@@ -18,6 +18,7 @@ MODULES = {
     "shapes": "shapes",
     "image_steps": "image_steps",
     "adapters": "adapters",
+    "judged_images": "judged_images",
     "broker": "broker",
     "item_cost": "item_cost",
     "soak": "soak",
