@@ -19,6 +19,7 @@ MODULES = {
     "image_steps": "image_steps",
     "adapters": "adapters",
     "judged_images": "judged_images",
+    "shortcuts": "shortcuts",
     "broker": "broker",
     "item_cost": "item_cost",
     "soak": "soak",
