@@ -25,7 +25,7 @@ from workers.models.image.stepped import SteppedImageModel
 
 # Some schedulers of diffusers go between torch and numpy 2 in an old way.
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow(about_s=60),
     pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
 ]
