@@ -27,7 +27,8 @@ from models.shapes.draw import draw
 from models.shapes.judge import Pixels, is_ink, read
 from models.shapes.masked import REDRAWN_MIN, STRENGTH, Redrawing, redrawings, shows
 from models.shapes.score import Asked, held_out, matched
-from shared.catalog import Model, read_catalog
+from shared.catalog import Model
+from shared.catalog_file import read_catalog
 
 SCENES = 128
 AT_ONCE = 16
