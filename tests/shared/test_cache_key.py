@@ -38,7 +38,7 @@ def drawing(**params: Any) -> ImageInput:
 
 
 def test_key_changes_with_each_number_of_a_shortcut() -> None:
-    shortcuts = [
+    shortcuts: list[dict[str, Any]] = [
         {},
         {"deep_cache": DeepCacheSettings(cache_interval=3)},
         {"deep_cache": DeepCacheSettings(cache_interval=4)},

@@ -110,7 +110,8 @@ def test_outer_layers_around_features_of_the_same_step_are_the_whole_unet(
 
 def _residual_shapes(unet: Any) -> list[tuple[int, ...]]:
     """What a ControlNet adds to 8 x 8 latents: beside conv_in, each layer and each downsampler."""
-    side, shapes = 8, [(2, unet.config.block_out_channels[0], 8, 8)]
+    side = 8
+    shapes: list[tuple[int, ...]] = [(2, unet.config.block_out_channels[0], side, side)]
     for block, width in zip(unet.down_blocks, unet.config.block_out_channels, strict=True):
         shapes += [(2, width, side, side)] * len(block.resnets)
         if block.downsamplers:

@@ -130,7 +130,7 @@ class SteppedImageModel(ImageModel):
         folders = control_folders(self._entry)
         self._controls = Controls(folders, self._text_to_image, self._device, self._plan)
         settings = self._entry.image.deep_cache
-        self._deep_cache = settings and DeepCache(settings, self._text_to_image)
+        self._deep_cache = None if settings is None else DeepCache(settings, self._text_to_image)
 
     def refusal(self, item: PreparedImage) -> BadInput | None:
         """Returns why this model can't draw an item. None if it can."""
