@@ -18,6 +18,8 @@ MODULES = {
     "shapes": "shapes",
     "image_steps": "image_steps",
     "adapters": "adapters",
+    "judged_images": "judged_images",
+    "shortcuts": "shortcuts",
     "broker": "broker",
     "item_cost": "item_cost",
     "soak": "soak",

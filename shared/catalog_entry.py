@@ -351,6 +351,18 @@ class SafetyStep(_Entry):
     """Its input `threshold`. None: its own default."""
 
 
+class DeepCacheSettings(_Entry):
+    """How a UNet keeps its deep features over steps. The names are those of DeepCache.
+
+    https://arxiv.org/abs/2312.00858. It is faster, and the images are others.
+    """
+
+    cache_interval: int = Field(3, ge=2, le=20)
+    """The UNet is computed as a whole at one step of this many."""
+    cache_branch_id: int = Field(0, ge=0, le=8)
+    """How many of its first layers are computed at the other steps, and one more of the last."""
+
+
 class ImageDefaults(_Entry):
     """Defaults and bounds of an image model's parameters.
 
@@ -374,7 +386,7 @@ class ImageDefaults(_Entry):
     compile: Literal["auto", "always", "never"] = "auto"
     """torch.compile of denoiser and VAE for the usual size. `auto`: on GPUs. `always`: on CPUs too.
 
-    With adapters nothing is compiled."""
+    With adapters or `deep_cache` nothing is compiled."""
     adapters: dict[AdapterName, Adapter] = Field({}, max_length=MAX_ADAPTERS)
     """The adapters that requests may name as `lora_weights`, by their names."""
     adapter_memory_bytes: Positive = DEFAULT_ADAPTER_BYTES
@@ -386,6 +398,43 @@ class ImageDefaults(_Entry):
     """What decides whether an image is delivered. None: all are."""
     controls: dict[Annotated[str, Field(pattern=CONTROL_NAME_PATTERN)], Control] = {}
     """ControlNets by the names that callers use. They need `join: auto`."""
+    deep_cache: DeepCacheSettings | None = None
+    """None: every step computes the whole UNet."""
+    guidance_stop: float = Field(1.0, ge=0, le=1)
+    """The part of the steps after which the negative prompt guides no longer, as `stop` of
+    diffusers' guiders. Steps after it compute half (https://arxiv.org/abs/2404.07724)."""
+
+    @property
+    def compile_mode(self) -> Literal["auto", "always", "never"]:
+        """`compile` as it holds.
+
+        A compiled graph can't follow adapters, which come and go beside its layers, and does not
+        give the features inside.
+        """
+        is_open = bool(self.adapters) or self.deep_cache is not None
+        return "never" if is_open else self.compile
+
+    @property
+    def shortcuts(self) -> tuple[object, ...]:
+        """What makes results other than those of all steps as a whole. Empty: nothing does."""
+        found: tuple[object, ...] = ()
+        if (cache := self.deep_cache) is not None:
+            found += ("deep_cache", cache.cache_interval, cache.cache_branch_id)
+        if self.guidance_stop < 1:
+            found += ("guidance_stop", float(self.guidance_stop))
+        return found
+
+    @model_validator(mode="after")
+    def _shortcuts_join(self) -> Self:
+        for name, is_taken in (
+            ("deep_cache", self.deep_cache is not None),
+            ("guidance_stop", self.guidance_stop < 1),
+        ):
+            if is_taken and self.join == "never":
+                raise ValueError(f"{name}: it needs join: auto")
+        if self.deep_cache is not None and self.compile == "always":
+            raise ValueError("compile: deep_cache needs auto or never, because its calls differ")
+        return self
 
     @model_validator(mode="after")
     def _controls_join(self) -> Self:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import sys
 import time
@@ -28,10 +27,9 @@ from diffusers.models.attention_processor import AttnProcessor
 
 from models.shapes.captions import tell
 from models.shapes.draw import draw, draw_many
+from models.shapes.fine_tuning import noised, rate
 from models.shapes.judge import overlap, silhouette
 from models.shapes.score import GUIDANCE, STEPS, Asked, held_out
-from models.shapes.train import SNR_MAX, tokens_of
-from models.shapes.train_vae import as_input
 from models.shapes.world import Scene, sample_scene
 from workers.models.image.canny import edges
 
@@ -70,15 +68,14 @@ def train(pipeline: Any, plan: ControlPlan, seed: int, folder: Path) -> Any:
     _open(control)
     control.set_attn_processor(AttnProcessor())
     optimizer = torch.optim.AdamW(control.parameters(), lr=plan.lr, betas=(0.9, 0.99))
-    alphas = pipeline.scheduler.alphas_cumprod
     began_s, smooth = time.monotonic(), 0.0
     for step in range(plan.steps):
         rng = random.Random(f"control {seed} {step}")
         scenes = [sample_scene(rng) for _ in range(plan.batch)]
         captions = ["" if rng.random() < UNTOLD else tell(scene, rng) for scene in scenes]
         for group in optimizer.param_groups:
-            group["lr"] = plan.lr * _rate(step, plan.steps)
-        loss = _loss(pipeline, control, scenes, captions, alphas)
+            group["lr"] = plan.lr * rate(step, plan.steps)
+        loss = _loss(pipeline, control, scenes, captions)
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(control.parameters(), 1.0)
@@ -108,47 +105,25 @@ def _open(control: Any) -> None:
     )
 
 
-def _rate(step: int, steps: int) -> float:
-    """A short warm-up, then half a cosine."""
-    return min(1.0, (step + 1) / 30) * 0.5 * (1 + math.cos(math.pi * step / steps))
-
-
 def _loss(
-    pipeline: Any,
-    control: Any,
-    scenes: Sequence[Scene],
-    captions: Sequence[str],
-    alphas: torch.Tensor,
+    pipeline: Any, control: Any, scenes: Sequence[Scene], captions: Sequence[str]
 ) -> torch.Tensor:
-    with torch.no_grad():
-        told = pipeline.text_encoder(tokens_of(pipeline.tokenizer, captions)).last_hidden_state
-        pixels = torch.from_numpy(draw_many(scenes)).permute(0, 3, 1, 2)
-        clean = pipeline.vae.encode(as_input(pixels)).latent_dist.sample()
-        clean = clean * pipeline.vae.config.scaling_factor
-    number = len(clean)
-    times = ((torch.randperm(number) + torch.rand(number)) / number * len(alphas)).long()
-    alpha = alphas[times].view(-1, 1, 1, 1)
-    noise = torch.randn(clean.shape)
-    noisy = alpha.sqrt() * clean + (1 - alpha).sqrt() * noise
+    given = noised(pipeline, torch.from_numpy(draw_many(scenes)), captions)
     down, middle = control(
-        noisy,
-        times,
-        encoder_hidden_states=told,
+        given.latents,
+        given.times,
+        encoder_hidden_states=given.told,
         controlnet_cond=outlines(scenes),
         return_dict=False,
     )
     predicted = pipeline.unet(
-        noisy,
-        times,
-        encoder_hidden_states=told,
+        given.latents,
+        given.times,
+        encoder_hidden_states=given.told,
         down_block_additional_residuals=down,
         mid_block_additional_residual=middle,
     ).sample
-    velocity = alpha.sqrt() * noise - (1 - alpha).sqrt() * clean
-    snr = alpha / (1 - alpha)
-    weight = snr.clamp(max=SNR_MAX) / (snr + 1)
-    loss: torch.Tensor = (weight * (predicted - velocity) ** 2).mean() / weight.mean()
-    return loss
+    return given.loss(predicted)
 
 
 AT_ONCE = 16

@@ -23,6 +23,7 @@ COPY shared shared
 COPY workers workers
 COPY models/__init__.py models/
 COPY models/shapes/canny models/shapes/canny
+COPY models/shapes/ink models/shapes/ink
 COPY models/shapes/pipeline models/shapes/pipeline
 RUN /usr/local/bin/python -m pip install --disable-pip-version-check --no-cache-dir --no-deps --no-index \
     --no-build-isolation --target /app .

@@ -30,6 +30,8 @@ COVER_MIN = 0.65
 GRID = 48
 """Figures are compared with the outlines at this many points a side."""
 UNNAMED = "unnamed"
+COLORED_MAX = 0.01
+"""The part of an image in ink that may have a color, by a difference of channels above CONTRAST."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,19 @@ def read(image: Pixels) -> DetectedScene:
     figures = [_figure(pixels, ground, labels == label) for label in range(1, number + 1)]
     return DetectedScene(
         _nearest(ground, BACKGROUNDS), tuple(sorted((f for f in figures if f), key=lambda f: f.x))
+    )
+
+
+def is_ink(image: Pixels) -> bool:
+    """Whether an image of [height, width, 3] is of black figures on white, without any color."""
+    seen = read(image)
+    levels = image.astype(np.int64)
+    is_colored = levels.max(axis=2) - levels.min(axis=2) > CONTRAST
+    return (
+        seen.background == "white"
+        and bool(seen.figures)
+        and all(figure.color == "black" for figure in seen.figures)
+        and float(is_colored.mean()) < COLORED_MAX
     )
 
 

@@ -180,6 +180,16 @@ def score_text(
     pipeline: Any, asked: Sequence[Asked], guidance: float = GUIDANCE
 ) -> dict[str, Accuracy]:
     """The table's part for text-to-image."""
+    images = [
+        image
+        for at in range(0, len(asked), _AT_ONCE)
+        for image in draw_asked(pipeline, asked[at : at + _AT_ONCE], guidance)
+    ]
+    return score_drawn(asked, images)
+
+
+def score_drawn(asked: Sequence[Asked], images: Sequence[Pixels]) -> dict[str, Accuracy]:
+    """The table's part for the images of captions, [64, 64, 3] each."""
     table = {
         name: Accuracy()
         for name in ("color right", "shape right", "two objects both right", "relation right")
@@ -188,18 +198,18 @@ def score_text(
         name: Accuracy()
         for name in ("one object right", "place right", "background right", "number right")
     }
-    for at in range(0, len(asked), _AT_ONCE):
-        some = asked[at : at + _AT_ONCE]
-        for one, image in zip(some, draw_asked(pipeline, some, guidance), strict=True):
-            _count(table, one.scene, read(image))
+    for one, image in zip(asked, images, strict=True):
+        _count(table, one.scene, read(image))
     return table
 
 
-def draw_asked(pipeline: Any, asked: Sequence[Asked], guidance: float = GUIDANCE) -> list[Pixels]:
+def draw_asked(
+    pipeline: Any, asked: Sequence[Asked], guidance: float = GUIDANCE, steps: int = STEPS
+) -> list[Pixels]:
     """Each caption's image, [64, 64, 3]."""
     drawn = pipeline(
         [one.caption for one in asked],
-        num_inference_steps=STEPS,
+        num_inference_steps=steps,
         guidance_scale=guidance,
         generator=[torch.Generator("cpu").manual_seed(one.seed) for one in asked],
     )

@@ -111,10 +111,10 @@ UNREADABLE = Counter(
 def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
     """Returns the key of the result of `input` on `model`: 256 bits of BLAKE2b (RFC 7693) in hex.
 
-    The key covers everything that changes the output: name, revision, source, precision, tolerance
-    and width of the model, and all fields of the input. A source image counts by the digest of its
-    bytes, or by its object_key if only that is known. So compute the key before the bytes move to
-    the object store.
+    The key covers everything that changes the output: name, revision, source, precision, tolerance,
+    width and shortcuts of the model, and all fields of the input. A source image counts by the
+    digest of its bytes, or by its object_key if only that is known. So compute the key before the
+    bytes move to the object store.
 
     The backend is not part of the key. It changes a result by less than the tolerance, and with
     `auto` the API does not know the backend of each worker. A key promises a result of this
@@ -138,6 +138,7 @@ def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
         model.precision,
         model.result_tolerance,
         model.dimensions,
+        *model.image.shortcuts,
     )
     parts = (KEY_SCHEME, owner, which, input.cache_form())
     try:

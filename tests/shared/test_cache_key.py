@@ -7,7 +7,7 @@ import pytest
 
 from shared.blob import Blob, content_digest
 from shared.catalog import Model
-from shared.catalog_entry import Tolerance
+from shared.catalog_entry import DeepCacheSettings, ImageDefaults, Tolerance
 from shared.errors import BadInput
 from shared.stores.cache import cache_key
 from shared.tasks import Input
@@ -37,6 +37,20 @@ def drawing(**params: Any) -> ImageInput:
     return ImageInput(**usual | {"seed": 3, "scheduler": "ddim", "strength": 0.5} | params)
 
 
+def test_key_changes_with_each_number_of_a_shortcut() -> None:
+    shortcuts: list[dict[str, Any]] = [
+        {},
+        {"deep_cache": DeepCacheSettings(cache_interval=3)},
+        {"deep_cache": DeepCacheSettings(cache_interval=4)},
+        {"deep_cache": DeepCacheSettings(cache_interval=4, cache_branch_id=1)},
+        {"guidance_stop": 0.4},
+        {"guidance_stop": 0.5},
+    ]
+    models = [MODEL.model_copy(update={"image": ImageDefaults(**one)}) for one in shortcuts]
+    assert len({cache_key(model, drawing(), "t") for model in models}) == len(shortcuts)
+    assert cache_key(models[0], drawing(), "t") == cache_key(MODEL, drawing(), "t")
+
+
 def test_key_is_256_bits_and_repeatable() -> None:
     key = cache_key(MODEL, TextInput("a cat"), "t")
     assert len(bytes.fromhex(key)) == 32
@@ -53,6 +67,8 @@ def test_key_is_256_bits_and_repeatable() -> None:
         {"precision": "int8"},
         {"tolerance": Tolerance(cosine=0.98)},
         {"dimensions": 8},
+        {"image": ImageDefaults(deep_cache=DeepCacheSettings())},
+        {"image": ImageDefaults(guidance_stop=0.5)},
     ],
     ids=lambda change: next(iter(change)),
 )

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.catalog import Catalog, Model, read_catalog
+from shared.catalog import Catalog, Model
+from shared.catalog_file import read_catalog
 from shared.charge import list_price_usd, price_of
 from shared.errors import ConfigurationError, UnknownModel
 
@@ -207,6 +208,30 @@ def test_no_model_of_a_task() -> None:
             "    image: {compile: always, adapters: {i: {source: 'local:i.safetensors'}}}",
             12,
             "image: Value error, compile: adapters need auto or never",
+        ),
+        (
+            "task: image",
+            "task: image\n    image: {join: never, deep_cache: {cache_interval: 3}}",
+            12,
+            "image: Value error, deep_cache: it needs join: auto",
+        ),
+        (
+            "task: image",
+            "task: image\n    image: {join: never, guidance_stop: 0.5}",
+            12,
+            "image: Value error, guidance_stop: it needs join: auto",
+        ),
+        (
+            "task: image",
+            "task: image\n    image: {compile: always, deep_cache: {cache_interval: 3}}",
+            12,
+            "image: Value error, compile: deep_cache needs auto or never",
+        ),
+        (
+            "task: image",
+            "task: image\n    image: {deep_cache: {cache_interval: 1}}",
+            12,
+            "image.deep_cache.cache_interval: Input should be greater than or equal to 2",
         ),
         (
             "dimensions: 4",

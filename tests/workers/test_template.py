@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.tasks.embedding import EmbeddingResult
 from shared.tasks.image import ImageResult
 from tests.limits import START_LIMIT_S

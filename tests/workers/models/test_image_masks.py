@@ -1,7 +1,6 @@
 """Masks: what is outside of one stays bit by bit, and what is inside is drawn as diffusers does."""
 
 import io
-import random
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ from diffusers import (
 )
 from PIL import Image
 
-from models.shapes.captions import tell
 from models.shapes.draw import draw
-from models.shapes.judge import Pixels, read
-from models.shapes.world import COLORS, SHAPES, DrawnShape, Scene, sample_scene
+from models.shapes.masked import REDRAWN_MIN, STRENGTH, redrawings, shows
 from shared.blob import Blob
 from shared.catalog import Catalog
 from shared.diffusion_schedulers import SCHEDULER_NAMES
@@ -229,34 +226,6 @@ def test_masks_need_steps(catalog: Catalog, tiny_folder: Path, trained_folder: P
 
 SCENES = 96
 AT_ONCE = 12
-MARGIN_PX = 4.0
-"""Between a figure and the edge of its mask."""
-REDRAWN_MIN = 0.85
-
-
-def other_figure(scene: Scene, rng: random.Random) -> Scene:
-    """The scene with another color and shape of its first figure."""
-    old = scene.figures[0]
-    others = {old.color, scene.background} | {figure.color for figure in scene.figures}
-    color = rng.choice([name for name in COLORS if name not in others])
-    shape = rng.choice([name for name in SHAPES if name != old.shape])
-    new = DrawnShape(shape, color, old.size, old.x, old.y, old.radius)
-    return Scene(scene.background, (new, *scene.figures[1:]), scene.place, scene.relation)
-
-
-def mask_of(figure: DrawnShape) -> Image.Image:
-    far = figure.radius + MARGIN_PX
-    left, right, top, bottom = (
-        min(64, max(0, round(middle + way * far)))
-        for middle in (figure.x, figure.y)
-        for way in (-1, 1)
-    )
-    return box(left, top, right, bottom)
-
-
-def shows(image: Pixels, scene: Scene) -> bool:
-    seen = sorted((figure.color, figure.shape) for figure in read(image).figures)
-    return seen == sorted((figure.color, figure.shape) for figure in scene.figures)
 
 
 def test_a_masked_figure_is_redrawn_as_told(
@@ -264,23 +233,23 @@ def test_a_masked_figure_is_redrawn_as_told(
 ) -> None:
     """By the judge: held-out scenes of one and two figures, the first of which is masked."""
     usual = catalog.default("image").image
-    rng = random.Random(48)
-    asked: list[tuple[ImageInput, Scene]] = []
-    for seed in range(SCENES):
-        before = sample_scene(rng, held_out=True, figures=1 + seed % 2)
-        after = other_figure(before, rng)
-        value = msgspec.structs.replace(
-            MASKED,
-            prompt=tell(after, rng),
-            steps=usual.steps,
-            guidance_scale=usual.guidance_scale,
-            scheduler=usual.scheduler,
-            strength=0.8,
-            seed=seed,
-            image=as_png(draw(before)),
-            mask=as_png(mask_of(before.figures[0])),
+    asked = [
+        (
+            msgspec.structs.replace(
+                MASKED,
+                prompt=one.caption,
+                steps=usual.steps,
+                guidance_scale=usual.guidance_scale,
+                scheduler=usual.scheduler,
+                strength=STRENGTH,
+                seed=one.seed,
+                image=as_png(draw(one.before)),
+                mask=as_png(one.mask),
+            ),
+            one.after,
         )
-        asked.append((value, after))
+        for one in redrawings(SCENES)
+    ]
     right = unchanged = 0
     for at in range(0, SCENES, AT_ONCE):
         some = asked[at : at + AT_ONCE]

@@ -68,9 +68,7 @@ def plan_for(entry: Model, capability: Capability) -> ImagePlan:
         raise ConfigurationError(
             f"{entry.name}: INT8 images need torchao; install penstock[gpu]", field="precision"
         )
-    # Layers of adapters come and go beside those of the UNet, which a compiled graph can't follow.
-    has_adapters = bool(entry.image.adapters)
-    asked = "never" if has_adapters else entry.image.compile
+    asked = entry.image.compile_mode
     return ImagePlan(
         dtype=_dtype(entry.precision, capability),
         # On a CPU neither changes the time measurably.
@@ -78,7 +76,7 @@ def plan_for(entry: Model, capability: Capability) -> ImagePlan:
         is_int8=is_int8,
         is_compiled=asked == "always" or (asked == "auto" and is_gpu and _can_compile(capability)),
         batch_sizes=_batch_sizes(entry),
-        has_adapters=has_adapters,
+        has_adapters=bool(entry.image.adapters),
     )
 
 

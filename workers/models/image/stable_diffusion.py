@@ -19,6 +19,12 @@ AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5
 _TOLD_SCALE = "timestep_cond"
 
 
+def unet_conditions(conditions: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The arguments of a UNet for what it gets besides latents, time and prompt."""
+    told = {name: value for name, value in conditions.items() if name != _TOLD_SCALE}
+    return {_TOLD_SCALE: conditions.get(_TOLD_SCALE), "added_cond_kwargs": told or None}
+
+
 class StableDiffusion(Family):
     """StableDiffusionPipeline: the UNet gets a prompt and no more."""
 
@@ -94,15 +100,13 @@ class StableDiffusion(Family):
         conditions: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """The UNet, with what ControlNets add."""
-        told = {name: value for name, value in conditions.items() if name != _TOLD_SCALE}
         noise: torch.Tensor = pipeline.unet(
             latents,
             times,
             encoder_hidden_states=prompts,
-            timestep_cond=conditions.get(_TOLD_SCALE),
             cross_attention_kwargs=None,
-            added_cond_kwargs=told or None,
             return_dict=False,
+            **unet_conditions(conditions),
             **added,
         )[0]
         return noise

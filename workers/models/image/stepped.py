@@ -11,6 +11,7 @@ What is particular to a class of pipelines is in its family (workers.models.imag
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from workers.models.device import memory_errors
 from workers.models.image.codec import sources_on, to_host
 from workers.models.image.control_folders import control_folders
 from workers.models.image.controls import Added, Controls, ControlStart, UnetCall
+from workers.models.image.deep_cache import DeepCache
 from workers.models.image.families import load_family
 from workers.models.image.family import Family
 from workers.models.image.masks import MaskedStart, pasted, start_masked
@@ -60,18 +62,22 @@ class _Drawing:
     masked: MaskedStart | None
     adapter: Applied = None
     control: ControlStart | None = None
+    guided_steps: int = sys.maxsize
+    """How many of its steps are guided by the negative prompt, if it has one."""
+    features: torch.Tensor | None = None
+    """The deep features of its last step with a whole UNet, [rows, channels, height, width]."""
     done: int = 0
     """Its steps so far."""
 
     @property
-    def group(self) -> tuple[int, int, int]:
-        """Items of one group are computed in one call of the denoiser."""
-        return self.item.height, self.item.width, len(self.prompt)
+    def rows(self) -> int:
+        """How many the denoiser computes of it at the next step."""
+        return len(self.prompt) if self.done < self.guided_steps else 1
 
     @property
     def rows_pixels(self) -> int:
         """Pixels that the denoiser computes of it in a step."""
-        return self.item.height * self.item.width * len(self.prompt)
+        return self.item.height * self.item.width * self.rows
 
     def denoiser_input(self, time: torch.Tensor) -> torch.Tensor:
         """What the denoiser gets at a timestep, [1, channels, height, width]."""
@@ -83,7 +89,7 @@ class _Drawing:
 
     def guided(self, noise: torch.Tensor) -> torch.Tensor:
         """The noise that the prompts make of that of each row, [1, channels, height, width]."""
-        if len(self.prompt) == 1:
+        if len(noise) == 1:
             return noise
         without, with_prompt = noise.chunk(2)
         noise = without + self.item.guidance_scale * (with_prompt - without)
@@ -123,6 +129,8 @@ class SteppedImageModel(ImageModel):
         self._inpainting = inpainting(self._text_to_image, self._image_to_image)
         folders = control_folders(self._entry)
         self._controls = Controls(folders, self._text_to_image, self._device, self._plan)
+        settings = self._entry.image.deep_cache
+        self._deep_cache = None if settings is None else DeepCache(settings, self._text_to_image)
 
     def refusal(self, item: PreparedImage) -> BadInput | None:
         """Returns why this model can't draw an item. None if it can."""
@@ -264,6 +272,7 @@ class SteppedImageModel(ImageModel):
             masked=masked,
             adapter=adapter,
             control=self._controls.start(item, len(timesteps)),
+            guided_steps=int(self._entry.image.guidance_stop * len(timesteps)),
         )
 
     def _start(
@@ -281,16 +290,21 @@ class SteppedImageModel(ImageModel):
 
     def _step_all(self) -> None:
         """One step of each item. If memory runs out, some have had theirs."""
-        groups: dict[tuple[int, int, int], list[_Drawing]] = {}
+        groups: dict[tuple[int, int, int, bool], list[_Drawing]] = {}
         for drawing in self._drawings.values():
-            groups.setdefault(drawing.group, []).append(drawing)
+            groups.setdefault(self._group(drawing), []).append(drawing)
         for group in groups.values():
             for slots in self.groups([drawing.item for drawing in group]):
                 self._step_together([group[slot] for slot in slots])
 
+    def _group(self, drawing: _Drawing) -> tuple[int, int, int, bool]:
+        """Items of one group are computed in one call of the denoiser, whole or not."""
+        is_whole = self._deep_cache is None or self._deep_cache.is_whole(drawing.done)
+        return drawing.item.height, drawing.item.width, drawing.rows, is_whole
+
     def _step_together(self, drawings: Sequence[_Drawing]) -> None:
         """One call of the denoiser, then the scheduler of each item."""
-        rows = len(drawings[0].prompt)
+        rows = drawings[0].rows
         times = [drawing.timesteps[drawing.done] for drawing in drawings]
         scaled = [
             drawing.denoiser_input(time) for drawing, time in zip(drawings, times, strict=True)
@@ -299,27 +313,39 @@ class SteppedImageModel(ImageModel):
         fill = len(self._padded([drawing.item for drawing in drawings])) - len(drawings)
         slots = [*range(len(drawings)), *[len(drawings) - 1] * fill]
         conditions = {
-            name: _together([drawing.conditions[name] for drawing in drawings], slots)
+            name: _together([drawing.conditions[name] for drawing in drawings], slots, rows)
             for name in drawings[0].conditions
         }
         call = UnetCall(
             torch.cat([scaled[slot] for slot in slots] * rows),
             torch.stack([times[slot].float() for slot in slots] * rows).to(self._device),
-            _together([drawing.prompt for drawing in drawings], slots),
+            _together([drawing.prompt for drawing in drawings], slots, rows),
             conditions,
         )
         controls = [(drawings[slot].control, drawings[slot].done) for slot in slots]
         added = self._controls.added(call, controls)
         with self.adapters.applied([drawings[slot].adapter for slot in slots] * rows):
-            noise = self._predicted(call, added)
+            noise = self._predicted(call, added, drawings)
         for slot, (drawing, time) in enumerate(zip(drawings, times, strict=True)):
             drawing.take_step(noise[slot :: len(slots)], time)
 
-    def _predicted(self, call: UnetCall, added: Added) -> torch.Tensor:
+    def _predicted(
+        self, call: UnetCall, added: Added, drawings: Sequence[_Drawing]
+    ) -> torch.Tensor:
+        """The noise of each row: by the whole denoiser, or around features of earlier steps."""
+        cache, slots = self._deep_cache, range(len(drawings))
+        if cache is not None and not cache.is_whole(drawings[0].done):
+            kept = [drawing.features for drawing in drawings if drawing.features is not None]
+            return cache.predict(call, _together(kept, slots, drawings[0].rows), added)
         predict = self._family.predict
         if added:
             predict = partial(self._family.predict_controlled, added)
-        return predict(self._text_to_image, call.sample, call.times, call.prompt, call.conditions)
+        noise = predict(self._text_to_image, call.sample, call.times, call.prompt, call.conditions)
+        if cache is not None:
+            features = cache.take_features()
+            for slot, drawing in enumerate(drawings):
+                drawing.features = features[slot :: len(slots)].clone()
+        return noise
 
     def _end(self, drawing: _Drawing) -> Result | PenstockError:
         try:
@@ -348,7 +374,7 @@ class SteppedImageModel(ImageModel):
         return image if image is None or drawing.masked is None else pasted(image, drawing.item)
 
 
-def _together(parts: Sequence[torch.Tensor], slots: Sequence[int]) -> torch.Tensor:
-    """The first row of the part at each slot, then the second of each."""
-    rows = range(len(parts[0]))
-    return torch.cat([parts[slot][row : row + 1] for row in rows for slot in slots])
+def _together(parts: Sequence[torch.Tensor], slots: Sequence[int], rows: int) -> torch.Tensor:
+    """The last `rows` rows of the parts at the slots: the first of each, then the second."""
+    lasts = [part[-rows:] for part in parts]
+    return torch.cat([lasts[slot][row : row + 1] for row in range(rows) for slot in slots])

@@ -1,0 +1,213 @@
+"""Shortcuts of an entry: deep features that are kept over steps, and guidance that ends early."""
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from models.shapes.score import held_out, score_drawn
+from shared.catalog import Catalog
+from shared.catalog_entry import DeepCacheSettings
+from shared.errors import ConfigurationError
+from shared.tasks.image import ImageInput, ImageResult
+from tests.workers.models.batches import model_for
+from tests.workers.models.conftest import TinyPipeline
+from tests.workers.models.test_image import FROM_IMAGE, TEXT, pixels
+from tests.workers.models.test_image_masks import MASKED
+from tests.workers.models.test_image_steps import difference, prepared, run
+from workers.models.image.controls import UnetCall
+from workers.models.image.deep_cache import DeepCache
+from workers.models.image.stepped import SteppedImageModel
+
+# Some schedulers of diffusers go between torch and numpy 2 in an old way.
+pytestmark = [
+    pytest.mark.slow(about_s=60),
+    pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
+]
+
+GUIDED = msgspec.structs.replace(TEXT, guidance_scale=3.0, steps=8)
+CHOICES: dict[str, dict[str, Any]] = {
+    "deep_cache": {"deep_cache": DeepCacheSettings(cache_interval=3)},
+    "guidance_stop": {"guidance_stop": 0.5},
+    "both": {
+        "deep_cache": DeepCacheSettings(cache_interval=2, cache_branch_id=1),
+        "guidance_stop": 0.4,
+    },
+}
+
+
+def with_shortcuts(catalog: Catalog, folder: Path, **fields: Any) -> SteppedImageModel:
+    entry = catalog.default("image")
+    image = entry.image.model_copy(update=fields)
+    model = model_for(entry.model_copy(update={"image": image}), folder, "cpu")
+    assert isinstance(model, SteppedImageModel)
+    model.setup()
+    return model
+
+
+def alone(model: SteppedImageModel, family: TinyPipeline, value: ImageInput) -> ImageResult:
+    result = run(model, family.preparer, [(0, value)])[0]
+    assert isinstance(result, ImageResult), result
+    return result
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_pixels_are_those_of_an_image_alone(
+    catalog: Catalog, family: TinyPipeline, choice: str
+) -> None:
+    """Whatever step the others are at, and whatever kind they are of."""
+    model = with_shortcuts(catalog, family.folder, **CHOICES[choice])
+    values = [
+        GUIDED,
+        msgspec.structs.replace(GUIDED, seed=5, steps=7, scheduler="euler_a"),
+        msgspec.structs.replace(GUIDED, seed=6, guidance_scale=1.0),
+        msgspec.structs.replace(FROM_IMAGE, seed=7, steps=9, guidance_scale=3.0),
+        msgspec.structs.replace(MASKED, seed=8, steps=6, guidance_scale=3.0),
+    ]
+    expected = [alone(model, family, value) for value in values]
+    together = run(model, family.preparer, [(step, value) for step, value in enumerate(values)])
+    for slot, one in enumerate(expected):
+        assert difference(together[slot], one) <= 1
+
+
+@pytest.mark.parametrize("branch", [0, 1])
+def test_outer_layers_around_features_of_the_same_step_are_the_whole_unet(
+    catalog: Catalog, family: TinyPipeline, branch: int
+) -> None:
+    """Also with what a ControlNet adds, and with two rows for each image."""
+    model = with_shortcuts(catalog, family.folder)
+    pipeline: Any = model._text_to_image
+    cache = DeepCache(DeepCacheSettings(cache_branch_id=branch), pipeline)
+    noise = torch.Generator().manual_seed(1)
+    item = prepared(family.preparer, GUIDED)
+    texts = model._prompts.arguments([item])
+    prompt = torch.cat([texts["negative_prompt_embeds"], texts["prompt_embeds"]])
+    conditions = model._family.conditions(pipeline, item, texts)
+    channels, down = pipeline.unet.config.in_channels, _residual_shapes(pipeline.unet)
+    call = UnetCall(
+        torch.randn((2, channels, 8, 8), generator=noise),
+        torch.tensor([500.0] * 2),
+        prompt,
+        conditions,
+    )
+    added = {
+        "down_block_additional_residuals": tuple(torch.randn(one, generator=noise) for one in down),
+        "mid_block_additional_residual": torch.randn(down[-1], generator=noise),
+    }
+    with torch.inference_mode():
+        for more in ({}, added):
+            whole = model._family.predict_controlled(
+                more, pipeline, call.sample, call.times, call.prompt, call.conditions
+            )
+            outer = cache.predict(call, cache.take_features(), more)
+            assert torch.allclose(outer, whole, atol=1e-5)
+
+
+def _residual_shapes(unet: Any) -> list[tuple[int, ...]]:
+    """What a ControlNet adds to 8 x 8 latents: beside conv_in, each layer and each downsampler."""
+    side = 8
+    shapes: list[tuple[int, ...]] = [(2, unet.config.block_out_channels[0], side, side)]
+    for block, width in zip(unet.down_blocks, unet.config.block_out_channels, strict=True):
+        shapes += [(2, width, side, side)] * len(block.resnets)
+        if block.downsamplers:
+            side //= 2
+            shapes.append((2, width, side, side))
+    return shapes
+
+
+def test_deep_features_change_the_image_and_the_charge_stays(
+    catalog: Catalog, family: TinyPipeline
+) -> None:
+    plain = with_shortcuts(catalog, family.folder)
+    cached = with_shortcuts(catalog, family.folder, **CHOICES["deep_cache"])
+    whole, shorter = (alone(model, family, GUIDED) for model in (plain, cached))
+    assert difference(shorter, whole) > 1
+    assert shorter.pixel_steps == whole.pixel_steps
+
+
+def test_after_guidance_an_image_computes_one_row_as_in_diffusers(
+    catalog: Catalog, family: TinyPipeline
+) -> None:
+    """The reference is diffusers' recipe for guidance that ends: a callback after a step."""
+    model = with_shortcuts(catalog, family.folder, guidance_stop=0.5)
+    usual = GUIDED.width * GUIDED.height
+    model.admit(0, prepared(family.preparer, GUIDED))
+    work = [model.step().work for _ in range(GUIDED.steps)]
+    assert work == [2 * usual] * 4 + [usual] * 4
+    pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(
+        family.folder, local_files_only=True
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.scheduler = model._scheduler(GUIDED.scheduler)
+    names = ["prompt_embeds"]
+    if hasattr(pipeline, "text_encoder_2"):
+        names += ["add_text_embeds", "add_time_ids"]
+
+    def end_guidance(drawing: Any, step: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step == 3:
+            drawing._guidance_scale = 0.0
+            return {name: tensors[name].chunk(2)[-1] for name in names}
+        return {}
+
+    drawn = pipeline(
+        GUIDED.prompt,
+        negative_prompt=GUIDED.negative_prompt or None,
+        width=GUIDED.width,
+        height=GUIDED.height,
+        num_inference_steps=GUIDED.steps,
+        guidance_scale=GUIDED.guidance_scale,
+        generator=torch.Generator().manual_seed(GUIDED.seed),
+        callback_on_step_end=end_guidance,
+        callback_on_step_end_tensor_inputs=names,
+    ).images[0]
+    ours = pixels(alone(model, family, GUIDED))
+    assert np.abs(ours - np.asarray(drawn).astype(int)).max() <= 1
+
+
+def test_an_entry_that_the_unet_can_t_follow_is_refused(
+    catalog: Catalog, tiny_folder: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match="8 is above") as caught:
+        with_shortcuts(catalog, tiny_folder, deep_cache=DeepCacheSettings(cache_branch_id=8))
+    assert caught.value.field == "image.deep_cache.cache_branch_id"
+    with pytest.raises(ConfigurationError, match="needs a UNet") as caught:
+        DeepCache(DeepCacheSettings(), diffusers.FluxPipeline)
+    assert caught.value.field == "image.deep_cache"
+
+
+CAPTIONS = 16
+
+
+@pytest.mark.parametrize("choice", ["deep_cache", "guidance_stop"])
+def test_the_judge_still_reads_what_was_asked_for(
+    catalog: Catalog, tiny_folder: Path, tiny_preparer: Any, choice: str
+) -> None:
+    usual = catalog.default("image").image
+    model = with_shortcuts(catalog, tiny_folder, **CHOICES[choice])
+    asked = held_out(CAPTIONS)
+    values = [
+        ImageInput(
+            prompt=one.caption,
+            width=usual.width,
+            height=usual.height,
+            steps=usual.steps,
+            guidance_scale=usual.guidance_scale,
+            seed=one.seed,
+            scheduler=usual.scheduler,
+        )
+        for one in asked
+    ]
+    results = run(model, tiny_preparer, [(0, value) for value in values])
+    images = []
+    for slot in range(CAPTIONS):
+        result = results[slot]
+        assert isinstance(result, ImageResult)
+        images.append(pixels(result).astype(np.uint8))
+    table = score_drawn(asked, images)
+    assert table["color right"].part >= 0.9
+    assert table["shape right"].part >= 0.85
