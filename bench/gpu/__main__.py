@@ -1,6 +1,6 @@
 """`python -m bench.gpu`: images, texts, generations, a served stack and time-sharing with CUDA.
 
-Prints a table and writes gpu.json. `--tiny` runs the same code on a CPU in under a minute, as a
+Prints a table and writes gpu.json. `--tiny` runs the same code on a CPU in a minute or two, as a
 check that it runs: its figures say nothing about a GPU.
 """
 

@@ -31,7 +31,7 @@ from workers.models.device import Device
 from workers.models.image.stepped import SteppedImageModel
 
 TOGETHER = 4
-SHIPPED_SIDE, SHIPPED_STEPS, SHIPPED_GUIDANCE = 64, 20, 2.0
+SHIPPED_SIDE, SHIPPED_GUIDANCE = 64, 2.0
 CONTROL_STD = 0.01
 
 
@@ -44,15 +44,15 @@ def measure(scale: Scale, pipeline: Path, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True)
     costs = _costs(scale, pipeline, folder / "full")
     precisions = ("fp32",) if scale.device == "cpu" else ("fp32", "fp16", "bf16")
-    shipped = write_extras(PIPELINE, folder / "shipped", trained=PIPELINE.parent / "canny")
-    return {
-        "costs": costs,
-        "distances": {
-            precision: distances(loaded(_shipped_entry(shipped, precision), PIPELINE, scale), kinds)
-            for precision in precisions
-            for kinds in (_kinds(SHIPPED_SIDE, SHIPPED_STEPS, SHIPPED_GUIDANCE),)
-        },
+    extras = write_extras(PIPELINE, folder / "shipped", trained=PIPELINE.parent / "canny")
+    kinds = _kinds(SHIPPED_SIDE, scale.joined_steps, SHIPPED_GUIDANCE)
+    apart = {
+        precision: distances(
+            loaded(_shipped_entry(extras, precision, scale), PIPELINE, scale), kinds
+        )
+        for precision in precisions
     }
+    return {"costs": costs, "distances": apart}
 
 
 def _costs(scale: Scale, pipeline: Path, folder: Path) -> list[dict[str, Any]]:
@@ -154,7 +154,7 @@ def _with(entry: Model, extras: Mapping[str, Any]) -> Any:
     return entry.image.model_copy(update=dict(extras))
 
 
-def _shipped_entry(extras: Mapping[str, Any], precision: str) -> Model:
+def _shipped_entry(extras: Mapping[str, Any], precision: str, scale: Scale) -> Model:
     """An entry of the shipped model with adapters and a ControlNet."""
     entry = Model(
         name="stable-diffusion-tiny",
@@ -162,7 +162,7 @@ def _shipped_entry(extras: Mapping[str, Any], precision: str) -> Model:
         source=f"local:{PIPELINE}",
         backend="torch",
         precision=precision,
-        batch=Batch(max_items=8, max_pixel_steps=8 * SHIPPED_SIDE**2 * SHIPPED_STEPS),
-        image=ImageDefaults(width=SHIPPED_SIDE, height=SHIPPED_SIDE, steps=SHIPPED_STEPS),
+        batch=Batch(max_items=8, max_pixel_steps=8 * SHIPPED_SIDE**2 * scale.joined_steps),
+        image=ImageDefaults(width=SHIPPED_SIDE, height=SHIPPED_SIDE, steps=scale.joined_steps),
     )
     return entry.model_copy(update={"image": _with(entry, extras)})

@@ -27,6 +27,7 @@ class Scale:
     in_flight: tuple[int, ...]
     served_texts: int
     served_images: int
+    joined_steps: int
     flow_side: int
     flow_steps: int
     flow_batches: tuple[int, ...]
@@ -51,6 +52,7 @@ FULL = Scale(
     in_flight=(1, 128, 512),
     served_texts=6000,
     served_images=32,
+    joined_steps=20,
     flow_side=1024,
     flow_steps=20,
     flow_batches=(1,),
@@ -74,6 +76,7 @@ TINY = Scale(
     in_flight=(1, 8),
     served_texts=16,
     served_images=2,
+    joined_steps=5,
     flow_side=64,
     flow_steps=3,
     flow_batches=(1, 2),

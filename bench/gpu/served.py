@@ -36,21 +36,11 @@ from workers.models.image.stepped import SteppedImageModel
 from workers.runtime.template import MODEL_PROCESS_NAME, TEMPLATE_NAME
 
 OF_A_BATCH = 64
-MIN_BATCH_TOKENS = 2048
 
 
 def measure(scale: Scale) -> list[dict[str, Any]]:
     """A row for each number of requests in flight: texts/s plain and served, CPU, latencies."""
-    changes = {
-        "backend": "torch",
-        "precision": scale.precision,
-        "tolerance": {"cosine": 0.999},
-        # Those of the shipped entry suit a core or two.
-        "batch": {
-            "max_tokens": max(MIN_BATCH_TOKENS, scale.tokens),
-            "max_items": max(OF_A_BATCH, scale.tokens // OF_A_BATCH),
-        },
-    }
+    changes = {"backend": "torch", "precision": scale.precision, "tolerance": {"cosine": 0.999}}
     with running(changes, is_alone=True) as pipeline:
         plain = _Plain(pipeline.model_folder, scale)
         return [_row(pipeline, plain, scale, count) for count in scale.in_flight]
