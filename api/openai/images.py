@@ -10,43 +10,24 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from fastapi import APIRouter
-from pydantic import (
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.bodies import (
-    MAX_PROMPT_CHARS,
-    MAX_SEED,
-    SCHEDULER_CHOICE,
-    ClipSkip,
-    EndUser,
-    GuidanceRescale,
-    Option,
-    SchedulerName,
-    Upscale,
-    null_is,
-)
+from api.bodies import EndUser, Option, null_is
 from api.dispatch.request import InferenceRequest
 from api.errors import WrongField
 from api.http.fast_route import StreamedRoute
 from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses, streamed
 from api.http.request import ApiRequest, open_request, while_connected
 from api.http.upload_form import MAX_EDIT_FIELDS, form_asks_for_stream
-from api.inputs.controls import (
-    CONTROL_IMAGE,
-    ControlFields,
-    check_control,
-    prepare_control,
-    with_control,
-)
+from api.inputs.controls import CONTROL_IMAGE, check_control, prepare_control, with_control
+from api.inputs.image_fields import ImageFields
 from api.inputs.source_images import ImageCaller
 from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
 from api.openai.image_stream import ImagePosition, ImageStream
@@ -55,8 +36,6 @@ from api.predictions.event_stream import HeldResponse
 from api.predictions.generation_stream import behind
 from api.tasks.base import Inputs
 from api.tasks.image import (
-    MAX_NAME_CHARS,
-    UPSCALE,
     as_run,
     first_image,
     images_in,
@@ -66,7 +45,6 @@ from api.tasks.image import (
 )
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
-from shared.catalog_entry import MAX_LORA_SCALE, MIN_LORA_SCALE
 from shared.errors import BadInput, PenstockError, Unavailable
 from shared.messages import ItemOutcome
 from shared.predictions import EVENTS_TYPE, MEDIA_TYPES
@@ -97,10 +75,9 @@ class ImagesReply(msgspec.Struct):
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
 
-class ImageBody(ControlFields):
-    """What all requests for images have."""
+class ImageBody(ImageFields):
+    """What all requests for images have. ImageFields are extensions, except for the prompt."""
 
-    prompt: str = Field(min_length=1, max_length=MAX_PROMPT_CHARS)
     model: str | None = Field(None, description="Default: the first image model of the catalog.")
     n: Annotated[int, null_is(1)] = Field(1, ge=1, le=10)
     size: Annotated[str, null_is("auto")] = Field(
@@ -111,37 +88,10 @@ class ImageBody(ControlFields):
     output_compression: int | None = Field(
         None, ge=0, le=100, description="Quality of jpeg and webp, from 0 to 100."
     )
-    seed: int | None = Field(
-        None, ge=0, le=MAX_SEED, description="Extension: image i of n uses seed + i."
-    )
-    num_inference_steps: int | None = Field(None, ge=1, description="Extension.")
-    guidance_scale: float | None = Field(None, ge=0, le=100, description="Extension.")
-    negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS, description="Extension.")
-    scheduler: SchedulerName | None = Field(None, description=f"Extension: {SCHEDULER_CHOICE}")
-    clip_skip: ClipSkip | None = Field(
-        None,
-        description="Extension: how many of the last layers of CLIP do not read the prompt.",
-    )
-    guidance_rescale: GuidanceRescale | None = Field(
-        None,
-        description="Extension: how much of the contrast that guidance adds is taken back.",
-    )
-    lora_weights: str | None = Field(
-        None, max_length=MAX_NAME_CHARS, description="Extension: an adapter of the model."
-    )
-    lora_scale: float | None = Field(
-        None,
-        ge=MIN_LORA_SCALE,
-        le=MAX_LORA_SCALE,
-        description=(
-            "Extension: how strongly the adapter counts. Default: as the catalog says, mostly 1."
-        ),
-    )
     quality: Option | None = Field(None, description="Accepted, without effect.")
     style: Option | None = Field(None, description="Accepted, without effect.")
     background: Option | None = Field(None, description="Accepted, without effect.")
     moderation: Option | None = Field(None, description="Accepted, without effect.")
-    upscale: Upscale | None = Field(None, description=f"Extension: {UPSCALE}")
     user: EndUser | None = None
     safety_identifier: EndUser | None = None
     complexity: None = None
@@ -157,6 +107,20 @@ class ImageBody(ControlFields):
         le=3,
         description="With `stream`: how many previews of each image come, at most.",
     )
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """The schema, which says what is an extension of OpenAI's API."""
+        shown = handler(schema)
+        fields = handler.resolve_ref_schema(shown)["properties"]
+        for name in ImageFields.model_fields.keys() & fields.keys() - {"prompt"}:
+            said = fields[name].get("description", "")
+            fields[name]["description"] = (
+                f"Extension: {said[0].lower()}{said[1:]}" if said else "Extension."
+            )
+        return shown
 
     @model_validator(mode="after")
     def _is_streamed_as_base64(self) -> ImageBody:
