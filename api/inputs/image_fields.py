@@ -11,6 +11,7 @@ from pydantic import Field
 from api.bodies import (
     MAX_PROMPT_CHARS,
     MAX_SEED,
+    MAX_URL_CHARS,
     SCHEDULER_CHOICE,
     ClipSkip,
     GuidanceRescale,
@@ -19,9 +20,6 @@ from api.bodies import (
 )
 from api.inputs.controls import ControlFields
 from shared.catalog_entry import MAX_LORA_SCALE, MIN_LORA_SCALE
-
-MAX_NAME_CHARS = 64
-"""Of an adapter."""
 
 
 class ImageFields(ControlFields):
@@ -42,7 +40,12 @@ class ImageFields(ControlFields):
         None, description="How much of the contrast that guidance adds is taken back, 0.7 if any."
     )
     lora_weights: str | None = Field(
-        None, max_length=MAX_NAME_CHARS, description="An adapter of the model."
+        None,
+        max_length=MAX_URL_CHARS,
+        description=(
+            "An adapter of the model, by its name. Or the https URL of its file, if the model "
+            "takes any; with #sha256=DIGEST behind it, only the file of that digest."
+        ),
     )
     lora_scale: float | None = Field(
         None,

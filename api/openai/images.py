@@ -26,10 +26,12 @@ from api.http.fast_route import StreamedRoute
 from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses, streamed
 from api.http.request import ApiRequest, open_request, while_connected
 from api.http.upload_form import MAX_EDIT_FIELDS, form_asks_for_stream
+from api.inputs.adapters_by_url import with_fetched_adapter
 from api.inputs.controls import CONTROL_IMAGE, check_control, prepare_control, with_control
 from api.inputs.image_fields import ImageFields
-from api.inputs.source_images import ImageCaller
-from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
+from api.inputs.source_images import ImageCaller, SourceImages
+from api.inputs.storage import StorageQuota
+from api.openai.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
 from api.openai.image_stream import ImagePosition, ImageStream
 from api.predictions.creation import digest_of
 from api.predictions.event_stream import HeldResponse
@@ -43,6 +45,7 @@ from api.tasks.image import (
     results_of,
     size_of,
 )
+from shared.after_image import drawings_of, input_of
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
 from shared.errors import BadInput, PenstockError, Unavailable
@@ -51,6 +54,7 @@ from shared.predictions import EVENTS_TYPE, MEDIA_TYPES
 from shared.stores.objects import ObjectStore, object_key
 from shared.stores.previews import Preview
 from shared.tasks import Input
+from shared.tasks.custom import CustomInput
 from shared.tasks.image import ImageInput, ImageResult, ImagesResult
 
 
@@ -187,6 +191,23 @@ class GenerationsEndpoint(Endpoint):
             model, inputs = run[0], [run[1]]
         return LineRequest(body, model, inputs, is_repeatable, reply_bytes)
 
+    async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[Input]:
+        """Returns the images, or the run that draws them, with the file of their adapter."""
+        body, model = cast(GenerationBody, request.body), request.model.drawn_by or request.model
+        run = request.inputs[0] if isinstance(request.inputs[0], CustomInput) else None
+        images = request.inputs if run is None else drawings_of(run)
+        first = images[0]
+        assert isinstance(first, ImageInput), "`read` has made images; this is a bug"
+        if first.adapter is None or not first.adapter.url:
+            return request.inputs
+        quota = StorageQuota(caller.tenant, 0, "images")
+        owner = ImageCaller(caller.tenant, quota, caller.base_url, caller.deadline_s, keep_s=0)
+        first = await with_fetched_adapter(first, model, owner, caller.source_images)
+        drawn = consecutive(first, first.seed, body.n)
+        if run is None:
+            return drawn
+        return [input_of(drawn, body.upscale, is_repeatable=request.is_repeatable)]
+
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
@@ -300,23 +321,32 @@ async def create_images(request: Request) -> Response:
     body = await call.read_json(GenerationBody)
     model = model_for(call, body)
     check_control(body, model)
-    if body.control_image is None:
-        return await answer_with(call, body, model, first_of(body, model))
-    call.check_room(model, body.n)
-    reading = _first_with_control(call, body, model, body.control_image)
-    first = await while_connected(request.receive, reading)
+    first = first_of(body, model)
+    if body.control_image is not None or (first.adapter is not None and first.adapter.url):
+        call.check_room(model, body.n)
+        images, caller = call.dependencies.source_images, image_caller(call, model)
+        reading = _with_files(first, body, model, caller, images)
+        first = await while_connected(request.receive, reading)
     return await answer_with(call, body, model, first)
 
 
-async def _first_with_control(
-    call: ApiRequest, body: GenerationBody, model: Model, url: str
+async def _with_files(
+    first: ImageInput,
+    body: GenerationBody,
+    model: Model,
+    caller: ImageCaller,
+    images: SourceImages,
 ) -> ImageInput:
-    """Returns the first image of a body whose control has its image at `url`."""
-    images, caller = call.dependencies.source_images, image_caller(call, model)
-    file = await images.fetch_image(url, caller, CONTROL_IMAGE)
-    asked = size_in(body, model)
-    control, size = await prepare_control(body, file.data, asked, model, caller, images)
-    return with_control(first_image(body, model, size), control)
+    """Returns the first image of a body with the files that it names: of its control and adapter.
+
+    Raises as SourceImages.fetch_image.
+    """
+    if body.control_image is not None:
+        file = await images.fetch_image(body.control_image, caller, CONTROL_IMAGE)
+        asked = size_in(body, model)
+        control, size = await prepare_control(body, file.data, asked, model, caller, images)
+        first = with_control(msgspec.structs.replace(first, width=size[0], height=size[1]), control)
+    return await with_fetched_adapter(first, model, caller, images)
 
 
 def image_caller(call: ApiRequest, model: Model) -> ImageCaller:

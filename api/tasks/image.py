@@ -5,6 +5,7 @@ Also builds the first image of a request from its parameters and the defaults of
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,6 +14,7 @@ import msgspec
 from pydantic import Field, field_validator, model_validator
 
 from api.errors import WrongField
+from api.inputs.adapters_by_url import with_fetched_adapter
 from api.inputs.codec_protocol import UNPADDED, Padding
 from api.inputs.controls import (
     CONTROL_IMAGE,
@@ -134,7 +136,7 @@ def first_image(request: ImageFields, model: Model, size: tuple[int, int]) -> Im
         seed=secrets.randbelow(2**32) if request.seed is None else request.seed,
         scheduler=request.scheduler or defaults.scheduler,
         negative_prompt=request.negative_prompt or "",
-        adapter=choose_adapter(model, request.lora_weights, request.lora_scale),
+        adapter=choose_adapter(model, request.lora_weights, request.lora_scale, takes_urls=True),
         clip_skip=request.clip_skip or None,
         guidance_rescale=request.guidance_rescale or 0.0,
     )
@@ -254,10 +256,12 @@ class ImageApi(ApiTask):
         """The input of a model. It has adapters, controls and `upscale` if the model has them."""
         schema = show_controls(super().input_schema_of(model), [model])
         fields, names = schema["properties"], list(model.image.adapters)
-        if names:
-            fields["lora_weights"] |= {
-                "anyOf": [{"enum": names, "type": "string"}, {"type": "null"}]
-            }
+        kinds: list[dict[str, Any]] = [{"enum": names, "type": "string"}] if names else []
+        if (urls := model.image.adapter_urls) is not None:
+            below = "|".join(re.escape(beginning) for beginning in urls.allowed)
+            kinds.append({"type": "string", "format": "uri", "pattern": f"^({below})"})
+        if kinds:
+            fields["lora_weights"] |= {"anyOf": [*kinds, {"type": "null"}]}
         else:
             del fields["lora_weights"], fields["lora_scale"]
         if model.image.upscale is None:
@@ -276,6 +280,7 @@ class ImageApi(ApiTask):
         else:
             first, kept = await _from_pictures(parsed, model, caller, images)
             shown = raw_input | kept
+        first = await with_fetched_adapter(first, model, caller, images)
         inputs = [
             msgspec.structs.replace(first, seed=first.seed + number)
             for number in range(parsed.num_outputs)
