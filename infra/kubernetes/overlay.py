@@ -146,7 +146,7 @@ def _volume(name: str, repository: str, bucket: str, cache_mib: int) -> dict[str
 
 
 def _compiles(model: Model) -> bool:
-    is_never = model.image.compile == "never" or bool(model.image.adapters)
+    is_never = model.image.compile == "never" or model.image.has_adapters
     return model.definition.is_compiled and model.gpu.type != "none" and not is_never
 
 

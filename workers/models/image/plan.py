@@ -69,7 +69,7 @@ def plan_for(entry: Model, capability: Capability) -> ImagePlan:
             f"{entry.name}: INT8 images need torchao; install penstock[gpu]", field="precision"
         )
     # Layers of adapters come and go beside those of the UNet, which a compiled graph can't follow.
-    has_adapters = bool(entry.image.adapters)
+    has_adapters = entry.image.has_adapters
     asked = "never" if has_adapters else entry.image.compile
     return ImagePlan(
         dtype=_dtype(entry.precision, capability),
