@@ -324,9 +324,9 @@ class FlowEngine:
             model = self._catalog.find(step.model)
             inputs = plan_step(step, run.scope)
         except BadInput as error:
-            raise _FlowFailed(ItemError(error.code, f"step {step.id!r}: {error.message}")) from (
-                error
-            )
+            at_step = "" if error.field else f"step {step.id!r}: "
+            reason = f"{at_step}{error.message}"
+            raise _FlowFailed(ItemError(error.code, reason, error.field)) from error
         own = _of_step(envelope, step, model, index_of(number, 0))
         items, done = self._items(number, inputs, model, envelope.tenant, body)
         done |= await self._hits(items, model, body)

@@ -15,7 +15,7 @@ import graphlib
 import json
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
@@ -207,6 +207,17 @@ def references_in(value: Any) -> Iterator[Reference]:
             yield from references_in(one)
 
 
+def input_named(references: Sequence[Reference]) -> str | None:
+    """Returns what the caller of a flow calls the one input that all of these refer to.
+
+    `input`: they are several. None: not all are inputs of the flow.
+    """
+    if not references or any(one.name != INPUT for one in references):
+        return None
+    names = {".".join(one.fields) for one in references}
+    return (names.pop() if len(names) == 1 else "") or INPUT
+
+
 def lists_in(for_each: str | Mapping[str, str] | None) -> dict[str, str]:
     """Returns the references of a `for_each` by the names of their lists. One has none: ""."""
     if for_each is None:
@@ -328,6 +339,25 @@ class FlowStep(_Part):
         lists = self.lists.values()
         conditions = [] if self.condition is None else self.condition.references
         return [*lists, *conditions, *references_in(self.input), *references_in(self.default)]
+
+    def origins_of(self, name: str, position: int) -> list[Reference]:
+        """Returns where an input of its model comes from.
+
+        Args:
+            name: of the input. `input`, if none has that name: all of them.
+            position: of the item. `$item` is this element of its list: `$input.documents.3`.
+        """
+        given = self.input.get(name, self.input if name == INPUT else None)
+        return [self._origin(one, position) for one in references_in(given)]
+
+    def _origin(self, reference: Reference, position: int) -> Reference:
+        if reference.name != ITEM:
+            return reference
+        name, fields = "", reference.fields
+        if isinstance(self.for_each, dict):
+            name, fields = fields[0], fields[1:]
+        elements = self.lists[name]
+        return elements._replace(fields=(*elements.fields, str(position), *fields))
 
     @property
     def depends_on(self) -> frozenset[str]:
@@ -463,10 +493,10 @@ def _scopes(step: FlowStep, scope: Mapping[str, Any]) -> list[Mapping[str, Any]]
         if not isinstance(elements, list):
             raise BadInput(f"for_each: {reference} is not a list")
         if len(elements) > step.max_items:
-            raise BadInput(
-                f"for_each: {reference} has {len(elements)} elements; at most {step.max_items} are "
-                "allowed"
-            )
+            most = f"{len(elements)} elements; at most {step.max_items} are allowed"
+            if (own := input_named([reference])) is not None:
+                raise BadInput(f"{own}: {most}", field=own)
+            raise BadInput(f"for_each: {reference} has {most}")
         lists[name] = [MISSING if one is None else one for one in elements]
     if len({len(elements) for elements in lists.values()}) > 1:
         raise BadInput("for_each: its lists do not have equal lengths")
