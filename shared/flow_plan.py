@@ -94,7 +94,15 @@ class Reference(NamedTuple):
             return [self._field(one, field) for one in value]
         if isinstance(value, Mapping) and field in value:
             return value[field]
-        raise BadInput(f"{self}: the value has no field {field!r}")
+        raise NoSuchField(self, field)
+
+
+class NoSuchField(BadInput):
+    """A value has no field of this name."""
+
+    def __init__(self, reference: Reference, name: str) -> None:
+        super().__init__(f"{reference}: the value has no field {name!r}")
+        self.reference = reference
 
 
 class Condition(NamedTuple):
@@ -348,9 +356,10 @@ class FlowStep(_Part):
             position: of the item. `$item` is this element of its list: `$input.documents.3`.
         """
         given = self.input.get(name, self.input if name == INPUT else None)
-        return [self._origin(one, position) for one in references_in(given)]
+        return [self.origin_of(one, position) for one in references_in(given)]
 
-    def _origin(self, reference: Reference, position: int) -> Reference:
+    def origin_of(self, reference: Reference, position: int) -> Reference:
+        """Returns the element of the list that `$item` is, or the reference itself."""
         if reference.name != ITEM:
             return reference
         name, fields = "", reference.fields
@@ -471,7 +480,12 @@ def plan_step(step: FlowStep, scope: Mapping[str, Any]) -> dict[int, dict[str, A
     """
     inputs = {}
     for position, own_scope in enumerate(_scopes(step, scope)):
-        one = _item_input(step, own_scope)
+        try:
+            one = _item_input(step, own_scope)
+        except NoSuchField as error:
+            if (own := input_named([step.origin_of(error.reference, position)])) is None:
+                raise
+            raise BadInput(f"{own}: it is missing", field=own) from error
         if one is not None:
             inputs[position] = one
     return inputs

@@ -221,6 +221,8 @@ async def test_the_recordings_of_a_batch(flows: World, settings: ApiSettings) ->
             {"texts": [], "pairs": [{"words": "a", "of": "b"}, {"words": "a", "of": "?"}]},
             "pairs.1.of: it has no word",
         ),
+        ({"texts": [], "pairs": [{"words": "a", "of": "b"}, {}]}, "pairs.1.words: it is missing"),
+        ({"texts": ["a"], "about": {}}, "about.topic: it is missing"),
         # What the model says of all its inputs.
         ({"texts": ["mills"]}, "input: it weighs 12, and at most 9 is allowed"),
         ({"texts": list("abcde")}, "texts: 5 elements; at most 4 are allowed"),
