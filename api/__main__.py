@@ -12,7 +12,7 @@ from api import metrics
 from api.app import create_app
 from api.server import server_config
 from shared.brokers import admin_of, transport_of
-from shared.catalog import read_catalog, reread_interfaces
+from shared.catalog_file import read_catalog, reread_interfaces
 from shared.errors import ConfigurationError
 from shared.inspection import deny_inspection
 from shared.logs import configure_logs

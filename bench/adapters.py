@@ -28,8 +28,9 @@ from bench.pipeline import only_model, say_nothing
 from bench.report import Figure, Outcome
 from infra.local.ports import Ports
 from infra.local.stack import Stack
-from shared.catalog import Model, read_catalog
+from shared.catalog import Model
 from shared.catalog_entry import Adapter
+from shared.catalog_file import read_catalog
 from shared.tasks.image import ImageInput, choose_adapter
 from workers.models.base import PreparedImage
 from workers.models.image.stepped import SteppedImageModel

@@ -22,7 +22,7 @@ from bench.pipeline import only_model, say_nothing
 from bench.report import Figure, Outcome
 from infra.local.ports import Ports
 from infra.local.stack import Stack
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 
 SHORT_STEPS, LONG_STEPS = (5, 8, 10), 50
 LONG_SHARE = 0.2

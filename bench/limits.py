@@ -18,7 +18,8 @@ from api.limits.limiter import Limiter
 from api.limits.store import LimitStore
 from bench.report import Figure, Outcome
 from infra.local.redis_server import RedisServer
-from shared.catalog import Model, read_catalog
+from shared.catalog import Model
+from shared.catalog_file import read_catalog
 from shared.charge import price_of
 from shared.messages import ItemOutcome, Receipt
 from shared.tasks.embedding import TextInput

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from bench.pipeline import MODEL, MODELS_FILE, Pipeline, running
 from bench.report import Figure, Outcome
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 
 PAGES = int(os.environ.get("BENCH_PAGES", "300"))
 PAGE_WORDS = 500

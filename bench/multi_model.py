@@ -29,7 +29,7 @@ from bench.load.texts import Texts
 from bench.pipeline import MODEL, MODELS_FILE, SCRAPE_LIMIT_S, Part, Pipeline, running
 from bench.report import Figure, Outcome
 from infra.local.provision_servers import provision
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.pubsub.admin import PubSubAdmin
 from workers.runtime.resident_models import weights_bytes
 from workers.scheduling.model_scheduler import ModelScheduler

@@ -17,7 +17,8 @@ from bench.report import Figure, Outcome
 from infra.local.ports import Ports
 from infra.local.process import free_port
 from infra.local.stack import Stack
-from shared.catalog import Model, read_catalog
+from shared.catalog import Model
+from shared.catalog_file import read_catalog
 
 IMAGES = 10
 STARTS = 3

@@ -22,7 +22,8 @@ import uvloop
 from shared import slo
 from shared.brokers import transport_of
 from shared.canary.store import CanaryStore
-from shared.catalog import Catalog, Model, read_catalog
+from shared.catalog import Catalog, Model
+from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError, PenstockError
 from shared.flow_engine import FlowEngine
 from shared.gc_tuning import settle_heap

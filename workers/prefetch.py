@@ -18,7 +18,8 @@ import typer
 from obstore.exceptions import BaseError
 from obstore.store import LocalStore, ObjectStore
 
-from shared.catalog import Catalog, read_catalog
+from shared.catalog import Catalog
+from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from workers.models.source import (
     Copy,

@@ -12,7 +12,7 @@ import uvloop
 from api import metrics
 from api.batch_runner.runner import opened_runner
 from shared.brokers import admin_of, transport_of
-from shared.catalog import read_catalog, reread_interfaces
+from shared.catalog_file import read_catalog, reread_interfaces
 from shared.errors import PenstockError
 from shared.gc_tuning import settle_heap
 from shared.inspection import deny_inspection

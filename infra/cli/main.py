@@ -167,7 +167,7 @@ def monitoring(
 ) -> None:
     """Write alerts for Prometheus and dashboards for Grafana."""
     from infra.monitoring.files import write_for_prometheus
-    from shared.catalog import read_catalog
+    from shared.catalog_file import read_catalog
 
     files = write_for_prometheus(
         out,
@@ -201,7 +201,7 @@ def doctor(
     if not cluster:
         raise typer.Exit(report(examine(), as_json=as_json))
     from infra.cli.cluster_doctor import ClusterDoctor, Kubectl
-    from shared.catalog import read_catalog
+    from shared.catalog_file import read_catalog
     from shared.settings import Settings, read_settings
 
     own = read_settings(Settings)

@@ -29,7 +29,7 @@ def run_on(
     Raises:
         Unavailable: Redis did not answer. The message names the setting.
     """
-    from shared.catalog import read_catalog
+    from shared.catalog_file import read_catalog
     from shared.settings import Settings, read_settings
 
     settings = read_settings(Settings)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from infra.kubernetes.deployment import read_deployment
 from infra.kubernetes.overlay import write_overlay
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
 
 

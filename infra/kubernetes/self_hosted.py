@@ -38,7 +38,8 @@ from infra.kubernetes.site import (
     VolumeObjects,
     read_site,
 )
-from shared.catalog import Catalog, read_catalog
+from shared.catalog import Catalog
+from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
 
 TREE = "self-hosted"

@@ -29,7 +29,8 @@ from infra.kubernetes.kustomization import TREE, dump_yaml
 from infra.kubernetes.overlay import clear_folder
 from infra.kubernetes.self_hosted import REDIS_DATA_PERCENT, write_self_hosted, write_time_slicing
 from infra.kubernetes.site import KINDS, SelfHostedSite, site_schema
-from shared.catalog import Catalog, read_catalog
+from shared.catalog import Catalog
+from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
 
 RENDER_LIMIT_S = 120.0

@@ -29,7 +29,8 @@ from infra.local.stack import Broker, Stack
 from infra.reports.runs import run_report
 from infra.text_table import table, transposed
 from models.shapes.judge import UNNAMED, DetectedShape, read
-from shared.catalog import Catalog, read_catalog
+from shared.catalog import Catalog
+from shared.catalog_file import read_catalog
 from shared.errors import ModelFailed, Unavailable
 from shared.settings import ApiSettings, read_settings
 

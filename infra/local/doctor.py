@@ -27,7 +27,8 @@ from infra.local.process import answers, listens
 from infra.local.redis_server import find_redis_server
 from infra.reports.tables import check_bigquery
 from shared.brokers import admin_of
-from shared.catalog import Catalog, read_catalog
+from shared.catalog import Catalog
+from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.settings import ApiSettings, Settings, read_settings
 from shared.stores.objects import ObjectStore

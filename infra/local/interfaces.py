@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from shared.catalog import LOCAL
+from shared.catalog_file import LOCAL
 from shared.errors import ConfigurationError
 from shared.tasks import TASKS
 

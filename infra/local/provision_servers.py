@@ -14,7 +14,8 @@ from collections.abc import Callable
 from infra.reports.tables import create_tables
 from shared.backoff import backoff
 from shared.brokers import admin_of
-from shared.catalog import Catalog, read_catalog
+from shared.catalog import Catalog
+from shared.catalog_file import read_catalog
 from shared.errors import Unavailable
 from shared.settings import ApiSettings
 from shared.topics import (

@@ -29,7 +29,8 @@ from infra.local.provision_servers import provision_broker
 from infra.local.stack_processes import LOG_FOLDER, StackProcesses
 from infra.local.supervision import SupervisedPart
 from infra.reports.tables import create_tables
-from shared.catalog import Catalog, Model, read_catalog
+from shared.catalog import Catalog, Model
+from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError, Unavailable
 from shared.settings import ApiSettings, read_settings
 

@@ -20,7 +20,7 @@ from infra.local.ports import Ports
 from infra.local.reload import Reloader
 from infra.local.stack import Broker, Stack
 from infra.local.supervision import Supervisor
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.inspection import deny_inspection
 from shared.loopback import is_loopback
 from shared.stores.key_stores import key_store

@@ -15,7 +15,7 @@ from infra.rollout.google import GoogleClient, default_credentials
 from infra.rollout.judge import CanaryJudge
 from infra.rollout.rollout import Rollout, smoke
 from infra.rollout.service import CloudRunService
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError, PenstockError
 
 

@@ -19,8 +19,9 @@ from fastapi import FastAPI
 from api.app import create_app
 from api.http.request import Dependencies
 from api.server import server_config
-from shared.catalog import Catalog, Model, read_catalog
+from shared.catalog import Catalog, Model
 from shared.catalog_entry import Batch, Generation
+from shared.catalog_file import read_catalog
 from shared.in_memory_broker import InMemoryBroker
 from shared.settings import ApiSettings, read_settings
 from shared.stores.cache import ResultCache
@@ -55,6 +56,8 @@ CATALOG = Catalog(
 TEXT_MODEL, IMAGE_MODEL = CATALOG.default("embedding"), CATALOG.default("image")
 TICK_S = 0.1
 """Between two looks of uvicorn's server."""
+ACCEPT_TURNS = 5
+"""Of the event loop, until an accepted socket is a connection. asyncio takes three."""
 T = TypeVar("T")
 
 
@@ -183,6 +186,9 @@ class PromptServer(uvicorn.Server):
         state = self.server_state
         for server in self.servers:
             server.close()
+        # One accepted a moment ago is not among the connections yet, and nobody would close it.
+        for _ in range(ACCEPT_TURNS):
+            await asyncio.sleep(0)
         for connection in list(state.connections):
             connection.shutdown()
         with suppress(TimeoutError):

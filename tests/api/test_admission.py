@@ -12,7 +12,8 @@ from prometheus_client import REGISTRY
 
 from api.dispatch.admission import MAX_RETRY_S, MIN_RETRY_S, Admission
 from api.fair_room import Demand
-from shared.catalog import Model, read_catalog
+from shared.catalog import Model
+from shared.catalog_file import read_catalog
 from shared.errors import Overloaded
 from shared.service_rate import ServiceRate
 from shared.tasks.base import FirstGuesses

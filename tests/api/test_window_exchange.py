@@ -22,7 +22,7 @@ from api.dispatch.model_window import (
     report_of,
 )
 from api.fair_room import Demand
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.service_rate import ServiceRate
 from shared.stores.redis_client import NO_REDIS
 from shared.tasks.base import FirstGuesses

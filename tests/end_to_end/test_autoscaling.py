@@ -13,7 +13,7 @@ from infra.kubernetes.autoscaling import TriggerQueries, own_prometheus
 from infra.local.stack import Stack
 from infra.planning.simulation.promql import PromQuery
 from infra.planning.simulation.timeseries import TimeSeries
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.kubernetes_names import slug
 from tests.end_to_end.conftest import EMBEDDER
 from tests.end_to_end.rows import eventually

@@ -9,8 +9,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.catalog import Catalog, flow_of, read_catalog
+from shared.catalog import Catalog, flow_of
 from shared.catalog_entry import FlowEntry
+from shared.catalog_file import read_catalog
 from shared.errors import BadInput, ConfigurationError
 from shared.flow_plan import MISSING, Condition, Reference, parse_condition
 from tests.api.harness import CATALOG

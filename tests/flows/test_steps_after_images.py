@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from shared.catalog import Catalog, flow_of, read_catalog
+from shared.catalog import Catalog, flow_of
 from shared.catalog_entry import FlowEntry
+from shared.catalog_file import read_catalog
 from shared.errors import BadInput, ConfigurationError
 from shared.flow_plan import FlowStep, plan_step
 from tests.flows.models import CHECK, JOIN, SPLIT, class_entry

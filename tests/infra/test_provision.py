@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from infra.local.provision_servers import provision
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
 from shared.topics import (

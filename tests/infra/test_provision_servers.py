@@ -12,7 +12,7 @@ from google.cloud.bigquery import Table
 
 from infra.local.process import free_port
 from infra.reports.tables import check_bigquery
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.errors import Unavailable
 from shared.pubsub.admin import PubSubAdmin
 from shared.settings import Settings, read_settings

@@ -23,7 +23,8 @@ import pytest
 import redis
 
 from infra.bigquery import schema
-from shared.catalog import Catalog, read_catalog
+from shared.catalog import Catalog
+from shared.catalog_file import read_catalog
 from shared.messages import (
     BatchedReply,
     decode_job,

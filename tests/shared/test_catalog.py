@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.catalog import Catalog, Model, read_catalog
+from shared.catalog import Catalog, Model
+from shared.catalog_file import read_catalog
 from shared.charge import list_price_usd, price_of
 from shared.errors import ConfigurationError, UnknownModel
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.catalog import Catalog, read_catalog
+from shared.catalog import Catalog
+from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
 
 MODELS = """\

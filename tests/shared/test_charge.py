@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shared.catalog import Model, read_catalog
+from shared.catalog import Model
 from shared.catalog_entry import Batch, Price, PriceChange
+from shared.catalog_file import read_catalog
 from shared.charge import ItemPrice, charge_of, charged_work, price_of
 from shared.errors import ConfigurationError
 from shared.messages import (

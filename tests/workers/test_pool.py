@@ -12,7 +12,8 @@ import numpy as np
 import psutil
 import pytest
 
-from shared.catalog import Model, read_catalog
+from shared.catalog import Model
+from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from shared.tasks import Input
 from shared.tasks.embedding import EmbeddingResult, TextInput

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from shared.catalog import Model, read_catalog
+from shared.catalog import Model
 from shared.catalog_entry import Cache
+from shared.catalog_file import read_catalog
 from shared.in_memory_broker import InMemoryBroker
 from shared.messages import Envelope, Item, Job, JobBody, decode_reply, encode_job
 from shared.settings import WorkerSettings, read_settings

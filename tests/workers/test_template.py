@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.tasks.embedding import EmbeddingResult
 from tests.limits import START_LIMIT_S
 from workers.models.base import PreparedText

@@ -9,7 +9,7 @@ import sys
 from aiohttp import web
 from prometheus_client import generate_latest
 
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
 from shared.inspection import deny_inspection
 from shared.logs import configure_logs

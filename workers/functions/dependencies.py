@@ -12,7 +12,7 @@ import logging
 from contextlib import AsyncExitStack
 
 from shared.brokers import transport_of
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.errors import Unavailable
 from shared.stores.records import Records
 from shared.stores.signed_urls import UrlSigner

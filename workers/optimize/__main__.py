@@ -18,7 +18,8 @@ import msgspec
 import typer
 from rich.console import Console
 
-from shared.catalog import Model, read_catalog
+from shared.catalog import Model
+from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from shared.settings import WorkerSettings, read_settings
 from workers.models.artifact import (

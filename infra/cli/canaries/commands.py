@@ -33,7 +33,7 @@ def promote(path: Path, name: str) -> None:
         ConfigurationError: the file has no such model, or it has no canary, or its entry stands in
             one line.
     """
-    from shared.catalog import read_catalog
+    from shared.catalog_file import read_catalog
 
     text = path.read_text(encoding="utf-8")
     edited = _promoted(text, _entry(path, text, name), path)

@@ -27,7 +27,8 @@ from infra.planning.deploy.rates import (
 )
 from infra.planning.deploy.sizing import Pool, Site, Workers
 from infra.text_table import table
-from shared.catalog import Catalog, read_catalog
+from shared.catalog import Catalog
+from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
 
 

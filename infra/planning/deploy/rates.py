@@ -14,7 +14,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from infra.planning.entry import Entry, explained
 from infra.planning.item_load import ItemLoad, check_work
-from shared.catalog import LOCAL, Catalog, Model
+from shared.catalog import Catalog, Model
+from shared.catalog_file import LOCAL
 from shared.errors import ConfigurationError
 from shared.model_measurement import FILE_NAME, ModelMeasurement, read_measurement
 

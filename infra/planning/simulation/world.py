@@ -58,7 +58,8 @@ from infra.planning.simulation.service import Service, SharedService
 from infra.planning.simulation.streams import Arrivals, arrival_times, peak_per_s
 from infra.planning.simulation.timeseries import TimeSeries
 from infra.planning.simulation.worker import Steps
-from shared.catalog import Catalog, Model, read_catalog
+from shared.catalog import Catalog, Model
+from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
 from shared.settings import ApiSettings
 from shared.topics import batch_subscription_id, workers_subscription_id

@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 import pytest
 
 from infra.reports.runs import run_report
-from shared.catalog import Model, read_catalog
+from shared.catalog import Model
 from shared.catalog_entry import Price
+from shared.catalog_file import read_catalog
 from shared.messages import Envelope, ItemOutcome, Receipt
 from shared.usage.row import Row, row_of
 from shared.usage.writer import fields_of

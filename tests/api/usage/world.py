@@ -15,8 +15,9 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud import bigquery
 
 from infra import bigquery as tables
-from shared.catalog import Catalog, read_catalog
+from shared.catalog import Catalog
 from shared.catalog_entry import Cache, Price
+from shared.catalog_file import read_catalog
 from shared.settings import ApiSettings
 from shared.tenants.plan import Plan
 from shared.usage.row import Row

@@ -32,7 +32,7 @@ from infra.local.provision_servers import provision
 from infra.planning.deploy.platform_variables import INBOX_STRIDE
 from infra.row_archive import archive as row_archive
 from pubsub_emulator import parse_filter
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.messages import Envelope, Reply, ReplyBody, encode_reply
 from shared.tenants.plan import PRIORITIES, Priority
 from shared.topics import batch_subscription_id, workers_subscription_id

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.kubernetes_names import slug
 from tests.infra.deploy.manifests import Objects, of_kind, pod, render, workers
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from infra.kubernetes.overlay import credentials, write_overlay
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
 from tests.infra.deploy.manifests import (
     DEPLOYMENT,

@@ -17,7 +17,7 @@ from infra.planning.deploy.plan import DeployPlan
 from infra.planning.deploy.platform_variables import Platform
 from infra.planning.deploy.topology import gpu_pools, redis
 from infra.planning.entry import Entry
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from tests.infra.deploy.planning import plan_of, rate
 from tests.infra.deploy.terraform import REGIONS, Plan, plan_platform
 

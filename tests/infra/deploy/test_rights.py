@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.topics import (
     WEBHOOKS_TOPIC_ID,
     batch_subscription_id,

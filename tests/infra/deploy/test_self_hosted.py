@@ -15,7 +15,7 @@ import yaml
 from infra.kubernetes.self_hosted import main
 from infra.kubernetes.site import SelfHostedSite, read_site
 from infra.row_archive.archive import RowArchiveSettings
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
 from shared.kubernetes_names import slug
 from shared.settings import ApiSettings, Settings, WorkerSettings

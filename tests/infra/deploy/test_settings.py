@@ -13,7 +13,7 @@ import pytest
 from infra.local.ports import Ports
 from infra.local.stack import REPLACED_BY, Stack
 from infra.row_archive.archive import RowArchiveSettings
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.settings import ApiSettings, Settings, WorkerSettings
 from shared.topics import direct_id, inbox_topic_id
 from tests.infra.deploy.manifests import Objects, settings_of, workers

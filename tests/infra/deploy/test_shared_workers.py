@@ -17,7 +17,8 @@ from infra.planning.deploy import __main__
 from infra.planning.deploy.plan import DeployPlan, make_plan
 from infra.planning.deploy.platform_variables import Platform
 from infra.planning.deploy.rates import DemandRates, ModelRate
-from shared.catalog import Catalog, read_catalog
+from shared.catalog import Catalog
+from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
 from tests.infra.deploy.helm import templates
 from tests.infra.deploy.manifests import (

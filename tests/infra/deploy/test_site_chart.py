@@ -11,7 +11,7 @@ import pytest
 
 from infra.kubernetes.site import SelfHostedSite
 from infra.kubernetes.site_chart import default_values, main, write_site_chart
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
 from tests.infra.deploy.helm import Answer, lint, templates
 from tests.infra.deploy.manifests import Objects

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from infra.monitoring.alerts import OFF_GOOGLE, Alert
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.kubernetes_names import slug
 from shared.logs import JsonFormatter
 from tests.infra.deploy.terraform import PROJECT, Plan, plan_platform

@@ -18,7 +18,7 @@ from infra.kubernetes.autoscaling import (
     managed_prometheus,
     own_prometheus,
 )
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.charge import SHARED
 from shared.slo import ENDS
 from tests.infra.monitoring.promql import asked_by, grafana_queries, queries

@@ -14,7 +14,8 @@ from infra.rollout.google import GoogleClient
 from infra.rollout.judge import CanaryJudge
 from infra.rollout.rollout import Rollout, smoke
 from infra.rollout.service import CloudRunService
-from shared.catalog import Catalog, read_catalog
+from shared.catalog import Catalog
+from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError, Unavailable
 from tests.infra.rollout.google_apis import KEY, PROJECT, SERVICE, GoogleApis, Region, serving
 

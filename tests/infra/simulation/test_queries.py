@@ -9,7 +9,7 @@ import pytest
 from infra.kubernetes.autoscaling import MAX_STEP, TriggerQueries, managed_prometheus
 from infra.planning.simulation.promql import PromQuery
 from infra.planning.simulation.timeseries import TimeSeries
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 
 MODEL = read_catalog(Path("models.yaml")).find("stable-diffusion-tiny")
 GUESS_S = MODEL.definition.first_guesses.item_s

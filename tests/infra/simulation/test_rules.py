@@ -10,7 +10,7 @@ import pytest
 from infra.kubernetes.deployment import Deployment
 from infra.kubernetes.overlay import write_overlay
 from infra.planning.simulation.rules import autoscaler_rules, read_rules, rendered
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
 from shared.kubernetes_names import slug
 from tests.infra.deploy.manifests import DEPLOYMENT, of_kind, render

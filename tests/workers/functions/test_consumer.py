@@ -13,7 +13,7 @@ import pytest
 from infra.local.process import Process, answers, free_port
 from infra.local.provision_servers import TAKEN, provision
 from infra.local.stack_processes import RabbitServer
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.errors import Unavailable, UndecodableMessage
 from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport

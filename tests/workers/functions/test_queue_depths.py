@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 from infra.local.process import free_port
 from infra.local.provision_servers import provision
 from infra.local.stack_processes import RabbitServer
-from shared.catalog import read_catalog
+from shared.catalog_file import read_catalog
 from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
 from shared.topics import jobs_topic_id, workers_subscription_id

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shared.errors import PenstockError
+from shared.errors import ConfigurationError, PenstockError
 from shared.model_measurement import FILE_NAME
 from workers.models.custom.checking import inspect_folder, is_current, write_interface
 from workers.models.custom.environments import python_for
@@ -18,8 +19,47 @@ from workers.models.custom.measuring import (
     report,
     write_measurement,
 )
-from workers.models.custom.starting import start
 from workers.models.custom.trial import predict
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{2,63}")
+_CLASS = '''"""A model of one's own. `penstock models check .` writes what it takes and gives."""
+
+from cog import BasePredictor, ConcatenateIterator, Input
+
+
+class Predictor(BasePredictor):
+    """Says each word of a text backward."""
+
+    def setup(self) -> None:
+        """Runs once in each process: load weights here."""
+        self.separator = " "
+
+    def predict(
+        self,
+        text: str = Input(description="The text to turn around.", min_length=1),
+        repeat: int = Input(description="How often it is said.", default=1, ge=1, le=10),
+    ) -> ConcatenateIterator[str]:
+        """Each word is sent as soon as it is yielded."""
+        for _ in range(repeat):
+            for word in text.split():
+                yield word[::-1] + self.separator
+'''
+_TEST = '''"""The class by itself: python -m pytest test_predict.py"""
+
+from predict import Predictor
+
+
+def test_each_word_is_turned_around() -> None:
+    predictor = Predictor()
+    predictor.setup()
+    assert "".join(predictor.predict(text="stressed mood", repeat=1)) == "desserts doom "
+'''
+_ENTRY = """models:
+  - name: {name}
+    task: custom
+    source: local:{folder}
+    price: {{per_item_usd: 0.001}}
+"""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -134,12 +174,42 @@ def _install(arguments: argparse.Namespace) -> None:
 
 
 def _init(arguments: argparse.Namespace) -> None:
-    folder = start(arguments.name, Path())
+    folder = _start(arguments.name, Path())
     inspected = inspect_folder(folder)
     write_interface(folder, inspected.interface)
     print(f"{folder}/ has a class, its test and its entry. Next:")
     print(f"  penstock predict {folder} -i text='stressed mood'")
     print(f"  PENSTOCK_MODELS_FILE={folder}/models.yaml penstock up")
+
+
+def _start(name: str, parent: Path) -> Path:
+    """Writes a new folder `name` with predict.py, test_predict.py and models.yaml.
+
+    Args:
+        name: of the folder and of the model.
+        parent: the folder it is made in.
+
+    Returns:
+        The new folder.
+
+    Raises:
+        ConfigurationError: the name is not one of a model, or the folder is there.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigurationError(
+            f"{name[:80]!r} is no name of a model: 3 to 64 letters, digits, '_' and '-', "
+            "beginning with a letter"
+        )
+    folder = parent / name
+    try:
+        folder.mkdir()
+        (folder / "predict.py").write_text(_CLASS, encoding="utf-8")
+        (folder / "test_predict.py").write_text(_TEST, encoding="utf-8")
+        entry = _ENTRY.format(name=name, folder=folder.resolve())
+        (folder / "models.yaml").write_text(entry, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"{folder}: {error.strerror}") from error
+    return folder
 
 
 if __name__ == "__main__":

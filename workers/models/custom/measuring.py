@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shared.blob import FILE_FORMAT
-from shared.catalog import LOCAL, Model
+from shared.catalog import Model
 from shared.catalog_entry import MAX_WORK
+from shared.catalog_file import LOCAL
 from shared.errors import BadInput, ConfigurationError, PenstockError
 from shared.messages import PrintedLogs
 from shared.model_interface import ModelInterface

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.models.custom.runner.landlock import abi_version
+from workers.models.custom.runner.confinement import abi_version
 
 ROOT = Path(__file__).parents[4]
 AS_NOBODY = """
@@ -120,7 +120,7 @@ def test_what_cuda_needs_is_allowed(tmp_path: Path) -> None:
 RULES = """
 import ctypes, sys
 sys.path.insert(0, sys.argv[1])
-from workers.models.custom.runner.landlock import restrict_writes
+from workers.models.custom.runner.confinement import restrict_writes
 ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)  # no new privileges
 restrict_writes([], files_of=[sys.argv[2]])
 for name in ("nvidia0", "nvidia-caps/nvidia-cap1", "nvidia-uvm"):

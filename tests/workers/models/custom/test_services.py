@@ -10,7 +10,7 @@ import pytest
 from shared.settings import Settings, read_settings
 from tests.workers.models.custom.classes import compute, entry_of, output_of, write_class
 from workers.models.custom.model import CustomModel
-from workers.models.custom.runner.landlock import abi_version
+from workers.models.custom.runner.confinement import abi_version
 from workers.models.custom.services import service_ports
 
 CONNECTS = """

@@ -4,7 +4,15 @@ It ends with its parent. It is the first that the system kills if memory is shor
 capability, so it can't look into other processes even if it runs as root: the system lets a process
 read `/proc/<pid>/environ` and the memory only of those that have no more capabilities than itself
 (ptrace(2), "Ptrace access mode checking"). Its `/tmp` is its own, and it writes nowhere but there
-and below its scratch folder (landlock.py, mounts.py).
+and below its scratch folder.
+
+- Landlock (landlock(7)) takes writing anywhere else. Reading is not restricted. A process that is
+  restricted can't look into processes outside, so it reads no `/proc/<pid>/environ` and no memory
+  of theirs, whoever owns them. From ABI 6 on (Linux 6.12) it sends them no signal, and has no
+  abstract Unix socket of theirs. What it starts inherits this, and nothing takes it back.
+- A mount namespace (mount_namespaces(7)) makes `/tmp` a folder of its own, which ends with it:
+  classes write to `/tmp/out.png` by name. It takes the capability for it, or user namespaces, which
+  not all systems give to everyone (user_namespaces(7)).
 
 `run_confined` does the same for a program, such as the one that installs packages.
 """
@@ -17,9 +25,9 @@ import os
 import resource
 import signal
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-
-from workers.models.custom.runner import landlock, mounts
+from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_CAPBSET_DROP = 1, 15, 24
 _PR_SET_NO_NEW_PRIVS = 38
@@ -36,6 +44,27 @@ OWN_THREADS = "/proc/self/task"
 """CUDA names its threads there, and does not start if it can't (CUDA_ERROR_OPERATING_SYSTEM). These
 are the threads of the process itself, not of those that it starts."""
 
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+"""Numbers of the system calls, equal on all architectures."""
+_VERSION = 1
+_PATH_BENEATH, _NET_PORT = 1, 2
+_CONNECT_TCP = 1 << 1
+_NET_FROM_ABI = 4
+_PORTS = range(1 << 16)
+_WRITE_FILE, _REFER, _TRUNCATE = 1 << 1, 1 << 13, 1 << 14
+_MAKE_AND_REMOVE = sum(1 << bit for bit in range(4, 13))
+_SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1 << 0, 1 << 1
+_SIGNALS_FROM_ABI = 6
+
+TMP = "/tmp"
+_PR_SET_DUMPABLE = 4
+_NEW_MOUNTS, _NEW_USER = 0x0002_0000, 0x1000_0000
+_READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 1 << 5, 1 << 12, 1 << 14, 1 << 18
+_NO_SUID, _NO_DEV, _NO_EXEC, _NO_ATIME, _NO_DIR_ATIME = 1 << 1, 1 << 2, 1 << 3, 1 << 10, 1 << 11
+_KEPT_FLAGS = _NO_SUID | _NO_DEV | _NO_EXEC | _NO_ATIME | _NO_DIR_ATIME
+"""Options that a mount in a user namespace must keep. statvfs has the same numbers."""
+_ST_RELATIME, _RELATIME = 1 << 12, 1 << 21
+
 
 class _Header(ctypes.Structure):
     _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
@@ -47,6 +76,23 @@ class _Sets(ctypes.Structure):
         ("permitted", ctypes.c_uint32),
         ("inheritable", ctypes.c_uint32),
     )
+
+
+class _Ruleset(ctypes.Structure):
+    _fields_ = (
+        ("handled_fs", ctypes.c_uint64),
+        ("handled_net", ctypes.c_uint64),
+        ("scoped", ctypes.c_uint64),
+    )
+
+
+class _PathBeneath(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = (("allowed", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
+
+
+class _NetPort(ctypes.Structure):
+    _fields_ = (("allowed", ctypes.c_uint64), ("port", ctypes.c_uint64))
 
 
 def confine(
@@ -76,12 +122,12 @@ def confine(
     _set(_PR_SET_NAME, ctypes.create_string_buffer(NAME))
     _set(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     paths = [Path(one) for one in (scratch, *read_only)]
-    writable = [scratch, SHARED_MEMORY, mounts.TMP]
+    writable = [scratch, SHARED_MEMORY, TMP]
     missing = []
-    if not mounts.take_private_tmp(Path(scratch, "tmp"), paths):
+    if not take_private_tmp(Path(scratch, "tmp"), paths):
         missing.append("no namespace of mounts: it shares /tmp with others")
     missing += _give_up(writable)
-    if denied_ports and not landlock.deny_tcp(denied_ports):
+    if denied_ports and not deny_tcp(denied_ports):
         missing.append("no Landlock 4 (Linux 6.7): it can connect to our services")
     return missing
 
@@ -99,10 +145,10 @@ def _give_up(writable: Sequence[str]) -> list[str]:
         _set(_PR_CAPBSET_DROP, number)
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).capset(ctypes.byref(_Header(_CAPABILITY_VERSION_3, 0)), (_Sets * 2)())
-    abi = landlock.restrict_writes(writable, files_of=[DEVICES, OWN_THREADS])
+    abi = restrict_writes(writable, files_of=[DEVICES, OWN_THREADS])
     if not abi:
         return ["no Landlock: it writes what its user may write, and sees others of its user"]
-    if not landlock.scopes_signals(abi):
+    if not scopes_signals(abi):
         return [f"Landlock {abi} (Linux before 6.12): it can end processes of its user"]
     return []
 
@@ -110,3 +156,169 @@ def _give_up(writable: Sequence[str]) -> list[str]:
 def _set(option: int, value: object) -> None:
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def abi_version() -> int:
+    """The version of Landlock that the system has. 0: none."""
+    return max(0, _call(_CREATE_RULESET, None, 0, _VERSION))
+
+
+def restrict_writes(folders: Sequence[str], files_of: Sequence[str] = ()) -> int:
+    """Lets this process change files below these folders only.
+
+    `no_new_privs` must be set.
+
+    Args:
+        folders: all below may be written, made and removed. One that is missing is left out.
+        files_of: folders whose files may be written, but not made or removed. They stay open: a
+            rule is about an inode, and one of /proc is made anew once nobody has it open.
+
+    Returns:
+        The version of Landlock, or 0 if nothing was restricted.
+    """
+    abi = abi_version()
+    if not abi:
+        return 0
+    writes = _WRITE_FILE | (_TRUNCATE if abi >= 3 else 0)
+    handled = writes | _MAKE_AND_REMOVE | (_REFER if abi >= 2 else 0)
+    scoped = _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS if abi >= _SIGNALS_FROM_ABI else 0
+    ruleset = _Ruleset(handled, 0, scoped)
+    size = {True: 24, False: 16 if abi >= 4 else 8}[abi >= _SIGNALS_FROM_ABI]
+    fd = _call(_CREATE_RULESET, ctypes.byref(ruleset), size, 0)
+    if fd < 0:
+        return 0
+    try:
+        for folder in folders:
+            _allow(fd, folder, handled)
+        for folder in files_of:
+            _allow(fd, folder, writes, stays_open=True)
+        return abi if _call(_RESTRICT_SELF, fd, 0) == 0 else 0
+    finally:
+        os.close(fd)
+
+
+def deny_tcp(ports: Sequence[int]) -> bool:
+    """Keeps this process from connecting to these TCP ports, on any machine.
+
+    Landlock has lists of what is allowed only, so all others are allowed one by one: 0.2 s. It also
+    refuses to move a file from one folder to another (EXDEV) by every rule set that does not allow
+    it, even one about ports alone, so this one allows it everywhere.
+
+    Returns:
+        Whether it was done: from ABI 4 on (Linux 6.7).
+    """
+    if abi_version() < _NET_FROM_ABI:
+        return False
+    ruleset = _Ruleset(_REFER, _CONNECT_TCP, 0)
+    fd = _call(_CREATE_RULESET, ctypes.byref(ruleset), 16, 0)
+    if fd < 0:
+        return False
+    try:
+        _allow(fd, "/", _REFER)
+        rule = _NetPort(_CONNECT_TCP, 0)
+        for port in _PORTS:
+            if port not in ports:
+                rule.port = port
+                _call(_ADD_RULE, fd, _NET_PORT, ctypes.byref(rule), 0)
+        return _call(_RESTRICT_SELF, fd, 0) == 0
+    finally:
+        os.close(fd)
+
+
+def scopes_signals(abi: int) -> bool:
+    """Returns whether this version keeps signals inside."""
+    return abi >= _SIGNALS_FROM_ABI
+
+
+def _allow(ruleset: int, folder: str, access: int, *, stays_open: bool = False) -> None:
+    try:
+        fd = os.open(folder, os.O_PATH | os.O_CLOEXEC | os.O_DIRECTORY)
+    except OSError:
+        return
+    try:
+        rule = _PathBeneath(access, fd)
+        _call(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(rule), 0)
+    finally:
+        if not stays_open:
+            os.close(fd)
+
+
+def _call(number: int, *arguments: object) -> int:
+    """A system call. -1 if it fails, or if this is no Linux."""
+    syscall = _syscall()
+    if syscall is None:
+        return -1
+    words = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]
+    return int(syscall(ctypes.c_long(number), *words))
+
+
+@cache
+def _syscall() -> Any:
+    try:
+        syscall = ctypes.CDLL(None, use_errno=True).syscall
+    except (AttributeError, OSError):
+        return None
+    syscall.restype = ctypes.c_long
+    return syscall
+
+
+def take_private_tmp(folder: Path, kept: Sequence[Path]) -> bool:
+    """Mounts a folder at `/tmp` of this process. It must have one thread.
+
+    Args:
+        folder: what `/tmp` is from now on. It is made.
+        kept: folders that stay at their paths if they are below `/tmp`: the first as it is, the
+            others read-only.
+
+    Returns:
+        Whether it was done. If not, `/tmp` is as it was.
+    """
+    folder.mkdir(mode=0o1777, exist_ok=True)
+    try:
+        _enter_namespace()
+        _mount("none", "/", _RECURSIVE | _PRIVATE)
+        for number, path in enumerate(_below_tmp(kept)):
+            _show(path, folder / path.relative_to(TMP), is_writable=number == 0 and path == kept[0])
+        _mount(str(folder), TMP, _BIND | _RECURSIVE)
+    except OSError:
+        return False
+    return True
+
+
+def _below_tmp(paths: Sequence[Path]) -> list[Path]:
+    """Those below /tmp, each once, and none that is in another one."""
+    below = [one for one in dict.fromkeys(paths) if Path(TMP) in one.parents and one.is_dir()]
+    return [one for one in below if not any(other in one.parents for other in below)]
+
+
+def _show(path: Path, at: Path, *, is_writable: bool) -> None:
+    at.mkdir(parents=True, exist_ok=True)
+    _mount(str(path), str(at), _BIND | (0 if is_writable else _RECURSIVE))
+    if not is_writable:
+        options = os.statvfs(at).f_flag
+        flags = options & _KEPT_FLAGS | (_RELATIME if options & _ST_RELATIME else 0)
+        _mount("none", str(at), _REMOUNT | _BIND | _READ_ONLY | flags)
+
+
+def _enter_namespace() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_NEW_MOUNTS) == 0:
+        return
+    user, group = os.getuid(), os.getgid()
+    if libc.unshare(_NEW_USER | _NEW_MOUNTS):
+        raise OSError(ctypes.get_errno(), "no namespace")
+    # A new namespace hides a process from its own user, and so its maps from itself.
+    libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{user} {user} 1"),
+        ("gid_map", f"{group} {group} 1"),
+    ):
+        Path("/proc/self", name).write_text(text, encoding="ascii")
+
+
+def _mount(source: str, target: str, flags: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    words = (source.encode(), target.encode(), None, ctypes.c_ulong(flags), None)
+    if libc.mount(*words):
+        raise OSError(ctypes.get_errno(), f"mount {target}")
