@@ -70,7 +70,7 @@ test-slow: $(STAMP) ## the other tests: whole stacks, kills, fuzz, oracles, real
 
 # Property tests stand in `make test` with few examples; here they get many.
 slow-unit: $(STAMP)
-	$(call timed,pytest of slow tests,$(PYTEST) -n $(SLOW_PYTEST_WORKERS) -m "slow or hypothesis" --hypothesis-profile=many)
+	$(call timed,pytest of slow tests,$(PYTEST) -n $(SLOW_PYTEST_WORKERS) -m "slow or hypothesis" --hypothesis-profile=many --durations=40)
 
 check: lint types imports ## the checks that run nothing
 

@@ -44,16 +44,27 @@ class GroupScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no ty
 
 
 SLOW_S, QUICK_S = 1.0, 0.1
-"""About how long a test takes, on a quiet machine of two cores, unless its mark says so:
+"""About how long a test takes, on a quiet machine of two cores, unless a mark says so:
 `pytest.mark.slow(about_s=60)`, or `pytest.mark.many(about_s=60)` of a property test with many
-examples. Only the order comes from it.
+examples. The mark of a test says how long the test takes, the `pytestmark` of a file how long the
+whole file does. Only the order comes from it.
 """
 
 
-def about_s(item: pytest.Item) -> float:
-    """About how many seconds a test takes."""
-    mark = item.get_closest_marker("slow") or item.get_closest_marker("many")
-    return QUICK_S if mark is None else float(mark.kwargs.get("about_s", SLOW_S))
+def about_s(items: Iterable[pytest.Item]) -> float:
+    """About how many seconds tests take one after the other."""
+    tests_s, files_s = 0.0, dict[str, float]()
+    for item in items:
+        marks = (*item.iter_markers_with_node("slow"), *item.iter_markers_with_node("many"))
+        if not marks:
+            tests_s += QUICK_S
+            continue
+        node, mark = marks[0]
+        if isinstance(node, pytest.Module) and "about_s" in mark.kwargs:
+            files_s[node.nodeid] = float(mark.kwargs["about_s"])
+        else:
+            tests_s += float(mark.kwargs.get("about_s", SLOW_S))
+    return tests_s + sum(files_s.values())
 
 
 def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
@@ -64,7 +75,7 @@ def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         groups[group_of(item.nodeid)].append(item)
-    by_length = sorted(groups.values(), key=lambda group: -sum(map(about_s, group)))
+    by_length = sorted(groups.values(), key=about_s, reverse=True)
     return [item for group in by_length for item in group]
 
 

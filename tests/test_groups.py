@@ -77,10 +77,19 @@ def test_what_takes_longest_begins_first(pytester: pytest.Pytester) -> None:
         "test_b": "@slow(about_s=30)\ndef test_1(): pass\ndef test_2(): pass",
         "test_c": "pytestmark = slow\ndef test_1(): pass",
         "test_d": "@pytest.mark.many(about_s=60)\ndef test_1(): pass",
+        "test_e": "pytestmark = slow(about_s=40)\ndef test_1(): pass\ndef test_2(): pass",
     }
     head = "import pytest\nslow = pytest.mark.slow\n"
     pytester.makepyfile(**{name: head + text for name, text in texts.items()})
     items, _ = pytester.inline_genitems()
-    assert [about_s(item) for item in items] == [QUICK_S, QUICK_S, 30, QUICK_S, SLOW_S, 60]
+    assert [about_s([item]) for item in items] == [
+        *(QUICK_S, QUICK_S),
+        *(30, QUICK_S),
+        SLOW_S,
+        60,
+        *(40, 40),
+    ]
+    assert about_s(items) == 30 + 60 + 40 + SLOW_S + 3 * QUICK_S, "a file's mark counts once"
     names = [item.nodeid.replace(".py::test_", " ") for item in longest_first(items)]
-    assert names == ["test_d 1", "test_b 1", "test_b 2", "test_c 1", "test_a 1", "test_a 2"]
+    expected = ["d 1", "e 1", "e 2", "b 1", "b 2", "c 1", "a 1", "a 2"]
+    assert names == [f"test_{name}" for name in expected]

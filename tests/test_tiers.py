@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.limits import START_LIMIT_S
-from tests.tiers import QUICK, SLOW, Spent, has_none_of, quiet_s
+from tests.tiers import MAX_NAMED_FILES, QUICK, SLOW, QuickTests, Spent, has_none_of, quiet_s
 
 ROOT = Path(__file__).parents[1]
 CONFTEST = """
@@ -104,6 +104,21 @@ def test_seconds_are_those_of_a_quiet_machine(
     wall_s: float, cpu_s: float, load: float, took_s: float
 ) -> None:
     assert quiet_s(Spent(wall_s, cpu_s), load) == pytest.approx(took_s)
+
+
+def test_the_files_that_took_longest_come_first() -> None:
+    tests = QuickTests()
+    for number in range(MAX_NAMED_FILES + 3):
+        for when in ("setup", "call"):
+            name = f"tests/test_{number}.py::test_a"
+            report = pytest.TestReport(
+                name, ("", 0, ""), {}, "passed", None, when, duration=float(number)
+            )
+            tests.pytest_runtest_logreport(report)
+    found = list(tests.longest_files.items())
+    last = MAX_NAMED_FILES + 2
+    assert found[0] == (f"tests/test_{last}.py", 2.0 * last)
+    assert found[-1] == ("tests/test_3.py", 6.0)
 
 
 def test_only_files_without_a_test_of_the_tier_are_left_out(tmp_path: Path) -> None:

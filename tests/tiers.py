@@ -27,6 +27,8 @@ QUICK_EXAMPLES = 25
 """Examples of each property test in the quick tier."""
 QUICK, SLOW = "not slow", "slow or hypothesis"
 """The tiers, as `-m` of `make test` and `make test-slow`."""
+MAX_NAMED_FILES = 25
+"""So many are named at the end of a run."""
 _ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
 _TOOK = "took_s"
 
@@ -119,6 +121,7 @@ class QuickTests:
         self._limit_s = limit_s
         self._shared = Spent(0.0, 0.0)
         self._took_s: dict[str, float] = defaultdict(float)
+        self._files_s: dict[str, float] = defaultdict(float)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Timed:
@@ -149,6 +152,7 @@ class QuickTests:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Gets the times of a test with its last report, also from another process."""
+        self._files_s[report.nodeid.partition("::")[0]] += report.duration
         if report.when == "teardown":
             took_s = sum(float(str(s)) for name, s in report.user_properties if name == _TOOK)
             self._took_s[report.nodeid] = took_s
@@ -159,14 +163,24 @@ class QuickTests:
         found = {name: s for name, s in self._took_s.items() if s > self._limit_s}
         return dict(sorted(found.items(), key=lambda one: -one[1]))
 
+    @property
+    def longest_files(self) -> dict[str, float]:
+        """The files that took longest, and their seconds on the clock. `about_s` follows them."""
+        longest = sorted(self._files_s.items(), key=lambda one: -one[1])
+        return dict(longest[:MAX_NAMED_FILES])
+
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.too_slow and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Names the tests that took too long, and one line per reason why tests were skipped."""
+        """Names the files that took longest, the tests that took too long, and why some skipped."""
         write = terminalreporter.write_line
+        if len(longest := self.longest_files) == MAX_NAMED_FILES:
+            terminalreporter.section("longest files")
+            for name, s in longest.items():
+                write(f"{s:6.0f} s  {name}")
         if self.too_slow:
             terminalreporter.section(f"longer than {self._limit_s:g} s without the mark slow")
             for name, s in self.too_slow.items():

@@ -260,7 +260,7 @@ async def test_nobody_pays_for_the_calls_that_another_made_fail(
         assert len(rows) == 8
         for row in rows:
             assert row.inference_ms is not None
-            assert row.inference_ms < 900, "one call of 0.3 s, not all seven"
+            assert row.inference_ms < 1800, "one call of 0.3 s, not all seven"
 
 
 GIVES_A_FILE = """

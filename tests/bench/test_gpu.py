@@ -7,7 +7,7 @@ from bench.gpu.scale import TINY
 
 # Schedulers of diffusers go between torch and numpy 2 in an old way, and the FLOP counter loads
 # deprecated parts.
-pytestmark = [pytest.mark.slow(about_s=20), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.slow(about_s=60), pytest.mark.filterwarnings("default")]
 
 
 def test_the_whole_benchmark_runs_small(capsys: pytest.CaptureFixture[str]) -> None:

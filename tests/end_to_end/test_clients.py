@@ -14,7 +14,7 @@ from tests.clients.environments import command_of, is_ready, module_of
 from tests.clients.running import Service, run_checks
 from tests.end_to_end.conftest import EMBEDDER, KEY
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(about_s=100)
 
 PINNED_WITH_OUR_TOOLS = ("openai-3", "replicate")
 PAINTER = "stable-diffusion-tiny"

@@ -94,7 +94,8 @@ def test_help_is_quick() -> None:
     began_s = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert penstock("--help").returncode == 0
     ended_s = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert ended_s.ru_utime + ended_s.ru_stime - began_s.ru_utime - began_s.ru_stime < 0.5
+    took_s = ended_s.ru_utime + ended_s.ru_stime - began_s.ru_utime - began_s.ru_stime
+    assert took_s < 0.9, "0.3 s on a slow machine; torch alone takes 1.8"
 
 
 @pytest.mark.parametrize("server", ["pubsub", "bigquery"])

@@ -34,7 +34,7 @@ from tests.infra.running_up import CATALOG, MINI, SMALLEST
 from tests.keys import bearer, key_for, keys_url
 from tests.limits import WAIT_LIMIT_S
 
-pytestmark = pytest.mark.slow(about_s=60)
+pytestmark = pytest.mark.slow(about_s=100)
 
 PAGES = Path("docs/how-to")
 NAMES = ("pubsub-quota", "poisoned-model", "compromised-key", "lost-region")

