@@ -450,12 +450,12 @@ class ImageDefaults(_Entry):
     @property
     def shortcuts(self) -> tuple[object, ...]:
         """What makes results other than those of all steps as a whole. Empty: nothing does."""
-        found: tuple[object, ...] = ()
+        chosen: tuple[object, ...] = ()
         if (cache := self.deep_cache) is not None:
-            found += ("deep_cache", cache.cache_interval, cache.cache_branch_id)
+            chosen += ("deep_cache", cache.cache_interval, cache.cache_branch_id)
         if self.guidance_stop < 1:
-            found += ("guidance_stop", float(self.guidance_stop))
-        return found
+            chosen += ("guidance_stop", float(self.guidance_stop))
+        return chosen
 
     @model_validator(mode="after")
     def _shortcuts_join(self) -> Self:

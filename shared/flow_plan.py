@@ -355,8 +355,8 @@ class FlowStep(_Part):
             name: of the input. `input`, if none has that name: all of them.
             position: of the item. `$item` is this element of its list: `$input.documents.3`.
         """
-        given = self.input.get(name, self.input if name == INPUT else None)
-        return [self.origin_of(one, position) for one in references_in(given)]
+        value = self.input.get(name, self.input if name == INPUT else None)
+        return [self.origin_of(one, position) for one in references_in(value)]
 
     def origin_of(self, reference: Reference, position: int) -> Reference:
         """Returns the element of the list that `$item` is, or the reference itself."""

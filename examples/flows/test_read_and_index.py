@@ -73,10 +73,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
-def run(stack: Stack, document: bytes, **given: Any) -> dict[str, Any]:
+def run(stack: Stack, document: bytes, **inputs: Any) -> dict[str, Any]:
     """A run of the flow, once it is over."""
     uri = f"data:application/pdf;base64,{base64.b64encode(document).decode()}"
-    body = {"version": FLOW, "input": {"document": uri} | given}
+    body = {"version": FLOW, "input": {"document": uri} | inputs}
     url, until_s = f"{stack.api_url}/v1/predictions", time.monotonic() + START_LIMIT_S
     shown = httpx.post(url, json=body, headers={"prefer": "wait"}, timeout=START_LIMIT_S).json()
     while shown["status"] not in ("succeeded", "failed", "canceled"):
@@ -120,8 +120,8 @@ def test_a_scan_becomes_text_and_vectors(stack: Stack, indexed: dict[str, Any]) 
     assert {one["page"] for one in passages} == {0, 2}, "an empty page has no passage"
     expected = embedded(stack, [one["text"] for one in passages])
     assert (vectors * expected).sum(axis=1).min() >= MIN_COSINE
-    found = (vectors @ embedded(stack, list(QUESTIONS)).T).argmax(axis=0)
-    assert [passages[at]["page"] for at in found] == [0, 2]
+    nearest = (vectors @ embedded(stack, list(QUESTIONS)).T).argmax(axis=0)
+    assert [passages[at]["page"] for at in nearest] == [0, 2]
     print(f"{len(passages)} passages, {indexed['metrics']}", file=sys.stderr)
 
 
