@@ -89,7 +89,7 @@ def _judged(name: str, asked: Sequence[Asked], images: Sequence[Pixels]) -> list
     whole = sum(one.right for one in both) / sum(one.of for one in both)
     parts = {part: table[part].part for part in ("color right", "shape right")}
     judged = {"images right as a whole": whole, **parts}
-    return [Figure(f"{name}: {what}", part, "") for what, part in judged.items()]
+    return [Figure(f"{name}: {measure}", part, "") for measure, part in judged.items()]
 
 
 def _model(entry: Model, fields: Mapping[str, object]) -> SteppedImageModel:
@@ -122,10 +122,10 @@ def _items(entry: Model, asked: Sequence[Asked]) -> list[PreparedImage]:
 def _results(model: SteppedImageModel, items: Sequence[PreparedImage]) -> list[ImageResult]:
     for slot, item in enumerate(items):
         model.admit(slot, item)
-    found: dict[int, object] = {}
-    while len(found) < len(items):
-        found |= model.step().results
-    results = [found[slot] for slot in range(len(items))]
+    drawn: dict[int, object] = {}
+    while len(drawn) < len(items):
+        drawn |= model.step().results
+    results = [drawn[slot] for slot in range(len(items))]
     return [result for result in results if isinstance(result, ImageResult)]
 
 

@@ -286,6 +286,32 @@ class Adapter(_Entry):
         return f"source:{hashlib.blake2b(place.encode(), digest_size=16).hexdigest()}"
 
 
+UrlBeginning = Annotated[
+    str, Field(pattern=r"^https://[a-z0-9][a-z0-9.-]*(:[0-9]+)?/([^\s?#%\\]+/)?$", max_length=300)
+]
+"""HTTPS, a host in small letters, and a folder that ends with a slash."""
+
+
+class AdapterUrls(_Entry):
+    """Files of adapters that requests may name by https URLs."""
+
+    allowed: tuple[UrlBeginning, ...] = Field(min_length=1, max_length=16)
+    """What the URL of a file, and each URL that it is redirected to, begins with: a bucket, or a
+    folder of it."""
+    max_bytes: Positive = Field(256 * 1024**2, le=1024**3)
+    """Of a file."""
+    max_rank: int = Field(128, ge=1, le=1024)
+    disk_bytes: Positive = 4 * 1024**3
+    """What the files may take on the disk of a worker. Above it, those of the tenant that has the
+    most make room, the least recently used first."""
+
+    @model_validator(mode="after")
+    def _holds_a_file(self) -> Self:
+        if self.disk_bytes < self.max_bytes:
+            raise ValueError("disk_bytes: it is below max_bytes, so no large file would fit")
+        return self
+
+
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
@@ -389,6 +415,8 @@ class ImageDefaults(_Entry):
     With adapters or `deep_cache` nothing is compiled."""
     adapters: dict[AdapterName, Adapter] = Field({}, max_length=MAX_ADAPTERS)
     """The adapters that requests may name as `lora_weights`, by their names."""
+    adapter_urls: AdapterUrls | None = None
+    """The files that requests may name as `lora_weights` by URL. None: no URL is taken."""
     adapter_memory_bytes: Positive = DEFAULT_ADAPTER_BYTES
     """What the adapters that are in the memory of a model process may take together, in the
     precision of the model. The least recently used ones make room for others."""
@@ -405,24 +433,29 @@ class ImageDefaults(_Entry):
     diffusers' guiders. Steps after it compute half (https://arxiv.org/abs/2404.07724)."""
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether images may be drawn with adapters."""
+        return bool(self.adapters) or self.adapter_urls is not None
+
+    @property
     def compile_mode(self) -> Literal["auto", "always", "never"]:
         """`compile` as it holds.
 
         A compiled graph can't follow adapters, which come and go beside its layers, and does not
         give the features inside.
         """
-        is_open = bool(self.adapters) or self.deep_cache is not None
+        is_open = self.has_adapters or self.deep_cache is not None
         return "never" if is_open else self.compile
 
     @property
     def shortcuts(self) -> tuple[object, ...]:
         """What makes results other than those of all steps as a whole. Empty: nothing does."""
-        found: tuple[object, ...] = ()
+        chosen: tuple[object, ...] = ()
         if (cache := self.deep_cache) is not None:
-            found += ("deep_cache", cache.cache_interval, cache.cache_branch_id)
+            chosen += ("deep_cache", cache.cache_interval, cache.cache_branch_id)
         if self.guidance_stop < 1:
-            found += ("guidance_stop", float(self.guidance_stop))
-        return found
+            chosen += ("guidance_stop", float(self.guidance_stop))
+        return chosen
 
     @model_validator(mode="after")
     def _shortcuts_join(self) -> Self:
@@ -444,9 +477,9 @@ class ImageDefaults(_Entry):
 
     @model_validator(mode="after")
     def _can_have_adapters(self) -> Self:
-        if self.adapters and self.join == "never":
+        if self.has_adapters and self.join == "never":
             raise ValueError("join: adapters need auto, because whole batches have none")
-        if self.adapters and self.compile == "always":
+        if self.has_adapters and self.compile == "always":
             raise ValueError("compile: adapters need auto or never, because their layers change")
         return self
 

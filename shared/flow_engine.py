@@ -35,6 +35,7 @@ from shared.errors import (
     BadInput,
     Canceled,
     DeadlineExceeded,
+    InputTooLarge,
     ModelFailed,
     ModerationBlocked,
     Overloaded,
@@ -51,6 +52,7 @@ from shared.flow_plan import (
 )
 from shared.flow_run import Run, receipts_of
 from shared.messages import (
+    MAX_DATA_BYTES,
     Envelope,
     Item,
     ItemError,
@@ -83,6 +85,8 @@ NOT_RETRIED = frozenset(
     {"invalid_input", "input_too_large", "context_length_exceeded", "model_withdrawn"}
 )
 """Codes of errors that the same input would have again."""
+MAX_JOB_BYTES = MAX_DATA_BYTES - 64 * 1024
+"""Of the items of a job, as JSON. The rest is for what else is in its message."""
 ORPHANED_S = 5.0
 """The time after its arrival after which a run is taken over whose API instance did not say that it
 has published all of its first jobs.
@@ -324,9 +328,9 @@ class FlowEngine:
             model = self._catalog.find(step.model)
             inputs = plan_step(step, run.scope)
         except BadInput as error:
-            raise _FlowFailed(ItemError(error.code, f"step {step.id!r}: {error.message}")) from (
-                error
-            )
+            at_step = "" if error.field else f"step {step.id!r}: "
+            reason = f"{at_step}{error.message}"
+            raise _FlowFailed(ItemError(error.code, reason, error.field)) from error
         own = _of_step(envelope, step, model, index_of(number, 0))
         items, done = self._items(number, inputs, model, envelope.tenant, body)
         done |= await self._hits(items, model, body)
@@ -365,10 +369,14 @@ class FlowEngine:
                 one = cast(Input, step_input.input)
                 is_keyed = is_kept and step_input.is_repeatable
                 key = cache_key(model, one, tenant, purges) if is_keyed else None
+                item = Item(index, one, key)
+                if (size := _bytes_of(item)) > MAX_JOB_BYTES:
+                    most = f"at most {MAX_JOB_BYTES} are allowed"
+                    raise InputTooLarge(f"its input has {size} bytes as JSON; {most}")
             except BadInput as error:
                 failed[index] = failure(index, error)
             else:
-                items.append(Item(index, one, key))
+                items.append(item)
         return items, failed
 
     async def _hits(
@@ -525,7 +533,9 @@ def may_retry(job: Job, outcome: ItemOutcome) -> bool:
 
 
 def jobs_of(items: Sequence[Item], largest: int) -> list[list[Item]]:
-    """Divides items into jobs. Equal items share one, so that they are computed once.
+    """Divides items into jobs that messages can carry.
+
+    Equal items share one, so that they are computed once.
 
     Args:
         items: of a step.
@@ -534,14 +544,21 @@ def jobs_of(items: Sequence[Item], largest: int) -> list[list[Item]]:
     equal: dict[str, list[Item]] = {}
     for item in items:
         equal.setdefault(item.cache_key or f":{item.index}", []).append(item)
-    jobs: list[list[Item]] = []
+    jobs, left_bytes = list[list[Item]](), 0
     for group in equal.values():
-        if jobs and len(jobs[-1]) + len(group) <= largest:
+        size = _bytes_of(group[0])
+        if jobs and len(jobs[-1]) + len(group) <= largest and len(group) * size <= left_bytes:
             jobs[-1] += group
+            left_bytes -= len(group) * size
         else:
-            starts = range(0, len(group), MAX_JOB_ITEMS)
-            jobs += [group[at : at + MAX_JOB_ITEMS] for at in starts]
+            most = max(1, min(MAX_JOB_ITEMS, MAX_JOB_BYTES // size))
+            jobs += [group[at : at + most] for at in range(0, len(group), most)]
+            left_bytes = MAX_JOB_BYTES - len(jobs[-1]) * size
     return jobs
+
+
+def _bytes_of(item: Item) -> int:
+    return len(msgspec.json.encode(item))
 
 
 def _of_step(envelope: Envelope, step: FlowStep, model: Model, first: int) -> Envelope:

@@ -15,7 +15,7 @@ import graphlib
 import json
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
@@ -94,7 +94,15 @@ class Reference(NamedTuple):
             return [self._field(one, field) for one in value]
         if isinstance(value, Mapping) and field in value:
             return value[field]
-        raise BadInput(f"{self}: the value has no field {field!r}")
+        raise NoSuchField(self, field)
+
+
+class NoSuchField(BadInput):
+    """A value has no field of this name."""
+
+    def __init__(self, reference: Reference, name: str) -> None:
+        super().__init__(f"{reference}: the value has no field {name!r}")
+        self.reference = reference
 
 
 class Condition(NamedTuple):
@@ -205,6 +213,17 @@ def references_in(value: Any) -> Iterator[Reference]:
     elif isinstance(value, list | tuple):
         for one in value:
             yield from references_in(one)
+
+
+def input_named(references: Sequence[Reference]) -> str | None:
+    """Returns what the caller of a flow calls the one input that all of these refer to.
+
+    `input`: they are several. None: not all are inputs of the flow.
+    """
+    if not references or any(one.name != INPUT for one in references):
+        return None
+    names = {".".join(one.fields) for one in references}
+    return (names.pop() if len(names) == 1 else "") or INPUT
 
 
 def lists_in(for_each: str | Mapping[str, str] | None) -> dict[str, str]:
@@ -329,6 +348,26 @@ class FlowStep(_Part):
         conditions = [] if self.condition is None else self.condition.references
         return [*lists, *conditions, *references_in(self.input), *references_in(self.default)]
 
+    def origins_of(self, name: str, position: int) -> list[Reference]:
+        """Returns where an input of its model comes from.
+
+        Args:
+            name: of the input. `input`, if none has that name: all of them.
+            position: of the item. `$item` is this element of its list: `$input.documents.3`.
+        """
+        value = self.input.get(name, self.input if name == INPUT else None)
+        return [self.origin_of(one, position) for one in references_in(value)]
+
+    def origin_of(self, reference: Reference, position: int) -> Reference:
+        """Returns the element of the list that `$item` is, or the reference itself."""
+        if reference.name != ITEM:
+            return reference
+        name, fields = "", reference.fields
+        if isinstance(self.for_each, dict):
+            name, fields = fields[0], fields[1:]
+        elements = self.lists[name]
+        return elements._replace(fields=(*elements.fields, str(position), *fields))
+
     @property
     def depends_on(self) -> frozenset[str]:
         """The ids of the steps that must have ended before."""
@@ -441,7 +480,12 @@ def plan_step(step: FlowStep, scope: Mapping[str, Any]) -> dict[int, dict[str, A
     """
     inputs = {}
     for position, own_scope in enumerate(_scopes(step, scope)):
-        one = _item_input(step, own_scope)
+        try:
+            one = _item_input(step, own_scope)
+        except NoSuchField as error:
+            if (own := input_named([step.origin_of(error.reference, position)])) is None:
+                raise
+            raise BadInput(f"{own}: it is missing", field=own) from error
         if one is not None:
             inputs[position] = one
     return inputs
@@ -463,10 +507,10 @@ def _scopes(step: FlowStep, scope: Mapping[str, Any]) -> list[Mapping[str, Any]]
         if not isinstance(elements, list):
             raise BadInput(f"for_each: {reference} is not a list")
         if len(elements) > step.max_items:
-            raise BadInput(
-                f"for_each: {reference} has {len(elements)} elements; at most {step.max_items} are "
-                "allowed"
-            )
+            most = f"{len(elements)} elements; at most {step.max_items} are allowed"
+            if (own := input_named([reference])) is not None:
+                raise BadInput(f"{own}: {most}", field=own)
+            raise BadInput(f"for_each: {reference} has {most}")
         lists[name] = [MISSING if one is None else one for one in elements]
     if len({len(elements) for elements in lists.values()}) > 1:
         raise BadInput("for_each: its lists do not have equal lengths")

@@ -22,8 +22,8 @@ from shared.flow_plan import (
     FlowPlan,
     FlowStep,
     index_of,
+    input_named,
     output_of,
-    references_in,
     step_of,
     value_of,
 )
@@ -200,23 +200,13 @@ def receipts_of(state: RunState) -> list[ItemOutcome]:
     return [msgspec.structs.replace(one, result=None, logs=None) for one in outcomes]
 
 
-def _input_of_flow(step: FlowStep, field: str | None) -> str | None:
-    """The input of the flow that a step gave to its model as `field`. None: it is none of them.
-
-    A model that names none of its inputs (`input`) means the only reference that it has.
-    """
-    refused = step.input if field == "input" else step.input.get(field or "")
-    references = list(references_in(refused))
-    if len(references) != 1 or references[0].name != INPUT or len(references[0].fields) != 1:
-        return None
-    return references[0].fields[0]
-
-
 def _error_of_step(step: FlowStep, index: int, error: ItemError) -> ItemError:
-    item = "" if step.for_each is None else f", item {index % MAX_STEP_ITEMS}"
+    position = index % MAX_STEP_ITEMS
+    item = "" if step.for_each is None else f", item {position}"
     known = error_for_code(error.code, error.message)
     if isinstance(known, BadInput):
-        if (own := _input_of_flow(step, error.field)) is not None:
+        own = input_named(step.origins_of(error.field or "", position))
+        if own is not None:
             reason = error.message.removeprefix(f"{error.field}: ")
             return ItemError(error.code, f"{own}: {reason}", own)
         known = ModelFailed(error.message)  # it is not the caller's: the step before gave it

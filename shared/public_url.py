@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import (
     IPv4Address,
@@ -18,6 +19,7 @@ from ipaddress import (
     ip_address,
     ip_network,
 )
+from urllib.parse import unquote
 
 from yarl import URL
 
@@ -89,6 +91,22 @@ def parse_public_url(text: str, reach: Reach) -> URL:
     if address is not None and not reach.allows(address):
         raise UrlForbidden(f"{host} is {address}, which is not public")
     return url
+
+
+def is_within(url: URL, beginnings: Sequence[str]) -> bool:
+    """Returns whether a URL begins as one of these, which end with a slash.
+
+    A path with a part `.` or `..`, however it is spelled, is within none: servers differ in what
+    they make of it.
+    """
+    parts = unquote(url.raw_path).replace("\\", "/").split("/")
+    if "." in parts or ".." in parts:
+        return False
+    origin, path = url.origin(), url.raw_path
+    return any(
+        origin == (one := URL(beginning)).origin() and path.startswith(one.raw_path)
+        for beginning in beginnings
+    )
 
 
 def _impossible(host: str, *, allow_private: bool) -> str:

@@ -236,8 +236,10 @@ class LineExecutor:
         this.outcomes = reply.outcomes if reply is not None else ()
         if record.state == "canceled":
             raise _RunCanceled("the run of the line was canceled")
+        endpoint = ENDPOINTS[batch.endpoint]
         if record.state != "succeeded" or reply is None or reply.output is None:
-            raise PredictionSnapshot(prediction, record).failure
+            with endpoint.words(line.request):
+                raise endpoint.failure(line.request, PredictionSnapshot(prediction, record))
         shown = metrics_of(prediction, record)
         tools = ReplyTools(
             self.objects,
@@ -246,7 +248,6 @@ class LineExecutor:
             request.price,
             {name: shown[name] for name in METRICS_OF_RUN if name in shown},
         )
-        endpoint = ENDPOINTS[batch.endpoint]
         # Its outcomes are those of its steps, and there are none if all were skipped.
         whole = ItemOutcome(0, "succeeded", Receipt(), reply.output)
         with endpoint.words(line.request):

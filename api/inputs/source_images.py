@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import mimetypes
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -19,11 +20,18 @@ from api.inputs.codec_protocol import UNPADDED, Padding
 from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec, PreparedSource, data_of_uri
 from api.inputs.storage import StorageQuota
-from api.inputs.url_fetcher import MAX_BYTES, FetchedInput, UrlFetcher
+from api.inputs.url_fetcher import (
+    ANY_FILE,
+    FOLDER,
+    MAX_BYTES,
+    FetchedInput,
+    FileRules,
+    UrlFetcher,
+)
 from shared.blob import Blob
 from shared.catalog_entry import ImageDefaults
 from shared.errors import BadInput
-from shared.stores.objects import ObjectStore, stored_input
+from shared.stores.objects import ObjectStore, object_key, stored_input
 from shared.stores.signed_urls import LinkInvalid, UrlSigner
 
 ACCEPTED = (
@@ -123,7 +131,8 @@ class SourceImages:
         if not is_elsewhere(url, caller):
             return await self.fetch(url, caller, field)
         until_s = self._url_fetcher.until_s(caller.deadline_s)
-        fetched = await self._fetched(url, caller, field, until_s, IMAGE_TYPES)
+        rules = FileRules(media_types=IMAGE_TYPES)
+        fetched = await self._fetched(url, caller, field, until_s, rules)
         blob, data = fetched.blob, fetched.blob.data
         if blob.object_key is not None:
             data = await self._objects.get(blob.object_key, MAX_BYTES)
@@ -170,7 +179,7 @@ class SourceImages:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = {
-                    url: group.create_task(self._fetched(url, caller, field, until_s, ()))
+                    url: group.create_task(self._fetched(url, caller, field, until_s, ANY_FILE))
                     for url, field in fields.items()
                 }
         except BaseExceptionGroup as failed:
@@ -183,7 +192,8 @@ class SourceImages:
         caller: ImageCaller,
         field: str,
         until_s: float,
-        media_types: tuple[str, ...],
+        rules: FileRules,
+        keep_s: float = 0.0,
     ) -> FetchedInput:
         if self._url_fetcher.is_off:
             raise BadInput(f"{field}: {OFF}", field=field)
@@ -192,9 +202,38 @@ class SourceImages:
             tenant=caller.tenant,
             field=field,
             until_s=until_s,
-            keep_until_s=caller.deadline_s,
-            media_types=media_types,
+            keep_until_s=max(caller.deadline_s, time.time() + keep_s),
+            rules=rules,
         )
+
+    async def fetch_for_workers(
+        self, url: str, caller: ImageCaller, field: str, rules: FileRules, keep_s: float
+    ) -> tuple[str, str]:
+        """Fetches a file that only workers read, from another server.
+
+        Args:
+            url: of the file.
+            caller: who asks.
+            field: of the input, for errors.
+            rules: what it has to be.
+            keep_s: seconds for which it is remembered, so that it is not loaded again.
+
+        Returns:
+            Its SHA-256 in hex, and its key in the object store.
+
+        Raises:
+            BadInput: it can't be fetched.
+            Overloaded: too many files are being fetched.
+            Unavailable: the object store is out of reach.
+        """
+        until_s = self._url_fetcher.until_s(caller.deadline_s)
+        fetched = await self._fetched(url, caller, field, until_s, rules, keep_s)
+        key, data = fetched.blob.object_key, fetched.blob.data
+        if key is None:
+            assert data is not None, "it has neither bytes nor a key; this is a bug"
+            key = object_key(FOLDER, data, fetched.blob.media_type)
+            await self._objects.put(key, data, fetched.blob.media_type)
+        return fetched.sha256, key
 
     async def fetch(self, url: str, caller: ImageCaller, field: str = "image") -> FetchedFile:
         """Fetches a data: URI, or what an id or a URL of this API names.

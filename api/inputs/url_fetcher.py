@@ -42,7 +42,7 @@ from shared.errors import (
 )
 from shared.fair_permits import FairPermits
 from shared.pinned_http import CONNECT_LIMIT_S, Resolve, pinned_session, resolve
-from shared.public_url import Reach, UrlForbidden, parse_public_url
+from shared.public_url import Reach, UrlForbidden, is_within, parse_public_url
 from shared.settings import ApiSettings
 from shared.stores.fetched_urls import FetchedUrl, FetchedUrls
 from shared.stores.objects import ObjectStore, key_of_digest
@@ -79,6 +79,24 @@ class FetchedInput(NamedTuple):
 
     blob: Blob
     name: str
+    sha256: str
+    """Of its bytes, in hex."""
+
+
+class FileRules(NamedTuple):
+    """What a file by URL has to be."""
+
+    media_types: tuple[str, ...] = ()
+    """The beginnings of those that are accepted. Empty: all."""
+    within: tuple[str, ...] = ()
+    """What its URL, and each that it is redirected to, begins with. Empty: anything."""
+    max_bytes: int = MAX_BYTES
+    sha256: str = ""
+    """The digest that the caller expects, in hex. What was fetched before and has it is not asked
+    for again. Who calls checks the digest of what is fetched. Empty: none is expected."""
+
+
+ANY_FILE = FileRules()
 
 
 class FetchFailed(NotNow):
@@ -90,11 +108,11 @@ class _OutOfTime(FetchFailed):
 
 
 class _Download(NamedTuple):
-    """What may share a download: a tenant, a URL, and the media types that are accepted."""
+    """What may share a download: a tenant, a URL, and what the file has to be."""
 
     tenant: str
     url: str
-    media_types: tuple[str, ...]
+    rules: FileRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +197,7 @@ class UrlFetcher:
         field: str,
         until_s: float,
         keep_until_s: float,
-        media_types: tuple[str, ...] = (),
+        rules: FileRules = ANY_FILE,
     ) -> FetchedInput:
         """Fetches one file.
 
@@ -188,17 +206,18 @@ class UrlFetcher:
             tenant: who asks. Tenants take turns.
             field: of the input, for errors.
             until_s: from `until_s`.
-            keep_until_s: the end of the request, Unix time. Until then the file is remembered.
-            media_types: the beginnings of those that are accepted. Empty: all.
+            keep_until_s: Unix time until which the file is remembered: mostly the end of the
+                request.
+            rules: what it has to be.
 
         Raises:
             BadInput: it must not be fetched from there, or is no such file. The message says why.
             FetchFailed: its server did not give it in time.
-            InputTooLarge: it has more than MAX_BYTES.
+            InputTooLarge: it has more bytes than the rules allow.
             Overloaded: too many files are being fetched.
             Unavailable: the object store is out of reach.
         """
-        download = _Download(tenant, url, media_types)
+        download = _Download(tenant, url, rules)
         end = "failed"
         try:
             shared = await self._shared(download, until_s)
@@ -254,21 +273,24 @@ class UrlFetcher:
     async def _fetched(
         self, download: _Download, until_s: float, keep_until_s: float
     ) -> tuple[FetchedInput, str]:
-        tenant, url, media_types = download
-        fetch = _Fetch(self._hosts, self._reach, self._tls, self._resolve, media_types)
+        tenant, url, rules = download
+        fetch = _Fetch(self._hosts, self._reach, self._tls, self._resolve, rules)
         async with self._permitted(tenant, until_s):
             known = await self._fetched_urls.find(tenant, url)
+            if known is not None and (not known.sha256 or known.size_bytes > rules.max_bytes):
+                known = None
+            if known is not None and known.sha256 == rules.sha256:
+                return _as_input(known), "unchanged"
             try:
                 async with asyncio.timeout(max(0.0, until_s - time.time())):
                     loaded = await fetch.run(url, known, self._objects)
             except TimeoutError as error:
                 raise self._out_of_time() from error
         if isinstance(loaded, FetchedUrl):
-            blob = Blob(loaded.media_type, object_key=loaded.object_key)
-            return FetchedInput(blob, loaded.name), "unchanged"
+            return _as_input(loaded), "unchanged"
         if loaded.tagged is not None:
             await self._fetched_urls.put(tenant, url, loaded.tagged, keep_until_s - time.time())
-        return FetchedInput(loaded.blob, loaded.name), "fetched"
+        return FetchedInput(loaded.blob, loaded.name, loaded.sha256), "fetched"
 
     def _out_of_time(self) -> FetchFailed:
         return _OutOfTime(f"it was not loaded within {self._limit_s:g} s")
@@ -286,11 +308,17 @@ class UrlFetcher:
             self._permits.give(tenant)
 
 
+def _as_input(known: FetchedUrl) -> FetchedInput:
+    blob = Blob(known.media_type, object_key=known.object_key)
+    return FetchedInput(blob, known.name, known.sha256)
+
+
 class _Loaded(NamedTuple):
     blob: Blob
     name: str
+    sha256: str
     tagged: FetchedUrl | None
-    """What is remembered of it, if it has a tag."""
+    """What is remembered of it, if it has a tag or its digest was expected."""
 
 
 class _Unchanged(Exception):
@@ -305,7 +333,7 @@ class _Fetch:
     reach: Reach
     tls: ssl.SSLContext | None
     resolve: Resolve
-    media_types: tuple[str, ...]
+    rules: FileRules
 
     async def run(
         self, url: str, known: FetchedUrl | None, objects: ObjectStore
@@ -334,6 +362,10 @@ class _Fetch:
                 f"{parsed.host}:{parsed.port} is not one of the hosts and ports from which inputs "
                 "are fetched here; send the file as a data: URI, or upload it (POST /v1/files)"
             )
+        if self.rules.within and not is_within(parsed, self.rules.within):
+            raise UrlForbidden(
+                f"{parsed.host}{parsed.path[:200]} is not below {', '.join(self.rules.within)}"
+            )
         return parsed
 
     async def _ask(
@@ -343,7 +375,8 @@ class _Fetch:
         from aiohttp import ClientError, ClientTimeout
 
         is_known = known is not None and known.final_url == str(url)
-        headers = _HEADERS | ({"if-none-match": known.etag} if known and is_known else {})
+        tag = known.etag if known and is_known else ""
+        headers = _HEADERS | ({"if-none-match": tag} if tag else {})
         timeout = ClientTimeout(total=None, connect=CONNECT_LIMIT_S, sock_read=IDLE_LIMIT_S)
         try:
             async with (
@@ -354,10 +387,10 @@ class _Fetch:
             ):
                 if answer.status in _REDIRECTS:
                     return _redirected(url, answer)
-                if answer.status == 304 and is_known:
+                if answer.status == 304 and tag:
                     raise _Unchanged
                 self._check(answer)
-                return await _load(answer, asked, objects)
+                return await _load(answer, asked, objects, self.rules)
         except Unavailable as error:
             raise FetchFailed(error.public_message) from error
         except (ClientError, TimeoutError, ConnectionError, OSError, ValueError) as error:
@@ -378,13 +411,14 @@ class _Fetch:
         if (coding := answer.headers.get("content-encoding", "identity").lower()) != "identity":
             raise BadInput(f"its content-encoding is {coding[:40]}; expected none")
         media_type = _media_type(answer)
-        if self.media_types and not media_type.startswith(self.media_types):
+        accepted = self.rules.media_types
+        if accepted and not media_type.startswith(accepted):
             raise BadInput(
                 f"its content-type is {media_type}; expected one of "
-                + ", ".join(one + "*" if one.endswith("/") else one for one in self.media_types)
+                + ", ".join(one + "*" if one.endswith("/") else one for one in accepted)
             )
-        if (answer.content_length or 0) > MAX_BYTES:
-            raise _too_large()
+        if (answer.content_length or 0) > self.rules.max_bytes:
+            raise _too_large(self.rules)
 
 
 def _redirected(url: URL, answer: ClientResponse) -> str:
@@ -395,7 +429,9 @@ def _redirected(url: URL, answer: ClientResponse) -> str:
         raise BadInput(f"{url.host} redirects to {location[:80]!r}, which is not a URL") from error
 
 
-async def _load(answer: ClientResponse, asked: str, objects: ObjectStore) -> _Loaded:
+async def _load(
+    answer: ClientResponse, asked: str, objects: ObjectStore, rules: FileRules
+) -> _Loaded:
     """Reads a body. A large one goes to the object store while it arrives."""
     media_type, name = _media_type(answer), _name_of(answer, asked)
     pieces = answer.content.iter_chunked(CHUNK_BYTES)
@@ -405,25 +441,29 @@ async def _load(answer: ClientResponse, asked: str, objects: ObjectStore) -> _Lo
         if len(head) > INLINE_LIMIT_BYTES:
             break
     else:
-        return _Loaded(Blob(media_type, data=bytes(head)), name, None)
+        blob = Blob(media_type, data=bytes(head))
+        return _Loaded(blob, name, hashlib.sha256(head).hexdigest(), None)
     # Until all of it is there its digest, which is its key, is not known.
     passing = f"{FOLDER}/passing/{secrets.token_hex(16)}"
-    digest, size_bytes = hashlib.blake2b(head, digest_size=32), len(head)
+    digest, sha256 = hashlib.blake2b(head, digest_size=32), hashlib.sha256(head)
+    size_bytes = len(head)
     async with objects.writer(passing, media_type) as writer:
         await writer.write(bytes(head))
         async for piece in pieces:
             size_bytes += len(piece)
-            if size_bytes > MAX_BYTES:
-                raise _too_large()
+            if size_bytes > rules.max_bytes:
+                raise _too_large(rules)
             digest.update(piece)
+            sha256.update(piece)
             await writer.write(piece)
     key = key_of_digest(FOLDER, digest.hexdigest(), media_type)
     await objects.rename(passing, key)
     tag, control = answer.headers.get("etag", ""), answer.headers.get("cache-control", "")
     tagged = None
-    if tag and "no-store" not in control.lower():
-        tagged = FetchedUrl(str(answer.url), tag, key, media_type, size_bytes, name)
-    return _Loaded(Blob(media_type, object_key=key), name, tagged)
+    if (tag or rules.sha256) and "no-store" not in control.lower():
+        place = (str(answer.url), tag, key, media_type, size_bytes, name)
+        tagged = FetchedUrl(*place, sha256.hexdigest())
+    return _Loaded(Blob(media_type, object_key=key), name, sha256.hexdigest(), tagged)
 
 
 def _media_type(answer: ClientResponse) -> str:
@@ -439,8 +479,8 @@ def _name_of(answer: ClientResponse, asked: str) -> str:
     return PurePosixPath(path.replace("\\", "/").replace("\0", "")).name[:255]
 
 
-def _too_large() -> InputTooLarge:
-    return InputTooLarge(f"larger than {MAX_BYTES} bytes")
+def _too_large(rules: FileRules) -> InputTooLarge:
+    return InputTooLarge(f"larger than {rules.max_bytes} bytes")
 
 
 def _authorities(path: str) -> ssl.SSLContext | None:

@@ -14,6 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import PurePath
 from typing import cast
@@ -49,14 +50,14 @@ from api.mistral.ocr_schemas import (
 )
 from api.openai.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
 from api.openai.images import read_blob
-from api.predictions.creation import digest_of
+from api.predictions.creation import PredictionSnapshot, digest_of
 from api.problem_details import UNPROCESSABLE
 from api.tasks.base import Inputs
-from api.tasks.custom import FileInput, add_files, in_fields, input_of_fields
+from api.tasks.custom import FieldNames, FileInput, add_files, input_of_fields
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
 from shared.errors import BadInput, ModelFailed, PenstockError, error_for_code
-from shared.flow_plan import MAX_STEP_ITEMS, step_of
+from shared.flow_plan import INPUT, MAX_STEP_ITEMS, FlowPlan, FlowStep, step_of
 from shared.messages import ItemOutcome
 from shared.stores.objects import ObjectStore
 from shared.tasks import Result
@@ -69,7 +70,7 @@ _REPLY_BYTES, _REPLY_WITH_IMAGES_BYTES = 256 * 1024, 4 * 1024 * 1024
 _ID_REFERENCE = re.compile(r"(!?)\[([^\]\s]{1,100})\]\(\2\)")
 """A reference in markdown to an image or a table, by its id."""
 _LINE_URLS = ("data:", "https://", "http://", "/v1/files/")
-_PAGE_OF_ONE = re.compile(r"(?:document: )?(?:page 0: )?")
+_PAGE_OF_ONE = re.compile(r"^page 0: ")
 """In front of what is wrong with a document of one page."""
 _encode = msgspec.json.Encoder().encode
 
@@ -274,6 +275,14 @@ class OcrEndpoint(Endpoint):
         checked = _checked(cast(OcrBody, request.body), request.model)
         return [await _with_document(checked, owner, caller.source_images)]
 
+    def words(self, request: LineRequest) -> AbstractContextManager[None]:
+        """Has errors name the fields of the body."""
+        return _names_for(request.model).used()
+
+    def failure(self, request: LineRequest, snapshot: PredictionSnapshot) -> PenstockError:
+        """Returns why a flow failed, with the number of the page that is wrong."""
+        return _failure_of(snapshot, request.model, cast(OcrBody, request.body))
+
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
@@ -301,7 +310,7 @@ async def create_ocr(request: Request) -> Response:
     call = open_request(request)
     body = await call.read_json(OcrBody)
     model = call.serving("ocr", body.model)
-    with in_fields(model, DOCUMENT, "pages", {}):
+    with _names_for(model).used():
         checked = _checked(body, model)
         call.check_room(model, 1)
         loading = _with_document(checked, _owner(call, model), call.dependencies.source_images)
@@ -328,30 +337,41 @@ async def _run(call: ApiRequest, model: Model, one: CustomInput, body: OcrBody) 
     snapshot = await call.run_flow(new)
     reply = snapshot.record.reply
     if snapshot.record.state != "succeeded" or reply is None:
-        _raise_wrong_page(reply.outcomes if reply is not None else (), model, body)
-        raise snapshot.failure
+        raise _failure_of(snapshot, model, body)
     return reply.output
 
 
-def _raise_wrong_page(outcomes: Sequence[ItemOutcome], model: Model, body: OcrBody) -> None:
-    """Raises what a step of a flow says of the document, with the number of its page.
+def _names_for(model: Model) -> FieldNames:
+    return FieldNames(model, DOCUMENT, "pages")
 
-    Raises:
-        BadInput: a step says so.
-    """
+
+def _failure_of(snapshot: PredictionSnapshot, model: Model, body: OcrBody) -> PenstockError:
+    """Returns why a flow failed. What is wrong with a page is wrong with the document."""
     assert model.flow is not None, "only flows have steps; this is a bug"
-    for outcome in outcomes:
-        error = outcome.error
-        if error is None or error.field not in (DOCUMENT, "pages"):
+    failure, reply = snapshot.failure, snapshot.record.reply
+    if isinstance(failure, BadInput):
+        return failure  # a step says so of an input of the flow
+    for outcome in reply.outcomes if reply is not None else ():
+        error, step = outcome.error, model.flow.steps[step_of(outcome.index)]
+        if error is None or step.has_default:
             continue
+        position = outcome.index % MAX_STEP_ITEMS
         known = error_for_code(error.code, error.message, error.field)
-        if not isinstance(known, BadInput):
-            continue
-        if model.flow.steps[step_of(outcome.index)].for_each is not None:
-            number = body.number_of(outcome.index % MAX_STEP_ITEMS)
-            reason = _PAGE_OF_ONE.sub("", error.message)
-            known = BadInput(f"{DOCUMENT}: page {number}: {reason}", field=DOCUMENT)
-        raise known
+        if isinstance(known, BadInput) and _is_page(step, error.field, position, model.flow):
+            reason = error.message.removeprefix(f"{error.field}: ")
+            where = f"{DOCUMENT}: page {body.number_of(position)}"
+            return type(known)(f"{where}: {_PAGE_OF_ONE.sub('', reason)}", field=DOCUMENT)
+        break
+    return failure
+
+
+def _is_page(step: FlowStep, field: str | None, position: int, plan: FlowPlan) -> bool:
+    """Returns whether an input of an item is a page that a first step has made of the document."""
+    if step.for_each is None:
+        return False
+    first = {one.id for one in plan.steps if not one.depends_on}
+    sources = {one.name for one in step.origins_of(field or "", position)} - {INPUT}
+    return len(sources) == 1 and sources <= first
 
 
 def _owner(call: ApiRequest, model: Model) -> ImageCaller:

@@ -72,7 +72,7 @@ from api.predictions.generation_stream import (
     seen_from_id,
 )
 from api.tasks.base import Inputs
-from api.tasks.custom import add_files, in_fields, input_of_fields
+from api.tasks.custom import FieldNames, add_files, input_of_fields
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
 from shared.errors import BadInput, ModelFailed, PenstockError
@@ -227,6 +227,11 @@ _NAMES = {"task": "model", "word_timestamps": "timestamp_granularities"}
 """The fields of a form by the inputs of a class that have other names."""
 
 
+def _names_for(model: Model, field: str) -> FieldNames:
+    """The names of a form's fields. `field`: the one that has the recording."""
+    return FieldNames(model, field, "seconds", _NAMES | {FILE: field})
+
+
 def _checked(values: Mapping[str, Any], model: Model) -> CustomInput:
     """Returns the input of a class, without files. None is left out."""
     if values.get("task") is not None and "task" not in interface_of(model).properties:
@@ -349,10 +354,14 @@ def _event(body: msgspec.Struct) -> bytes:
 
 
 class TranscriptEvents(StreamShape):
-    """The events of a transcript: one for each segment, and one with the whole text."""
+    """The events of a transcript: one for each segment, and one with the whole text.
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    Args:
+        names: of the fields, for errors.
+    """
+
+    def __init__(self, names: FieldNames) -> None:
+        self._names = names
 
     def delta(
         self,
@@ -369,12 +378,12 @@ class TranscriptEvents(StreamShape):
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
         """Returns the event with the whole text."""
-        transcript = _Transcript(outcomes, self._model)
+        transcript = _Transcript(outcomes, self._names.model)
         return [_event(TranscriptDone(transcript.text, transcript.usage))]
 
     def failure(self, error: PenstockError) -> bytes:
-        """Returns an error."""
-        return failure_event(error)
+        """Returns an error that names the field which the caller sent."""
+        return failure_event(self._names.error(error))
 
 
 class _LinesOf(Endpoint):
@@ -407,7 +416,7 @@ class _LinesOf(Endpoint):
     def words(self, request: LineRequest) -> AbstractContextManager[None]:
         """Has errors name the fields of the body."""
         body = cast(TranscriptionLine | TranslationLine, request.body)
-        return in_fields(request.model, body.recording[0], "seconds", _NAMES)
+        return _names_for(request.model, body.recording[0]).used()
 
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
@@ -489,7 +498,8 @@ async def _transcribe(
 ) -> Response:
     model = call.serving("transcription", form.model)
     images = call.dependencies.source_images
-    with in_fields(model, FILE if form.url is None else "url", "seconds", _NAMES):
+    names = _names_for(model, FILE if form.url is None else "url")
+    with names.used():
         one = _transcribed(form, model, mode)
         call.check_room(model, 1)
         if recording is not None:
@@ -502,7 +512,7 @@ async def _transcribe(
             adding = _add_recording(one, "url", form.url, caller, images)
             await while_connected(call.http.receive, adding)
         if one.is_streamed:
-            return await _stream(call, form, model, one)
+            return await _stream(call, form, names, one)
         if model.flow is not None:
             return await _run(call, form, model, one, mode)
         async with call.inferred(model, [one], is_repeatable=model.deterministic) as response:
@@ -555,7 +565,11 @@ class _WindowEvents:
 
 
 async def _run_events(
-    call: ApiRequest, snapshot: PredictionSnapshot, model: Model, seen: int
+    call: ApiRequest,
+    snapshot: PredictionSnapshot,
+    shape: TranscriptEvents,
+    model: Model,
+    seen: int,
 ) -> AsyncGenerator[bytes]:
     """Yields the events of a flow: one for each window in order, as soon as it is written down."""
     has_ids, predictions = wants_event_ids(call.http.headers), call.dependencies.predictions
@@ -576,16 +590,17 @@ async def _run_events(
             await asyncio.sleep(RUN_POLL_S)
         if snapshot.record.state != "succeeded" or snapshot.record.reply is None:
             raise snapshot.failure
-        for event in TranscriptEvents(model).closing(_outcomes_of(snapshot.record.reply), 0.0):
+        for event in shape.closing(_outcomes_of(snapshot.record.reply), 0.0):
             yield event
     except PenstockError as error:
-        yield failure_event(error)
+        yield shape.failure(error)
 
 
 async def _stream(
-    call: ApiRequest, form: TranslationForm, model: Model, one: CustomInput
+    call: ApiRequest, form: TranslationForm, names: FieldNames, one: CustomInput
 ) -> Response:
     """Returns the events of a transcript, from the one behind `Last-Event-ID` on."""
+    model, shape = names.model, TranscriptEvents(names)
     last_id = call.http.headers.get("last-event-id", "")
     if model.flow is not None and last_id and not _WINDOW_ID.fullmatch(last_id):
         raise BadInput(
@@ -594,7 +609,7 @@ async def _stream(
         )
     seen = [] if model.flow is not None else seen_from_id(last_id, 1)
     new = _new(call, form, model, one)
-    streams, shape = call.dependencies.generation_streams, TranscriptEvents(model)
+    streams = call.dependencies.generation_streams
     with ExitStack() as held:
         held.enter_context(streams.reserved(call.tenant))
         async with call.created(new, waits=False) as creation:
@@ -604,7 +619,7 @@ async def _stream(
             "has_ids": wants_event_ids(call.http.headers),
         }
         if model.flow is not None:
-            sse = _run_events(call, creation.snapshot, model, int(last_id or -1))
+            sse = _run_events(call, creation.snapshot, shape, model, int(last_id or -1))
         elif last_id:
             sse = streams.follow(
                 creation.snapshot, shape, seen, call.check_key, stays=False, **options

@@ -11,8 +11,10 @@ from typing import Any, ClassVar
 from api.bodies import Body
 from api.inputs.image_codec import ImageCodec
 from api.inputs.source_images import SourceImages
+from api.predictions.creation import PredictionSnapshot
 from shared.catalog import Catalog, Model
 from shared.charge import ItemPrice
+from shared.errors import PenstockError
 from shared.messages import ItemOutcome
 from shared.stores.objects import ObjectStore
 from shared.tasks import Input
@@ -88,6 +90,10 @@ class Endpoint(ABC):
     def words(self, request: LineRequest) -> AbstractContextManager[None]:
         """Opens a block in which errors of an item get the words of the route."""
         return nullcontext()
+
+    def failure(self, request: LineRequest, snapshot: PredictionSnapshot) -> PenstockError:
+        """Returns why the run of a flow failed that was to answer a line."""
+        return snapshot.failure
 
     @abstractmethod
     async def reply(

@@ -21,6 +21,7 @@ from api.errors import WrongField
 from api.http.openapi import inference_body, inference_responses, streamed
 from api.http.request import ApiRequest, open_request, while_connected
 from api.http.upload_form import closed_form
+from api.inputs.adapters_by_url import with_fetched_adapter
 from api.inputs.controls import CONTROL_IMAGE, check_control, prepare_control, with_control
 from api.inputs.image_codec import data_of_uri
 from api.inputs.source_images import ACCEPTED
@@ -284,9 +285,10 @@ async def _first_image(
             mask, source, "transparent", blur, deadline_s, tenant=call.tenant
         )
         first = msgspec.structs.replace(first, mask=prepared)
+    images, caller = call.dependencies.source_images, image_caller(call, model)
+    first = await with_fetched_adapter(first, model, caller, images)
     if CONTROL_IMAGE not in files:
         return first
-    images, caller = call.dependencies.source_images, image_caller(call, model)
     image = files[CONTROL_IMAGE]
     control, _ = await prepare_control(body, image, source.size, model, caller, images)
     return with_control(first, control)

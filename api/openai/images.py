@@ -10,53 +10,34 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from fastapi import APIRouter
-from pydantic import (
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.bodies import (
-    MAX_PROMPT_CHARS,
-    MAX_SEED,
-    SCHEDULER_CHOICE,
-    ClipSkip,
-    EndUser,
-    GuidanceRescale,
-    Option,
-    SchedulerName,
-    Upscale,
-    null_is,
-)
+from api.bodies import EndUser, Option, null_is
 from api.dispatch.request import InferenceRequest
 from api.errors import WrongField
 from api.http.fast_route import StreamedRoute
 from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses, streamed
 from api.http.request import ApiRequest, open_request, while_connected
 from api.http.upload_form import MAX_EDIT_FIELDS, form_asks_for_stream
-from api.inputs.controls import (
-    CONTROL_IMAGE,
-    ControlFields,
-    check_control,
-    prepare_control,
-    with_control,
-)
-from api.inputs.source_images import ImageCaller
-from api.openai.endpoint import Endpoint, LineRequest, ReplyTools
+from api.inputs.adapters_by_url import with_fetched_adapter
+from api.inputs.controls import CONTROL_IMAGE, check_control, prepare_control, with_control
+from api.inputs.image_fields import ImageFields
+from api.inputs.source_images import ImageCaller, SourceImages
+from api.inputs.storage import StorageQuota
+from api.openai.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
 from api.openai.image_stream import ImagePosition, ImageStream
 from api.predictions.creation import digest_of
 from api.predictions.event_stream import HeldResponse
 from api.predictions.generation_stream import behind
 from api.tasks.base import Inputs
 from api.tasks.image import (
-    MAX_NAME_CHARS,
-    UPSCALE,
     as_run,
     first_image,
     images_in,
@@ -64,15 +45,16 @@ from api.tasks.image import (
     results_of,
     size_of,
 )
+from shared.after_image import drawings_of, input_of
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
-from shared.catalog_entry import MAX_LORA_SCALE, MIN_LORA_SCALE
 from shared.errors import BadInput, PenstockError, Unavailable
 from shared.messages import ItemOutcome
 from shared.predictions import EVENTS_TYPE, MEDIA_TYPES
 from shared.stores.objects import ObjectStore, object_key
 from shared.stores.previews import Preview
 from shared.tasks import Input
+from shared.tasks.custom import CustomInput
 from shared.tasks.image import ImageInput, ImageResult, ImagesResult
 
 
@@ -97,10 +79,9 @@ class ImagesReply(msgspec.Struct):
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
 
-class ImageBody(ControlFields):
-    """What all requests for images have."""
+class ImageBody(ImageFields):
+    """What all requests for images have. ImageFields are extensions, except for the prompt."""
 
-    prompt: str = Field(min_length=1, max_length=MAX_PROMPT_CHARS)
     model: str | None = Field(None, description="Default: the first image model of the catalog.")
     n: Annotated[int, null_is(1)] = Field(1, ge=1, le=10)
     size: Annotated[str, null_is("auto")] = Field(
@@ -111,37 +92,10 @@ class ImageBody(ControlFields):
     output_compression: int | None = Field(
         None, ge=0, le=100, description="Quality of jpeg and webp, from 0 to 100."
     )
-    seed: int | None = Field(
-        None, ge=0, le=MAX_SEED, description="Extension: image i of n uses seed + i."
-    )
-    num_inference_steps: int | None = Field(None, ge=1, description="Extension.")
-    guidance_scale: float | None = Field(None, ge=0, le=100, description="Extension.")
-    negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS, description="Extension.")
-    scheduler: SchedulerName | None = Field(None, description=f"Extension: {SCHEDULER_CHOICE}")
-    clip_skip: ClipSkip | None = Field(
-        None,
-        description="Extension: how many of the last layers of CLIP do not read the prompt.",
-    )
-    guidance_rescale: GuidanceRescale | None = Field(
-        None,
-        description="Extension: how much of the contrast that guidance adds is taken back.",
-    )
-    lora_weights: str | None = Field(
-        None, max_length=MAX_NAME_CHARS, description="Extension: an adapter of the model."
-    )
-    lora_scale: float | None = Field(
-        None,
-        ge=MIN_LORA_SCALE,
-        le=MAX_LORA_SCALE,
-        description=(
-            "Extension: how strongly the adapter counts. Default: as the catalog says, mostly 1."
-        ),
-    )
     quality: Option | None = Field(None, description="Accepted, without effect.")
     style: Option | None = Field(None, description="Accepted, without effect.")
     background: Option | None = Field(None, description="Accepted, without effect.")
     moderation: Option | None = Field(None, description="Accepted, without effect.")
-    upscale: Upscale | None = Field(None, description=f"Extension: {UPSCALE}")
     user: EndUser | None = None
     safety_identifier: EndUser | None = None
     complexity: None = None
@@ -157,6 +111,20 @@ class ImageBody(ControlFields):
         le=3,
         description="With `stream`: how many previews of each image come, at most.",
     )
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """The schema, which says what is an extension of OpenAI's API."""
+        shown = handler(schema)
+        fields = handler.resolve_ref_schema(shown)["properties"]
+        for name in ImageFields.model_fields.keys() & fields.keys() - {"prompt"}:
+            said = fields[name].get("description", "")
+            fields[name]["description"] = (
+                f"Extension: {said[0].lower()}{said[1:]}" if said else "Extension."
+            )
+        return shown
 
     @model_validator(mode="after")
     def _is_streamed_as_base64(self) -> ImageBody:
@@ -222,6 +190,23 @@ class GenerationsEndpoint(Endpoint):
         if run is not None:
             model, inputs = run[0], [run[1]]
         return LineRequest(body, model, inputs, is_repeatable, reply_bytes)
+
+    async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[Input]:
+        """Returns the images, or the run that draws them, with the file of their adapter."""
+        body, model = cast(GenerationBody, request.body), request.model.drawn_by or request.model
+        run = request.inputs[0] if isinstance(request.inputs[0], CustomInput) else None
+        images = request.inputs if run is None else drawings_of(run)
+        first = images[0]
+        assert isinstance(first, ImageInput), "`read` has made images; this is a bug"
+        if first.adapter is None or not first.adapter.url:
+            return request.inputs
+        quota = StorageQuota(caller.tenant, 0, "images")
+        owner = ImageCaller(caller.tenant, quota, caller.base_url, caller.deadline_s, keep_s=0)
+        first = await with_fetched_adapter(first, model, owner, caller.source_images)
+        drawn = consecutive(first, first.seed, body.n)
+        if run is None:
+            return drawn
+        return [input_of(drawn, body.upscale, is_repeatable=request.is_repeatable)]
 
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
@@ -336,23 +321,32 @@ async def create_images(request: Request) -> Response:
     body = await call.read_json(GenerationBody)
     model = model_for(call, body)
     check_control(body, model)
-    if body.control_image is None:
-        return await answer_with(call, body, model, first_of(body, model))
-    call.check_room(model, body.n)
-    reading = _first_with_control(call, body, model, body.control_image)
-    first = await while_connected(request.receive, reading)
+    first = first_of(body, model)
+    if body.control_image is not None or (first.adapter is not None and first.adapter.url):
+        call.check_room(model, body.n)
+        images, caller = call.dependencies.source_images, image_caller(call, model)
+        reading = _with_files(first, body, model, caller, images)
+        first = await while_connected(request.receive, reading)
     return await answer_with(call, body, model, first)
 
 
-async def _first_with_control(
-    call: ApiRequest, body: GenerationBody, model: Model, url: str
+async def _with_files(
+    first: ImageInput,
+    body: GenerationBody,
+    model: Model,
+    caller: ImageCaller,
+    images: SourceImages,
 ) -> ImageInput:
-    """Returns the first image of a body whose control has its image at `url`."""
-    images, caller = call.dependencies.source_images, image_caller(call, model)
-    file = await images.fetch_image(url, caller, CONTROL_IMAGE)
-    asked = size_in(body, model)
-    control, size = await prepare_control(body, file.data, asked, model, caller, images)
-    return with_control(first_image(body, model, size), control)
+    """Returns the first image of a body with the files that it names: of its control and adapter.
+
+    Raises as SourceImages.fetch_image.
+    """
+    if body.control_image is not None:
+        file = await images.fetch_image(body.control_image, caller, CONTROL_IMAGE)
+        asked = size_in(body, model)
+        control, size = await prepare_control(body, file.data, asked, model, caller, images)
+        first = with_control(msgspec.structs.replace(first, width=size[0], height=size[1]), control)
+    return await with_fetched_adapter(first, model, caller, images)
 
 
 def image_caller(call: ApiRequest, model: Model) -> ImageCaller:

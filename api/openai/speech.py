@@ -29,8 +29,7 @@ from api.predictions.creation import digest_of
 from api.predictions.event_stream import HeldResponse
 from api.predictions.generation_stream import StreamShape, seen_from_id
 from api.tasks.base import Inputs
-from api.tasks.custom import in_fields, input_of_fields
-from shared.catalog import Model
+from api.tasks.custom import FieldNames, input_of_fields
 from shared.errors import BadInput, ModelFailed, PenstockError
 from shared.messages import ItemOutcome
 from shared.predictions import EVENTS_TYPE
@@ -94,10 +93,12 @@ class SpeechEvents(StreamShape):
 
     Args:
         record: of the prediction.
+        names: of the fields, for errors.
     """
 
-    def __init__(self, record: str) -> None:
+    def __init__(self, record: str, names: FieldNames) -> None:
         self._record = record
+        self._names = names
 
     def delta(
         self,
@@ -125,8 +126,8 @@ class SpeechEvents(StreamShape):
         return [b"data: " + _encode(done) + b"\n\n"]
 
     def failure(self, error: PenstockError) -> bytes:
-        """Returns an error."""
-        return failure_event(error)
+        """Returns an error that names the field which the caller sent."""
+        return failure_event(self._names.error(error))
 
 
 async def _with_sound(events: AsyncGenerator[bytes], objects: ObjectStore) -> AsyncGenerator[bytes]:
@@ -192,9 +193,10 @@ async def create_speech(request: Request) -> Response:
         values["stream"] = True
     one, _ = input_of_fields(values, model, {})
     one.is_streamed = is_streamed
-    with in_fields(model, "input", "characters", {}):
+    names = FieldNames(model, "input", "characters", {"stream": "stream_format"})
+    with names.used():
         if is_streamed:
-            return await _stream(call, body, model, one)
+            return await _stream(call, body, names, one)
         async with call.inferred(model, [one], is_repeatable=model.deterministic) as response:
             data = await _sound_of(response.outcomes, call.dependencies.objects)
     file_format = body.response_format or known.properties.get("response_format", {}).get(
@@ -211,8 +213,11 @@ async def _sound_of(outcomes: Sequence[ItemOutcome], objects: ObjectStore) -> by
     return b"".join([await read_blob(objects, one, "sound") for one in outcome.result.blobs])
 
 
-async def _stream(call: ApiRequest, body: SpeechBody, model: Model, one: CustomInput) -> Response:
+async def _stream(
+    call: ApiRequest, body: SpeechBody, names: FieldNames, one: CustomInput
+) -> Response:
     """Returns the parts of a sound as events, from the one behind `Last-Event-ID` on."""
+    model = names.model
     call.check_room(model, 1)
     last_id = call.http.headers.get("last-event-id", "")
     seen = seen_from_id(last_id, 1)
@@ -225,7 +230,7 @@ async def _stream(call: ApiRequest, body: SpeechBody, model: Model, one: CustomI
         held.enter_context(streams.reserved(call.tenant))
         async with call.created(new, waits=False) as creation:
             pass
-        shape = SpeechEvents(creation.snapshot.prediction.record)
+        shape = SpeechEvents(creation.snapshot.prediction.record, names)
         options: dict[str, Any] = {
             "has_elements": True,
             "has_ids": wants_event_ids(call.http.headers),

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
 from pydantic_core import SchemaError
@@ -17,7 +17,7 @@ from api.inputs.url_fetcher import FetchedInput
 from api.tasks.base import ApiTask, Inputs, StreamKind
 from shared.blob import FILE_FORMAT, Blob
 from shared.catalog import Model
-from shared.errors import BadInput, InputTooLarge
+from shared.errors import BadInput, InputTooLarge, PenstockError
 from shared.model_interface import SECRET_FORMAT, ModelInterface
 from shared.tasks.custom import MAX_FILES, CustomInput, FilePlace, interface_of, usual_suffix
 
@@ -121,28 +121,44 @@ def input_of_fields(
     return checked_input(filled, model)
 
 
-@contextmanager
-def in_fields(model: Model, field: str, unit: str, names: Mapping[str, str]) -> Iterator[None]:
-    """Has errors name the fields of an endpoint instead of the inputs of a class.
+class FieldNames(NamedTuple):
+    """What an endpoint calls the inputs of the class or flow that serves it.
 
     Args:
-        model: whose class it is.
+        model: that serves it.
         field: what is weighed.
         unit: what is counted.
         names: of the endpoint's fields, if they are others, by those of inputs.
     """
-    try:
-        yield
-    except InputTooLarge as error:
-        if error.field != "input":
-            raise
-        reason = f"more than {model.work.max} {unit}, the most that {model.name} takes"
-        raise InputTooLarge(f"{field}: {reason}", field=field) from error
-    except BadInput as error:
-        if (named := names.get(error.field or "")) is None:
-            raise
+
+    model: Model
+    field: str
+    unit: str
+    names: Mapping[str, str] = {}
+
+    def error(self, error: PenstockError) -> PenstockError:
+        """Returns an error that names the fields of the endpoint instead of inputs."""
+        if not isinstance(error, BadInput):
+            return error
+        is_weight = isinstance(error, InputTooLarge) and error.field == "input"
+        named = self.field if is_weight else self.names.get(error.field or "")
+        if named is None:
+            return error
         reason = error.message.removeprefix(f"{error.field}: ")
-        raise BadInput(f"{named}: {reason}", field=named) from error
+        if is_weight and self.model.flow is None:
+            most = f"{self.model.work.max} {self.unit}"
+            reason = f"more than {most}, the most that {self.model.name} takes"
+        return type(error)(f"{named}: {reason}", field=named)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Has errors of a block name the fields of the endpoint."""
+        try:
+            yield
+        except BadInput as error:
+            if (named := self.error(error)) is error:
+                raise
+            raise named from error
 
 
 async def add_files(

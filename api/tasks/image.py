@@ -5,86 +5,34 @@ Also builds the first image of a request from its parameters and the defaults of
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import Field, field_validator, model_validator
 
-from api.bodies import (
-    MAX_PROMPT_CHARS,
-    MAX_SEED,
-    SCHEDULER_CHOICE,
-    ClipSkip,
-    GuidanceRescale,
-    SchedulerName,
-    Upscale,
-)
 from api.errors import WrongField
+from api.inputs.adapters_by_url import with_fetched_adapter
 from api.inputs.codec_protocol import UNPADDED, Padding
 from api.inputs.controls import (
     CONTROL_IMAGE,
-    ControlFields,
     check_control,
     prepare_control,
     show_controls,
     with_control,
 )
+from api.inputs.image_fields import ImageFields
 from api.inputs.source_images import FetchedFile, ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs
 from shared.after_image import input_of
 from shared.catalog import Catalog, Model
-from shared.catalog_entry import MAX_LORA_SCALE, MIN_LORA_SCALE
 from shared.errors import BadInput, PenstockError
 from shared.messages import ItemOutcome, ReplyBody
 from shared.tasks import Input
 from shared.tasks.custom import CustomInput
 from shared.tasks.image import ImageInput, ImageResult, ImagesResult, choose_adapter
-
-
-class ImageRequest(Protocol):
-    """The fields that all bodies for images share. None: the default of the model."""
-
-    @property
-    def prompt(self) -> str:
-        """The prompt."""
-
-    @property
-    def negative_prompt(self) -> str | None:
-        """The negative prompt."""
-
-    @property
-    def num_inference_steps(self) -> int | None:
-        """Denoise steps."""
-
-    @property
-    def guidance_scale(self) -> float | None:
-        """The strength of the guidance by the prompt."""
-
-    @property
-    def seed(self) -> int | None:
-        """The seed of the first image. None: a random one."""
-
-    @property
-    def scheduler(self) -> str | None:
-        """One of shared.diffusion_schedulers."""
-
-    @property
-    def lora_weights(self) -> str | None:
-        """An adapter of the model. None: it is drawn without one."""
-
-    @property
-    def lora_scale(self) -> float | None:
-        """How strongly the adapter counts."""
-
-    @property
-    def clip_skip(self) -> int | None:
-        """How many of the last layers of CLIP do not read the prompt."""
-
-    @property
-    def guidance_rescale(self) -> float | None:
-        """How much of the contrast that guidance adds is taken back."""
 
 
 def checked_size(width: int, height: int, model: Model) -> tuple[int, int]:
@@ -166,7 +114,7 @@ def size_of(text: str, model: Model) -> tuple[int, int]:
     return checked_size(width, height, model)
 
 
-def first_image(request: ImageRequest, model: Model, size: tuple[int, int]) -> ImageInput:
+def first_image(request: ImageFields, model: Model, size: tuple[int, int]) -> ImageInput:
     """Builds the first image. The next ones use the following seeds.
 
     Raises:
@@ -188,7 +136,7 @@ def first_image(request: ImageRequest, model: Model, size: tuple[int, int]) -> I
         seed=secrets.randbelow(2**32) if request.seed is None else request.seed,
         scheduler=request.scheduler or defaults.scheduler,
         negative_prompt=request.negative_prompt or "",
-        adapter=choose_adapter(model, request.lora_weights, request.lora_scale),
+        adapter=choose_adapter(model, request.lora_weights, request.lora_scale, takes_urls=True),
         clip_skip=request.clip_skip or None,
         guidance_rescale=request.guidance_rescale or 0.0,
     )
@@ -206,13 +154,10 @@ def check_strength(steps: int, strength: float) -> None:
 
 
 USUAL_STRENGTH = 0.8
-UPSCALE = "How many times as wide and high the image becomes, if the model has an upscaler: 2 or 4."
 MAX_MASK_BLUR = 64.0
 """Pixels."""
 MAX_PADDING = 4096
 """Pixels of a side."""
-MAX_NAME_CHARS = 64
-"""Of an adapter."""
 
 
 def _or_one_number(schema: dict[str, Any]) -> None:
@@ -220,11 +165,9 @@ def _or_one_number(schema: dict[str, Any]) -> None:
     schema["anyOf"].insert(0, sides["items"] | {"minimum": 1})
 
 
-class ImagePredictionInput(ControlFields):
+class ImagePredictionInput(ImageFields):
     """The input of image models. With `image` it is image-to-image at `strength`."""
 
-    prompt: str = Field(min_length=1, max_length=MAX_PROMPT_CHARS)
-    negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS)
     image: str | None = Field(
         None,
         description="A base64 data: URI, an https URL, or the URL of a file or result of this API.",
@@ -262,27 +205,7 @@ class ImagePredictionInput(ControlFields):
         json_schema_extra=_or_one_number,
     )
     num_outputs: int = Field(1, ge=1, le=4, description="Image i uses seed + i.")
-    num_inference_steps: int | None = Field(None, ge=1)
-    guidance_scale: float | None = Field(None, ge=0, le=100)
-    seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    scheduler: SchedulerName | None = Field(None, description=f"One {SCHEDULER_CHOICE[4:]}")
-    clip_skip: ClipSkip | None = Field(
-        None, description="How many of the last layers of CLIP do not read the prompt."
-    )
-    guidance_rescale: GuidanceRescale | None = Field(
-        None, description="How much of the contrast that guidance adds is taken back, 0.7 if any."
-    )
-    lora_weights: str | None = Field(
-        None, max_length=MAX_NAME_CHARS, description="An adapter of the model."
-    )
-    lora_scale: float | None = Field(
-        None,
-        ge=MIN_LORA_SCALE,
-        le=MAX_LORA_SCALE,
-        description="How strongly the adapter counts. Default: as the catalog says, mostly 1.",
-    )
     output_format: Literal["png", "jpg", "jpeg", "webp"] = "png"
-    upscale: Upscale | None = Field(None, description=UPSCALE)
 
     @model_validator(mode="after")
     def _said_once(self) -> ImagePredictionInput:
@@ -333,10 +256,12 @@ class ImageApi(ApiTask):
         """The input of a model. It has adapters, controls and `upscale` if the model has them."""
         schema = show_controls(super().input_schema_of(model), [model])
         fields, names = schema["properties"], list(model.image.adapters)
-        if names:
-            fields["lora_weights"] |= {
-                "anyOf": [{"enum": names, "type": "string"}, {"type": "null"}]
-            }
+        kinds: list[dict[str, Any]] = [{"enum": names, "type": "string"}] if names else []
+        if (urls := model.image.adapter_urls) is not None:
+            below = "|".join(re.escape(beginning) for beginning in urls.allowed)
+            kinds.append({"type": "string", "format": "uri", "pattern": f"^({below})"})
+        if kinds:
+            fields["lora_weights"] |= {"anyOf": [*kinds, {"type": "null"}]}
         else:
             del fields["lora_weights"], fields["lora_scale"]
         if model.image.upscale is None:
@@ -355,6 +280,7 @@ class ImageApi(ApiTask):
         else:
             first, kept = await _from_pictures(parsed, model, caller, images)
             shown = raw_input | kept
+        first = await with_fetched_adapter(first, model, caller, images)
         inputs = [
             msgspec.structs.replace(first, seed=first.seed + number)
             for number in range(parsed.num_outputs)

@@ -108,22 +108,22 @@ def _open(control: Any) -> None:
 def _loss(
     pipeline: Any, control: Any, scenes: Sequence[Scene], captions: Sequence[str]
 ) -> torch.Tensor:
-    given = noised(pipeline, torch.from_numpy(draw_many(scenes)), captions)
+    noisy = noised(pipeline, torch.from_numpy(draw_many(scenes)), captions)
     down, middle = control(
-        given.latents,
-        given.times,
-        encoder_hidden_states=given.told,
+        noisy.latents,
+        noisy.times,
+        encoder_hidden_states=noisy.told,
         controlnet_cond=outlines(scenes),
         return_dict=False,
     )
     predicted = pipeline.unet(
-        given.latents,
-        given.times,
-        encoder_hidden_states=given.told,
+        noisy.latents,
+        noisy.times,
+        encoder_hidden_states=noisy.told,
         down_block_additional_residuals=down,
         mid_block_additional_residual=middle,
     ).sample
-    return given.loss(predicted)
+    return noisy.loss(predicted)
 
 
 AT_ONCE = 16

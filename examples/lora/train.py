@@ -62,9 +62,9 @@ def train(pipeline: Any, plan: LoraPlan, seed: int) -> None:
         scenes = [sample_scene(rng) for _ in range(plan.batch)]
         captions = ["" if rng.random() < UNTOLD else tell(scene, rng) for scene in scenes]
         images = torch.from_numpy(draw_many(inked(scene) for scene in scenes))
-        given = noised(pipeline, images, captions)
-        predicted = pipeline.unet(given.latents, given.times, encoder_hidden_states=given.told)
-        return given.loss(predicted.sample)
+        noisy = noised(pipeline, images, captions)
+        predicted = pipeline.unet(noisy.latents, noisy.times, encoder_hidden_states=noisy.told)
+        return noisy.loss(predicted.sample)
 
     fit(pipeline.unet, plan, seed, loss)
 

@@ -24,10 +24,13 @@ class FetchedUrl(msgspec.Struct, frozen=True):
     final_url: str
     """After redirects: the one that has the tag."""
     etag: str
+    """Empty: it has none, and is found only by who knows its digest."""
     object_key: str
     media_type: str
     size_bytes: int
     name: str
+    sha256: str = ""
+    """In hex. Empty: not known, because an earlier release fetched it."""
 
 
 _decoder = msgspec.json.Decoder(FetchedUrl)

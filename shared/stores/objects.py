@@ -332,6 +332,16 @@ class ObjectStore:
         opening = partial(open_upload, self._store, key, attributes)
         return ObjectWriter(opening, partial(self._write, key))
 
+    def download(self, key: str, file: Path, max_bytes: int) -> None:
+        """Writes an object into a file, on the thread that calls this. Raises as `get`."""
+        _check(key)
+        with _translated("get", key):
+            object_ = obstore.get(self._store, key)
+            _check_size(key, object_.meta["size"], max_bytes)
+            with file.open("wb") as opened:
+                for piece in object_:
+                    opened.write(piece)
+
     async def rename(self, key: str, new_key: str) -> None:
         """Moves an object, in the place of another one if that is there. Its bytes stay there.
 
@@ -389,10 +399,13 @@ def _stored(meta: Any) -> StoredObject:
 
 def _read(source: Any, key: str, max_bytes: int) -> bytes:
     object_ = obstore.get(source, key)
-    size_bytes = object_.meta["size"]
+    _check_size(key, object_.meta["size"], max_bytes)
+    return bytes(object_.bytes())
+
+
+def _check_size(key: str, size_bytes: int, max_bytes: int) -> None:
     if size_bytes > max_bytes:
         raise InputTooLarge(f"object {key!r} has {size_bytes} bytes, above {max_bytes}")
-    return bytes(object_.bytes())
 
 
 def _open(url: str, setting: str) -> Any:

@@ -29,12 +29,17 @@ from shared.tasks.base import (
 class ChosenAdapter(msgspec.Struct, frozen=True, array_like=True):
     """An adapter that an image is drawn with.
 
-    `version`: the digest of its file, as the catalog of the API has it.
+    `version`: the digest of its file, as the catalog of the API has it. Of one by URL it is the
+    digest of what the API fetched, which is its name too. `object_key`: where that is in the object
+    store, and `owner` the digest of its tenant. Until it is fetched, `url` says from where.
     """
 
     name: str
     version: str
     scale: float
+    object_key: str = ""
+    owner: str = ""
+    url: str = ""
 
 
 class ControlInput(msgspec.Struct, omit_defaults=True):
@@ -203,7 +208,7 @@ _MAX_TOLD = 50
 
 
 def choose_adapter(
-    entry: CatalogEntry, name: str | None, scale: float | None
+    entry: CatalogEntry, name: str | None, scale: float | None, *, takes_urls: bool = False
 ) -> ChosenAdapter | None:
     """Returns what a request has chosen by `lora_weights` and `lora_scale`. None: no adapter.
 
@@ -211,6 +216,7 @@ def choose_adapter(
         entry: of the model.
         name: of an adapter.
         scale: how strongly it counts. None: as the catalog says.
+        takes_urls: whether `name` may be the URL of its file, which the caller of this fetches.
 
     Raises:
         BadInput: the model has no such adapter, or there is a scale without one.
@@ -219,26 +225,35 @@ def choose_adapter(
         if scale is not None:
             raise BadInput("lora_scale: is for lora_weights; leave it out", field="lora_scale")
         return None
-    adapters = entry.image.adapters
-    if not adapters:
+    by_url = takes_urls and entry.image.adapter_urls is not None and name.startswith("https://")
+    adapter = None if by_url else entry.image.adapters.get(name)
+    if adapter is None and not by_url:
         raise BadInput(
-            f"lora_weights: {entry.name} has no adapters; leave it out", field="lora_weights"
+            f"lora_weights: {_no_such_adapter(entry, name, takes_urls)}", field="lora_weights"
         )
-    adapter = adapters.get(name)
-    if adapter is None:
-        told = ", ".join(list(adapters)[:_MAX_TOLD])
-        more = f" and {len(adapters) - _MAX_TOLD} more" if len(adapters) > _MAX_TOLD else ""
-        raise BadInput(
-            f"lora_weights: {name[:80]!r} is not an adapter of {entry.name}; it has {told}{more}",
-            field="lora_weights",
-        )
-    used = adapter.scale if scale is None else scale
+    used = scale
+    if used is None:
+        used = 1.0 if adapter is None else adapter.scale
     if not MIN_LORA_SCALE <= used <= MAX_LORA_SCALE:
         raise BadInput(
             f"lora_scale: {used} is not from {MIN_LORA_SCALE:g} to {MAX_LORA_SCALE:g}",
             field="lora_scale",
         )
+    if adapter is None:
+        return ChosenAdapter("", "", used, url=name)
     return ChosenAdapter(name, adapter.version, used)
+
+
+def _no_such_adapter(entry: CatalogEntry, name: str, takes_urls: bool) -> str:
+    adapters, urls = entry.image.adapters, entry.image.adapter_urls if takes_urls else None
+    if not adapters and urls is None:
+        return f"{entry.name} has no adapters; leave it out"
+    told = [", ".join(list(adapters)[:_MAX_TOLD])] if adapters else []
+    if len(adapters) > _MAX_TOLD:
+        told[0] += f" and {len(adapters) - _MAX_TOLD} more"
+    if urls is not None:
+        told.append(f"files by URL below {', '.join(urls.allowed)}")
+    return f"{name[:80]!r} is not an adapter of {entry.name}; it has {', and '.join(told)}"
 
 
 MAX_PROMPT_CHARS = 32_000

@@ -242,6 +242,28 @@ async def test_what_a_worker_finds_wrong_is_the_error_of_a_stream_too(api: ApiUn
         assert (caught.value.param, caught.value.code) == ("file", "invalid_input")
 
 
+async def test_what_a_worker_finds_wrong_with_a_url_names_the_url(api: ApiUnderTest) -> None:
+    api.worker.refusal = BadInput("file: not a recording", field="file")
+    upload = await api.openai().files.create(file=("day.wav", SAID), purpose="user_data")
+    form = {"url": (None, upload.id), "model": (None, "ears")}
+    answer = await api.http.post(TRANSCRIPTIONS, files=form)
+    error = answer.json()["error"]
+    assert (error["param"], error["message"]) == ("url", "url: not a recording")
+    streamed = await api.http.post(TRANSCRIPTIONS, files=form | {"stream": (None, "true")})
+    assert '"param":"url"' in streamed.text
+    assert '"message":"url: not a recording"' in streamed.text
+
+
+async def test_what_a_worker_finds_wrong_with_a_stream_of_speech_is_named(
+    api: ApiUnderTest,
+) -> None:
+    api.worker.refusal = BadInput("stream: this voice can't", field="stream")
+    body = {"model": "singer", "input": "la", "stream_format": "sse"}
+    answer = await api.http.post(SPEECH, json=body)
+    assert '"param":"stream_format"' in answer.text
+    assert "stream_format: this voice can't" in answer.text
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "reason"),
     [

@@ -23,8 +23,9 @@ CHECKED = {
 def class_entry(
     name: str, inputs: Mapping[str, Any], output: Mapping[str, Any], **more: Any
 ) -> Model:
-    """The entry of a class: its inputs are all required."""
-    schema = {"type": "object", "properties": dict(inputs), "required": list(inputs)}
+    """The entry of a class: its inputs without a default are required."""
+    required = [name for name, shape in inputs.items() if "default" not in shape]
+    schema = {"type": "object", "properties": dict(inputs), "required": required}
     interface = ModelInterface(
         inputs=schema,
         output=dict(output),

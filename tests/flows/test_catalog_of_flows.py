@@ -179,21 +179,30 @@ SHIPPED = (
         "ocr",
         {
             "document": FILE,
-            "table_format": {"type": "string", "enum": ["", "markdown", "html"]},
-            "include_image_base64": {"type": "boolean"},
-            "image_limit": {"type": "integer", "minimum": 0},
-            "image_min_size": {"type": "integer", "minimum": 1},
-            "include_blocks": {"type": "boolean"},
+            "table_format": {"type": "string", "enum": ["", "markdown", "html"], "default": ""},
+            "include_image_base64": {"type": "boolean", "default": False},
+            "image_limit": {"type": "integer", "minimum": 0, "default": 10000},
+            "image_min_size": {"type": "integer", "minimum": 1, "default": 16},
+            "include_blocks": {"type": "boolean", "default": False},
             "confidence_scores_granularity": {
                 "type": "string",
                 "enum": ["", "page", "block", "word"],
+                "default": "",
             },
-            "extract_header": {"type": "boolean"},
-            "extract_footer": {"type": "boolean"},
+            "extract_header": {"type": "boolean", "default": False},
+            "extract_footer": {"type": "boolean", "default": False},
         },
         {"type": "array", "items": {"type": "object"}},
     ),
     class_entry("transcribe", {"file": FILE}, {"type": "array", "items": {"type": "object"}}),
+    class_entry(
+        "passages",
+        {
+            "document": {"type": "object"},
+            "max_chars": {"type": "integer", "minimum": 1, "default": 800},
+        },
+        {"type": "array", "items": {"type": "object"}},
+    ),
     class_entry(
         "transcript-text",
         {"segments": {"type": "array", "items": {"type": "object"}}},
@@ -223,9 +232,13 @@ def test_shipped_flows_fit_their_models() -> None:
         for entry in yaml.safe_load(path.read_text())["flows"]
     ]
     flows = [flow_of(entry, Catalog(models)) for entry in entries]
-    assert [flow.name for flow in flows] == ["draw-checked", "ocr-pages", "spoken-answer"]
+    names = ["draw-checked", "ocr-pages", "read-and-index", "spoken-answer"]
+    assert [flow.name for flow in flows] == names
     assert flows[1].api == "ocr"
     assert flows[0].interface is not None
     assert flows[0].interface.output["properties"]["is_safe"] == {"type": "boolean"}
     assert flows[2].interface is not None
-    assert flows[2].interface.output["properties"]["speech"]["anyOf"][0]["items"] == FILE
+    vectors = flows[2].interface.output["properties"]["vectors"]
+    assert vectors["items"] == {"type": "array", "items": {"type": "number"}}
+    assert flows[3].interface is not None
+    assert flows[3].interface.output["properties"]["speech"]["anyOf"][0]["items"] == FILE

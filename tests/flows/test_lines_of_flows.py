@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from api.batch_runner.runner import opened_runner
+from shared.catalog import Catalog
 from shared.settings import ApiSettings, read_settings
 from shared.usage.row_list import RowList
 from tests.api.batches.batching import answers, created, jsonl, until
@@ -51,11 +52,14 @@ def line(custom_id: str, text: str) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def running_runner(flows: World, settings: ApiSettings) -> AsyncIterator[asyncio.Task[None]]:
-    """A runner beside the API."""
+async def running_runner(
+    flows: World, settings: ApiSettings, catalog: Catalog | None = None
+) -> AsyncIterator[asyncio.Task[None]]:
+    """A runner beside the API. `catalog`: of this, if not of the flows of this module."""
+    catalog = catalog or catalog_of(SPELL, SAID)
     broker, rows = flows.broker, RowList()
     parts = (already_open(broker), already_open(broker), rows)
-    async with opened_runner(settings, catalog_of(SPELL, SAID), *parts, lease_s=LEASE_S) as runner:
+    async with opened_runner(settings, catalog, *parts, lease_s=LEASE_S) as runner:
         flows.written.append(rows.rows)
         task = asyncio.create_task(runner.run())
         try:

@@ -52,8 +52,9 @@ class PreparedImage(Prepared, tag="image", omit_defaults=True):
     `source`: the image to start from, width x height RGB pixels of 3 bytes, row by row. `mask`:
     width x height bytes, how much of each pixel is drawn anew. 0: the source's own, 255: nothing
     of it. `adapter`: the name of one in the catalog, and `adapter_scale` how strongly it counts.
-    Empty: none. `control`: the name of a ControlNet, with its map as RGB pixels like `source`, its
-    scale, and the part of the steps in which it guides.
+    Empty: none. Of one by URL, the name is its digest, `adapter_key` is where the object store has
+    it, and `adapter_owner` the digest of its tenant. `control`: the name of a ControlNet, with its
+    map as RGB pixels like `source`, its scale, and the part of the steps in which it guides.
     """
 
     prompt: str
@@ -69,6 +70,8 @@ class PreparedImage(Prepared, tag="image", omit_defaults=True):
     mask: bytes | None = None
     adapter: str = ""
     adapter_scale: float = 1.0
+    adapter_key: str = ""
+    adapter_owner: str = ""
     clip_skip: int | None = None
     guidance_rescale: float = 0.0
     control: str = ""

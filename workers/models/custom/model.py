@@ -49,6 +49,7 @@ NO_ANSWER = "it sent something else than an answer"
 USED_UP = "nobody is to fail for what earlier predictions left in memory or on disk"
 MALFORMED = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
 """What comes of reading an answer that is none: a class may write to its socket."""
+_FIRST_WORD = re.compile(r"\w+")
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,100}/[\w.+-]{1,100}")
 
 log = logging.getLogger(__name__)
@@ -155,8 +156,9 @@ def outcome_of(
         )
     reason = str(message["error"])
     if message["kind"] == "input":
-        named = (one for one in interface.properties if reason.startswith(f"{one}"))
-        return BadInput(reason, field=next(named, "input"))
+        named = _FIRST_WORD.match(reason)
+        is_known = named is not None and named[0] in interface.properties
+        return BadInput(reason, field=named[0] if named and is_known else "input")
     return Canceled() if message["kind"] == "canceled" else ModelFailed(reason)
 
 

@@ -10,18 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import diffusers.utils.state_dict_utils as formats
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from shared.catalog_entry import Adapter
-from shared.errors import ConfigurationError, ModelFailed, Unavailable
+from shared.errors import BadInput, ConfigurationError, ModelFailed, PenstockError, Unavailable
 from workers.models.image.low_rank import Layers, LowRankModule, LowRankPair
 
 FIELD = "lora_weights"
@@ -83,10 +83,34 @@ class LoadedAdapter:
         return self if flat is self.flat else LoadedAdapter(flat, _views(flat, self.parts))
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """The file of an adapter, and what it has to be.
+
+    `name`: in the catalog, or its digest. `find`: gives the file, which is downloaded first if
+    necessary. `digest`: of it. None: any. `is_callers`: whether a caller named it by URL.
+    """
+
+    name: str
+    find: Callable[[], Path]
+    digest: str | None
+    max_rank: int
+    is_callers: bool = False
+
+    def failed(self, reason: str, detail: str = "") -> ModelFailed:
+        """An error that is ours. Callers read the name and the reason, and we the detail too."""
+        public = f"adapter {self.name!r}: {reason}"
+        return ModelFailed(f"{public} ({detail})" if detail else public, field=FIELD, public=public)
+
+    def refused(self, reason: str) -> PenstockError:
+        """The error of a file that can't be used."""
+        if not self.is_callers:
+            return self.failed(reason)
+        return BadInput(f"{FIELD}: the file {self.name}: {reason}", field=FIELD)
+
+
 def read_adapter(
-    name: str,
-    adapter: Adapter,
-    find: Callable[[], Path],
+    adapter: AdapterFile,
     pipeline: Any,
     modules: Mapping[str, LowRankModule],
     limit_bytes: int,
@@ -94,53 +118,58 @@ def read_adapter(
     """Reads an adapter into memory, in the type of the UNet. It may take long.
 
     Args:
-        name: in the catalog.
-        adapter: its entry.
-        find: gives its file, which is downloaded first if necessary.
+        adapter: its file.
         pipeline: of diffusers, whose class knows the formats.
         modules: the parts of the pipeline that have layers, by their names.
         limit_bytes: the most that its layers may take.
 
     Raises:
         ModelFailed: the file is missing or can't be used. It names the adapter and the reason.
+        BadInput: a caller's file can't be used. It names the reason.
     """
     try:
-        file = find()
-    except ConfigurationError as error:
-        raise failed(name, "its weights are missing on this worker", error.message) from error
+        file = adapter.find()
+    except (ConfigurationError, BadInput) as error:
+        reason = "its weights are missing on this worker"
+        raise adapter.failed(reason, error.message) from error
     except Unavailable as error:
-        raise failed(name, "its weights are out of reach; try again", error.message) from error
+        raise adapter.failed("its weights are out of reach; try again", error.message) from error
     unet = pipeline.unet
     try:
-        header = _header(file)
-        _check_size(file, header, unet.dtype, limit_bytes)
-        tensors = _tensors(file, adapter)
+        with file.open("rb") as opened:
+            if adapter.is_callers:
+                _check_copy(opened, adapter)
+            header = _header(opened)
+            _check_size(opened, header, unet.dtype, limit_bytes)
+            tensors = _tensors(opened, adapter)
         state, alphas = _converted(tensors, pipeline)
         settings = _settings(header)
         layers = _layers(state, alphas, settings, modules, adapter.max_rank)
         return _packed(layers, unet.dtype)
     except WrongAdapter as error:
-        raise failed(name, str(error)) from error
+        raise adapter.refused(str(error)) from error
+    except OSError as error:
+        raise adapter.failed(f"its file can't be read: {error.strerror}") from error
 
 
-def failed(name: str, reason: str, detail: str = "") -> ModelFailed:
-    """The error of an adapter. Callers read its name and the reason, and we the detail too."""
-    public = f"adapter {name!r}: {reason}"
-    return ModelFailed(f"{public} ({detail})" if detail else public, field=FIELD, public=public)
+def _check_copy(file: BinaryIO, adapter: AdapterFile) -> None:
+    """Validates that a copy has the bytes that the API fetched, before the caller is blamed."""
+    if f"sha256:{hashlib.sha256(file.read()).hexdigest()}" != adapter.digest:
+        # The next try makes a new one.
+        Path(file.name).unlink(missing_ok=True)
+        raise adapter.failed("its copy on this worker is broken; try again")
+    file.seek(0)
 
 
-def _header(file: Path) -> dict[str, Any]:
+def _header(file: BinaryIO) -> dict[str, Any]:
     """The header of a file of safetensors, which says what is in it."""
     not_safetensors = WrongAdapter(_FORMAT)
+    size = int.from_bytes(file.read(8), "little")
+    if not 2 <= size <= MAX_HEADER_BYTES:
+        raise not_safetensors
     try:
-        with file.open("rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            if not 2 <= size <= MAX_HEADER_BYTES:
-                raise not_safetensors
-            header = json.loads(opened.read(size))
-    except OSError as error:
-        raise WrongAdapter(f"its file can't be read: {error.strerror}") from error
-    except ValueError as error:
+        header = json.loads(file.read(size))
+    except (ValueError, RecursionError) as error:
         raise not_safetensors from error
     if not isinstance(header, dict):
         raise not_safetensors
@@ -148,10 +177,10 @@ def _header(file: Path) -> dict[str, Any]:
 
 
 def _check_size(
-    file: Path, header: Mapping[str, Any], dtype: torch.dtype, limit_bytes: int
+    file: BinaryIO, header: Mapping[str, Any], dtype: torch.dtype, limit_bytes: int
 ) -> None:
     try:
-        in_file = file.stat().st_size
+        in_file = os.fstat(file.fileno()).st_size
         shapes = [one["shape"] for name, one in header.items() if name != "__metadata__"]
         count = sum(math.prod(shape) for shape in shapes)
     except (KeyError, TypeError) as error:
@@ -164,12 +193,10 @@ def _check_size(
         )
 
 
-def _tensors(file: Path, adapter: Adapter) -> dict[str, torch.Tensor]:
+def _tensors(file: BinaryIO, adapter: AdapterFile) -> dict[str, torch.Tensor]:
     """The tensors of the bytes that have the digest."""
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise WrongAdapter(f"its file can't be read: {error.strerror}") from error
+    file.seek(0)
+    data = file.read()
     if adapter.digest is not None:
         digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
         if digest != adapter.digest:
@@ -318,7 +345,10 @@ class _Scaling:
         alpha: Any = self._alphas.get(plain, float(rank))
         if self._settings:
             alpha = self._settings.get("lora_alpha", rank)
-            for pattern, other in (self._settings.get("alpha_pattern") or {}).items():
+            patterns = self._settings.get("alpha_pattern") or {}
+            if not isinstance(patterns, Mapping):
+                raise WrongAdapter("alpha_pattern of its settings is no object")
+            for pattern, other in patterns.items():
                 if f".{name}".endswith(f".{pattern.removeprefix('^')}"):
                     alpha = other
         if not isinstance(alpha, int | float) or not math.isfinite(alpha):
@@ -343,6 +373,9 @@ def _packed(layers: Mapping[str, Layers], dtype: torch.dtype) -> LoadedAdapter:
     ]
     flat = torch.empty(sum(tensor.numel() for tensor in every), dtype=dtype)
     torch.cat([tensor.reshape(-1).to(dtype) for tensor in every], out=flat)
+    # An image with such a number is black, or breaks the rows beside it.
+    if not torch.isfinite(flat).all():
+        raise WrongAdapter(f"it has numbers that are not finite as {dtype}")
     if torch.cuda.is_available():
         flat = flat.pin_memory()
     return LoadedAdapter(flat, _views(flat, layers))

@@ -189,14 +189,14 @@ class ImageModel:
                 masks or has adapters and can't step, it can't draw with the defaults of the entry,
                 or a required package is missing.
         """
-        if self._entry.image.adapters and not self.takes_adapters:
+        if self._entry.image.has_adapters and not self.takes_adapters:
             raise ConfigurationError(_NO_UNET.format(self._folder), field="image.adapters")
         self._device, self.device_name = self._requested_device.open()
         self._plan = plan_for(self._entry, capability_of(self._device))
         self._text_to_image, self._image_to_image = load_pipelines(
             self._folder, self._device, self._plan
         )
-        if self._entry.image.adapters and not hasattr(self._text_to_image, "unet"):
+        if self._entry.image.has_adapters and not hasattr(self._text_to_image, "unet"):
             raise ConfigurationError(_NO_UNET.format(self._folder), field="image.adapters")
         self._needs_mask = is_trained_with_masks(self._text_to_image)
         if self._needs_mask and not self.draws_masks:

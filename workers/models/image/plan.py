@@ -76,7 +76,7 @@ def plan_for(entry: Model, capability: Capability) -> ImagePlan:
         is_int8=is_int8,
         is_compiled=asked == "always" or (asked == "auto" and is_gpu and _can_compile(capability)),
         batch_sizes=_batch_sizes(entry),
-        has_adapters=bool(entry.image.adapters),
+        has_adapters=entry.image.has_adapters,
     )
 
 

@@ -65,8 +65,12 @@ class ImagePreparer:
         chosen = value.adapter
         if chosen is None:
             return
-        known = self._bounds.adapters.get(chosen.name)
-        if known is None or known.version != chosen.version:
+        if chosen.object_key:
+            is_known = self._bounds.adapter_urls is not None
+        else:
+            known = self._bounds.adapters.get(chosen.name)
+            is_known = known is not None and known.version == chosen.version
+        if not is_known:
             # Its result would be cached as that of the adapter which the API's catalog has.
             raise ModelFailed(
                 f"adapter {chosen.name!r}: this worker's catalog has another one than the API's; "
@@ -131,6 +135,8 @@ class ImagePreparer:
             guidance_rescale=value.guidance_rescale,
             adapter="" if value.adapter is None else value.adapter.name,
             adapter_scale=1.0 if value.adapter is None else value.adapter.scale,
+            adapter_key="" if value.adapter is None else value.adapter.object_key,
+            adapter_owner="" if value.adapter is None else value.adapter.owner,
         )
 
 

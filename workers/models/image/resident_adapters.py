@@ -13,16 +13,19 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shared.catalog_entry import Adapter, ImageDefaults
+from shared.catalog_entry import ImageDefaults
 from shared.errors import PenstockError
 from shared.settings import ModelSettings, read_settings
+from shared.stores.objects import ObjectStore
 from workers.models.base import PreparedImage
-from workers.models.image.adapters import PARTS, LoadedAdapter, failed, read_adapter
+from workers.models.image.adapters import PARTS, AdapterFile, LoadedAdapter, read_adapter
+from workers.models.image.fetched_adapters import FetchedAdapters
 from workers.models.image.low_rank import LowRankModule, Row
 from workers.models.source import resolve_file
 
@@ -51,6 +54,10 @@ class ResidentAdapters:
         self._pipeline = pipeline
         self._device = device
         self._settings = read_settings(ModelSettings)
+        self._fetched = None
+        if (urls := image.adapter_urls) is not None:
+            folder = self._settings.models_dir / "adapters-by-url"
+            self._fetched = FetchedAdapters(urls, folder, ObjectStore(self._settings.objects_url))
         self._modules = {
             part: LowRankModule(module)
             for part in PARTS
@@ -86,7 +93,7 @@ class ResidentAdapters:
             return False
         self._waiting[slot] = item
         if item.adapter not in self._resident:
-            self._begin_read(item.adapter)
+            self._begin_read(item)
         return True
 
     def take_ready(
@@ -103,7 +110,7 @@ class ResidentAdapters:
         for slot, item in list(self._waiting.items()):
             outcome: PreparedImage | PenstockError = item
             try:
-                if not self._bring_in(item.adapter, used):
+                if not self._bring_in(item, used):
                     if self._lacks_room:
                         return
                     continue
@@ -141,15 +148,16 @@ class ResidentAdapters:
                 entered.enter_context(module.applied([_row(one, part) for one in rows]))
             yield
 
-    def _bring_in(self, name: str, in_use: Collection[str]) -> bool:
-        """Returns whether an adapter is in memory now.
+    def _bring_in(self, item: PreparedImage, in_use: Collection[str]) -> bool:
+        """Returns whether the adapter of an image is in memory now.
 
         Raises:
             PenstockError: it can't be read.
         """
+        name = item.adapter
         if name in self._resident:
             return True
-        read = self._begin_read(name)
+        read = self._begin_read(item)
         if not read.done():
             return False
         if (error := read.exception()) is not None:
@@ -183,36 +191,39 @@ class ResidentAdapters:
             log.info("adapter dropped", extra={"adapter": dropped})
         return True
 
-    def _begin_read(self, name: str) -> Future[LoadedAdapter]:
+    def _begin_read(self, item: PreparedImage) -> Future[LoadedAdapter]:
         """The read of an adapter, which goes on after the image that it is for is canceled."""
+        name = item.adapter
         if (read := self._reads.get(name)) is None:
             read = self._reads[name] = Future()
+            file = self._file_of(item)
             # A daemon: the end of the process does not wait for a download.
             threading.Thread(
-                target=self._read, args=(name, read), name=f"adapter-{name}", daemon=True
+                target=self._read, args=(file, read), name=f"adapter-{name}", daemon=True
             ).start()
         return read
 
-    def _find(self, adapter: Adapter) -> Path:
-        """Gives the file of an adapter, which is downloaded first if necessary."""
-        places = self._settings
-        return resolve_file(
-            adapter.source, adapter.revision, places.models_dir, weights_dir=places.weights_dir
-        )
+    def _file_of(self, item: PreparedImage) -> AdapterFile:
+        name, places = item.adapter, self._settings
+        if item.adapter_key:
+            assert self._fetched is not None, "the preparer refuses it; this is a bug"
+            find = partial(self._fetched.find, name, item.adapter_key, item.adapter_owner)
+            return AdapterFile(name, find, name, self._fetched.urls.max_rank, is_callers=True)
+        entry = self._image.adapters[name]
+        source, revision, weights = entry.source, entry.revision, places.weights_dir
 
-    def _read(self, name: str, read: Future[LoadedAdapter]) -> None:
-        adapter = self._image.adapters[name]
+        def find_in_catalog() -> Path:
+            return resolve_file(source, revision, places.models_dir, weights_dir=weights)
+
+        return AdapterFile(name, find_in_catalog, entry.digest, entry.max_rank)
+
+    def _read(self, file: AdapterFile, read: Future[LoadedAdapter]) -> None:
+        name = file.name
         with self._permits:
             began_s = time.monotonic()
             try:
-                loaded = read_adapter(
-                    name,
-                    adapter,
-                    lambda: self._find(adapter),
-                    self._pipeline,
-                    self._modules,
-                    self._image.adapter_memory_bytes,
-                )
+                limit_bytes = self._image.adapter_memory_bytes
+                loaded = read_adapter(file, self._pipeline, self._modules, limit_bytes)
             except PenstockError as error:
                 log.warning("adapter not read", extra={"adapter": name, "reason": error.message})
                 read.set_exception(error)
@@ -220,7 +231,7 @@ class ResidentAdapters:
             except Exception as error:
                 # The boundary to the libraries that read it. Whoever waits gets an answer.
                 log.warning("adapter not read", exc_info=True, extra={"adapter": name})
-                read.set_exception(failed(name, "it could not be read", str(error)))
+                read.set_exception(file.failed("it could not be read", str(error)))
                 return
         took_s = time.monotonic() - began_s
         log.info("adapter read", extra={"adapter": name, "bytes": loaded.nbytes, "s": took_s})

@@ -276,7 +276,7 @@ def test_an_input_that_only_the_class_refuses_names_its_field(tmp_path: Path, st
 def test_an_exception_with_a_field_calls_that_input_wrong(tmp_path: Path, started: Any) -> None:
     body = """
     class Predictor(BasePredictor):
-        def predict(self, a: str, b: str) -> str:
+        def predict(self, a: str, b: str, ab: str = "") -> str:
             error = ValueError("too dark")
             error.field = b
             raise error
@@ -285,6 +285,9 @@ def test_an_exception_with_a_field_calls_that_input_wrong(tmp_path: Path, starte
     wrong = compute(model, {"a": "x", "b": "a"}).results[0]
     assert isinstance(wrong, BadInput)
     assert (wrong.field, wrong.message) == ("a", "a: too dark")
+    longer = compute(model, {"a": "x", "b": "ab"}).results[0]
+    assert isinstance(longer, BadInput)
+    assert longer.field == "ab"
     other = compute(model, {"a": "x", "b": "no input"}).results[0]
     assert isinstance(other, ModelFailed)
     assert other.message == "too dark"

@@ -1,0 +1,59 @@
+"""Divides the pages of a document into passages that an embedding model takes whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from cog import BasePredictor, Input
+
+_IMAGE = re.compile(r"!\[[^\]\s]*\]\([^)\s]*\)")
+_END = re.compile(r"(?<=[.!?])\s+|\s*\n\s*")
+"""Of a sentence, a line or a row of a table."""
+
+
+class Predictor(BasePredictor):
+    """Divides pages at the ends of sentences and lines."""
+
+    def predict(
+        self,
+        document: dict[str, Any] = Input(
+            description="Its `pages`, each as examples/ocr gives a document of one page, and their "
+            "`numbers`, from 0."
+        ),
+        max_chars: int = Input(description="The most characters of a passage.", default=800, ge=1),
+    ) -> list[dict[str, Any]]:
+        """Returns the passages in order: the `page` of each, and its `text`.
+
+        A page without text has none.
+        """
+        return [
+            {"page": number, "text": text}
+            for number, parts in zip(document["numbers"], document["pages"], strict=True)
+            for text in passages_of("\n".join(part["markdown"] for part in parts), max_chars)
+        ]
+
+
+def passages_of(markdown: str, max_chars: int) -> Iterator[str]:
+    """Yields the passages of a page: as many whole sentences as fit, without its images."""
+    passage = ""
+    for sentence in _END.split(_IMAGE.sub("", markdown)):
+        for piece in pieces_of(sentence.strip(), max_chars):
+            if passage and len(passage) + 1 + len(piece) > max_chars:
+                yield passage
+                passage = ""
+            passage = f"{passage} {piece}".strip()
+    if passage:
+        yield passage
+
+
+def pieces_of(sentence: str, max_chars: int) -> Iterator[str]:
+    """Yields a sentence, or the parts of one that is too long, between words if there are some."""
+    while len(sentence) > max_chars:
+        space = sentence.rfind(" ", 1, max_chars + 1)
+        at = space if space > 0 else max_chars
+        yield sentence[:at].rstrip()
+        sentence = sentence[at:].lstrip()
+    if sentence:
+        yield sentence

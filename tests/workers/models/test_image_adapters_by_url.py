@@ -1,0 +1,194 @@
+"""Adapters that callers named by URL: drawn as those of the catalog, and bad files refused."""
+
+import asyncio
+import hashlib
+import json
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from shared.catalog import Catalog
+from shared.catalog_entry import Adapter, AdapterUrls
+from shared.errors import BadInput, ModelFailed
+from shared.stores.objects import ObjectStore, object_key
+from shared.tasks.image import ChosenAdapter, ImageInput, ImageResult
+from tests.workers.models import lora_files
+from tests.workers.models.test_image import pixels
+from tests.workers.models.test_image_adapters import ASKED, DEEP, Drawer, loaded
+
+# Some schedulers of diffusers go between torch and numpy 2 in an old way.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
+]
+URLS = AdapterUrls(allowed=("https://a.example/",), max_rank=8)
+
+
+class World:
+    """A model that takes adapters by URL, and one of its catalog, from the same file."""
+
+    def __init__(self, catalog: Catalog, pipeline: Path, folder: Path) -> None:
+        self.objects = ObjectStore(f"file://{folder}/objects")
+        self.layers = lora_files.chosen_layers(loaded(pipeline), texts=False)
+        self.file = self.write(folder / "ink.safetensors", rank=4)
+        ink = {"ink": Adapter(source=f"local:{self.file}")}
+        self.drawer = Drawer(catalog.default("image"), pipeline, ink, adapter_urls=URLS)
+
+    def write(self, file: Path, rank: int) -> Path:
+        weights = lora_files.random_weights(self.layers, 1, rank=rank)
+        return lora_files.write(file, lora_files.as_peft(weights))
+
+    def by_url(self, data: bytes, value: ImageInput = ASKED, owner: str = "acme") -> ImageInput:
+        """What the API makes of an image whose adapter has these bytes."""
+        key = object_key("inputs", data, "application/octet-stream")
+        asyncio.run(self.objects.put(key, data, "application/octet-stream"))
+        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        chosen = ChosenAdapter(digest, digest, 1.0, object_key=key, owner=owner)
+        return msgspec.structs.replace(value, adapter=chosen)
+
+
+@pytest.fixture(scope="module")
+def world(
+    catalog: Catalog, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("by-url")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PENSTOCK_OBJECTS_URL", f"file://{folder}/objects")
+        patched.setenv("PENSTOCK_MODELS_DIR", str(folder / "models"))
+        yield World(catalog, tiny_folder, folder)
+
+
+def test_an_adapter_by_url_draws_as_that_of_the_catalog(world: World) -> None:
+    """Alone, and beside images with another adapter and without one."""
+    drawer, other = world.drawer, msgspec.structs.replace(ASKED, seed=5)
+    named = drawer.with_adapter(ASKED, "ink")
+    by_url = world.by_url(world.file.read_bytes())
+    without, expected = drawer.alone(ASKED), drawer.alone(named)
+    assert np.abs(expected - without).mean() > 2, "the adapter changed nothing"
+    assert np.abs(drawer.alone(by_url) - expected).max() <= 1
+    results = drawer.run((0, by_url), (0, named), (1, ASKED), (1, other))
+    for slot, image in enumerate((expected, expected, without)):
+        result = results[slot]
+        assert isinstance(result, ImageResult)
+        assert np.abs(pixels(result) - image).max() <= 1
+    first = results[0]
+    assert isinstance(first, ImageResult)
+    assert by_url.adapter is not None
+    assert first.adapter == by_url.adapter.name, "the row names the bytes"
+
+
+def changed(file: Path, world: World, name: str, tensor: torch.Tensor) -> None:
+    weights = lora_files.as_peft(lora_files.random_weights(world.layers, 1))
+    lora_files.write(file, weights | {name: tensor})
+
+
+def pickled(file: Path, world: World) -> None:
+    torch.save({"unet.a.lora_A.weight": torch.zeros(1)}, file)
+
+
+def zipped(file: Path, world: World) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("weights", b"0" * 1000)
+
+
+def huge_header(file: Path, world: World) -> None:
+    file.write_bytes((2**62).to_bytes(8, "little") + b"{}")
+
+
+def deep_header(file: Path, world: World) -> None:
+    header = b"[" * 1_000_000
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def endless_shape(file: Path, world: World) -> None:
+    wrong = {"dtype": "F32", "shape": [2**31, 2**31], "data_offsets": [0, 8]}
+    header = json.dumps({f"{DEEP}.lora_A.weight": wrong}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+
+
+def cut(file: Path, world: World) -> None:
+    file.write_bytes(world.file.read_bytes()[:-100])
+
+
+def not_a_number(file: Path, world: World) -> None:
+    changed(file, world, f"{DEEP}.lora_A.weight", torch.full((4, 128), float("nan")))
+
+
+def high_rank(file: Path, world: World) -> None:
+    weights = {
+        f"{DEEP}.lora_A.weight": torch.zeros(10_000, 128),
+        f"{DEEP}.lora_B.weight": torch.zeros(128, 10_000),
+    }
+    lora_files.write(file, weights)
+
+
+def other_base(file: Path, world: World) -> None:
+    """As of a pipeline whose layers are wider."""
+    weights = {
+        f"{DEEP}.lora_A.weight": torch.zeros(4, 1280),
+        f"{DEEP}.lora_B.weight": torch.zeros(1280, 4),
+    }
+    lora_files.write(file, weights)
+
+
+def wrong_settings(file: Path, world: World) -> None:
+    weights = lora_files.as_peft(lora_files.random_weights(world.layers, 1))
+    lora_files.write(file, weights, {"unet.alpha_pattern": [1], "unet.lora_alpha": 4})
+
+
+BAD: dict[str, tuple[Callable[[Path, World], None], str]] = {
+    "pickle": (pickled, "not safetensors"),
+    "zip": (zipped, "not safetensors"),
+    "huge header": (huge_header, "not safetensors"),
+    "deep header": (deep_header, "not safetensors"),
+    "endless shape": (endless_shape, "in memory"),
+    "cut": (cut, "not whole"),
+    "not a number": (not_a_number, "not finite"),
+    "rank": (high_rank, "is of rank 10000, and max_rank is 8"),
+    "other base": (other_base, "and this model needs"),
+    "settings": (wrong_settings, "alpha_pattern"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_file_is_refused_by_the_field(world: World, tmp_path: Path, kind: str) -> None:
+    make, reason = BAD[kind]
+    make(tmp_path / "bad.safetensors", world)
+    bad = world.by_url((tmp_path / "bad.safetensors").read_bytes())
+    results = world.drawer.run((0, bad), (0, ASKED))
+    error = results[0]
+    assert isinstance(error, BadInput), error
+    assert error.field == "lora_weights"
+    assert error.message.startswith("lora_weights: the file sha256:")
+    assert reason in error.message
+    assert isinstance(results[1], ImageResult), "others are drawn"
+
+
+def test_a_broken_copy_is_made_again(world: World) -> None:
+    """A worker that lost its power while it wrote has one."""
+    value = world.by_url(world.file.read_bytes(), owner="globex")
+    adapters = world.drawer.model.adapters
+    assert value.adapter is not None
+    assert adapters._fetched is not None
+    chosen = value.adapter
+    copy = adapters._fetched.find(chosen.name, chosen.object_key, chosen.owner)
+    copy.write_bytes(b"half")
+    adapters._resident.pop(chosen.name, None)
+    error = world.drawer.run((0, value))[0]
+    assert isinstance(error, ModelFailed), "it is not the caller's fault"
+    assert "try again" in error.public_message
+    assert isinstance(world.drawer.run((0, value))[0], ImageResult)
+
+
+def test_a_worker_whose_catalog_takes_no_urls_refuses(world: World, tiny_folder: Path) -> None:
+    entry = world.drawer.entry
+    ink = dict(entry.image.adapters)
+    other = Drawer(entry, tiny_folder, ink, adapter_urls=None)
+    (outcome,) = other.preparer.prepare([world.by_url(world.file.read_bytes())])
+    assert isinstance(outcome, ModelFailed)
