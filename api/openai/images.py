@@ -177,9 +177,8 @@ class GenerationsEndpoint(Endpoint):
             )
         if body.stream:
             raise BadInput("stream: a batch streams nothing; leave it out", field="stream")
-        if body.control is not None:
-            raise BadInput("control: lines of batches take none; leave it out", field="control")
         model = model_of(body, catalog)
+        check_control(body, model)
         first = first_of(body, model)
         start = default_seed if body.seed is None else body.seed
         inputs: Sequence[Input] = consecutive(first, start, body.n)
@@ -192,17 +191,17 @@ class GenerationsEndpoint(Endpoint):
         return LineRequest(body, model, inputs, is_repeatable, reply_bytes)
 
     async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[Input]:
-        """Returns the images, or the run that draws them, with the file of their adapter."""
+        """Returns the images, or the run that draws them, with the files that the line names."""
         body, model = cast(GenerationBody, request.body), request.model.drawn_by or request.model
         run = request.inputs[0] if isinstance(request.inputs[0], CustomInput) else None
         images = request.inputs if run is None else drawings_of(run)
         first = images[0]
         assert isinstance(first, ImageInput), "`read` has made images; this is a bug"
-        if first.adapter is None or not first.adapter.url:
+        if not _names_files(body, first):
             return request.inputs
         quota = StorageQuota(caller.tenant, 0, "images")
         owner = ImageCaller(caller.tenant, quota, caller.base_url, caller.deadline_s, keep_s=0)
-        first = await with_fetched_adapter(first, model, owner, caller.source_images)
+        first = await _with_files(first, body, model, owner, caller.source_images)
         drawn = consecutive(first, first.seed, body.n)
         if run is None:
             return drawn
@@ -322,12 +321,16 @@ async def create_images(request: Request) -> Response:
     model = model_for(call, body)
     check_control(body, model)
     first = first_of(body, model)
-    if body.control_image is not None or (first.adapter is not None and first.adapter.url):
+    if _names_files(body, first):
         call.check_room(model, body.n)
         images, caller = call.dependencies.source_images, image_caller(call, model)
         reading = _with_files(first, body, model, caller, images)
         first = await while_connected(request.receive, reading)
     return await answer_with(call, body, model, first)
+
+
+def _names_files(body: GenerationBody, first: ImageInput) -> bool:
+    return body.control_image is not None or (first.adapter is not None and bool(first.adapter.url))
 
 
 async def _with_files(

@@ -16,6 +16,7 @@ from shared.catalog import Catalog
 from shared.catalog_entry import Control
 from shared.errors import BadInput
 from shared.tasks.image import ControlInput, ImageInput
+from tests.api.batches.batching import answers, batching, created, jsonl, until
 from tests.api.harness import CATALOG, IMAGE_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import WAIT
 from tests.api.test_images import drawn, encoded
@@ -239,8 +240,37 @@ async def test_catalog_without_controls_documents_none(tmp_path: Path, redis_url
         assert not any(field.startswith("control") for field in document[name]["properties"])
 
 
-def test_line_of_a_batch_takes_no_control() -> None:
-    line = {"model": CONTROLLED.name, "prompt": "a", "control": "canny", "control_image": "file_a"}
+async def test_lines_of_batches_have_controls(tmp_path: Path, redis_url: str) -> None:
+    """Each has the size of its control's image, and one whose image is broken fails alone."""
+    wish = {"model": CONTROLLED.name, "prompt": "a", "seed": 1, "control": "canny"}
+    images = {"a": uri(PICTURE), "b": uri(b"no image"), "c": uri(SOURCE)}
+    lines = [
+        {
+            "custom_id": name,
+            "method": "POST",
+            "url": "/v1/images/generations",
+            "body": wish | {"control_image": image},
+        }
+        for name, image in images.items()
+    ]
+    async with batching(tmp_path, redis_url, catalog=Catalog((CONTROLLED,))) as (api, _):
+        client = api.openai()
+        batch = await created(client, jsonl(lines), "/v1/images/generations")
+        done = await until(client, batch)
+        assert [one["custom_id"] for one in await answers(client, done.output_file_id)] == [
+            "a",
+            "c",
+        ]
+        (error,) = await answers(client, done.error_file_id)
+        assert error["response"]["body"]["error"]["param"] == "control_image"
+        sizes = {(one.width, one.height) for one in drawn(api)}
+        shapes = {pixels(control_of(one)).shape for one in drawn(api)}
+    assert sizes == {(88, 40), (64, 64)}
+    assert shapes == {(height, width, 3) for width, height in sizes}
+
+
+def test_line_of_a_batch_names_a_control_of_its_model() -> None:
+    line = {"model": CONTROLLED.name, "prompt": "a", "control": "pose", "control_image": "file_a"}
     with pytest.raises(BadInput) as caught:
         GenerationsEndpoint().read(json.dumps(line).encode(), Catalog((CONTROLLED,)), 1)
     assert caught.value.field == "control"
