@@ -193,9 +193,9 @@ def _flow_figures(row: dict[str, Any]) -> list[Figure]:
 
 def _distance_figures(label: str, apart: dict[str, dict[str, float]]) -> list[Figure]:
     return [
-        Figure(f"{label}, {kind}, {what}", row[what], "levels")
+        Figure(f"{label}, {kind}, {extent}", row[extent], "levels")
         for kind, row in apart.items()
-        for what in ("max", "mean")
+        for extent in ("max", "mean")
     ]
 
 
