@@ -184,11 +184,12 @@ class PromptServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         state = self.server_state
-        for server in self.servers:
-            server.close()
         # One accepted a moment ago is not among the connections yet, and nobody would close it.
+        # Python 3.12 and 3.13.0 lose it if the server is closed before.
         for _ in range(ACCEPT_TURNS):
             await asyncio.sleep(0)
+        for server in self.servers:
+            server.close()
         for connection in list(state.connections):
             connection.shutdown()
         with suppress(TimeoutError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -536,9 +537,9 @@ def test_a_schema_is_current_until_a_source_changes(tmp_path: Path) -> None:
 
 def test_what_cog_yaml_asks_for_in_vain_is_named(tmp_path: Path) -> None:
     body = "class Predictor(BasePredictor):\n    def predict(self, a: int) -> int: return a"
-    cog_yaml = """
+    cog_yaml = f"""
     build:
-      python_version: "3.11"
+      python_version: "{sys.version_info.major}.{sys.version_info.minor}"
       system_packages: [ffmpeg]
     environment: [MODE=fast]
     image: r8.im/someone/model
