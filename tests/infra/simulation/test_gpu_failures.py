@@ -45,6 +45,7 @@ def test_jobs_of_a_gpu_that_fails_are_answered_by_others() -> None:
     assert failure.replaced_s == pytest.approx(45 + 60, abs=5)
 
 
+@pytest.mark.slow(about_s=5)
 def test_somebody_is_called_within_two_rounds_of_the_alert() -> None:
     (failure,) = run(events=[FAILURE]).summary.gpu_failures
     assert failure.alert_s is not None
