@@ -29,8 +29,8 @@ from workers.models.custom.model import CustomModel
 pytestmark = pytest.mark.slow(about_s=20)
 LOADED = "from workers.models.custom.runner.main import main\n"
 WITHOUT_NAMESPACE = """
-from workers.models.custom.runner import mounts
-mounts.take_private_tmp = lambda *paths: False
+from workers.models.custom.runner import confinement
+confinement.take_private_tmp = lambda *paths: False
 """
 READS_NOTHING = """
 class Runner(BaseRunner):
