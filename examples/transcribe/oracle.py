@@ -150,6 +150,19 @@ def show_samples(path: str) -> None:
     print(json.dumps(texts))
 
 
+def watch(hears: Any) -> list[float]:
+    """Has a model add the temperature of each generation, also of those that give no segment."""
+    heats, generate = list[float](), type(hears).generate_with_fallback
+
+    def generate_and_tell(*arguments: Any) -> Any:
+        result = generate(hears, *arguments)
+        heats.append(result[2])
+        return result
+
+    hears.generate_with_fallback = generate_and_tell
+    return heats
+
+
 def show_direct(kind: str, path: str) -> None:
     """Prints what faster-whisper writes, called directly, and what it took.
 
@@ -183,10 +196,10 @@ def show_direct(kind: str, path: str) -> None:
         said = []
         for chunk in chunks:
             ctranslate2.set_random_seed(0)
-            heard = list(hears.transcribe(chunk)[0])
-            if not heard or any(one.temperature for one in heard):
+            heats = watch(hears)
+            said += hears.transcribe(chunk)[0]
+            if any(heats):
                 hears = load()  # its thread takes no other seed
-            said += heard
     text = "".join(one.text for one in said).strip()
     used_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     took = {
