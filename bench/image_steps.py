@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 
 import httpx
 import numpy as np
 
-from bench.pipeline import only_model, say_nothing
+from bench.pipeline import image_stack
 from bench.report import Figure, Outcome
-from infra.local.ports import Ports
 from infra.local.stack import Stack
-from shared.catalog_file import read_catalog
 
 SHORT_STEPS, LONG_STEPS = (5, 8, 10), 50
 LONG_SHARE = 0.2
@@ -43,7 +39,10 @@ def run() -> Outcome:
     full: dict[str, list[float]] = {name: [] for name in VARIANTS}
     timed: dict[str, Timed] = {name: [] for name in VARIANTS}
     with ExitStack() as opened:
-        stacks = {name: opened.enter_context(_stack(join)) for name, join in VARIANTS.items()}
+        stacks = {
+            name: opened.enter_context(image_stack({"join": join}))
+            for name, join in VARIANTS.items()
+        }
         for number in range(ROUNDS):
             for name, stack in stacks.items():
                 full[name].append(asyncio.run(_keep_full(stack, seed=number)))
@@ -60,20 +59,6 @@ def run() -> Outcome:
     short = p95_s["joining"] / p95_s["whole batches"]
     figures.append(Figure("joining over whole batches: p95 of short", short, "", "<=", 0.5))
     return Outcome(figures, {"full": full, "arrivals_per_s": rate})
-
-
-@contextmanager
-def _stack(join: str) -> Iterator[Stack]:
-    model = read_catalog(Path("models.yaml")).default("image")
-    with tempfile.TemporaryDirectory() as folder:
-        image = model.image.model_dump() | {"join": join}
-        settings = {
-            "PENSTOCK_MODELS_FILE": str(only_model(Path(folder), model.name, {"image": image})),
-            "PENSTOCK_PROCESSES": "1",
-            "PENSTOCK_THREADS": "1",
-        }
-        with Stack(Path(folder), ports=Ports.free(1), settings=settings, say=say_nothing) as stack:
-            yield stack
 
 
 async def _keep_full(stack: Stack, seed: int) -> float:

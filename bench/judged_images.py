@@ -9,9 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +16,8 @@ import httpx
 import numpy as np
 from PIL import Image
 
-from bench.pipeline import only_model, say_nothing
+from bench.pipeline import image_stack
 from bench.report import Figure, Outcome
-from infra.local.ports import Ports
 from infra.local.stack import Stack
 from models.shapes.draw import draw
 from models.shapes.judge import Pixels, is_ink, read
@@ -40,7 +36,7 @@ INK = {"source": "package:models/shapes/ink/ink.safetensors"}
 def run() -> Outcome:
     """Draws and judges all of them."""
     model = read_catalog(Path("models.yaml")).default("image")
-    with _stack(model) as stack:
+    with image_stack({"adapters": {"ink": INK}}) as stack:
         masked, with_ink, without = asyncio.run(_drawn(stack, model))
     unchanged = [_is_kept(one, image) for one, image in masked]
     redrawn = [shows(image, one.after) for one, image in masked]
@@ -61,19 +57,6 @@ def run() -> Outcome:
         Figure("right shapes without it", _part(_right_shapes(without)), ""),
     ]
     return Outcome(figures, {"images_of_each_kind": SCENES})
-
-
-@contextmanager
-def _stack(model: Model) -> Iterator[Stack]:
-    with tempfile.TemporaryDirectory() as folder:
-        image = model.image.model_dump() | {"adapters": {"ink": INK}}
-        settings = {
-            "PENSTOCK_MODELS_FILE": str(only_model(Path(folder), model.name, {"image": image})),
-            "PENSTOCK_PROCESSES": "1",
-            "PENSTOCK_THREADS": "1",
-        }
-        with Stack(Path(folder), ports=Ports.free(1), settings=settings, say=say_nothing) as stack:
-            yield stack
 
 
 Redrawn = list[tuple[Redrawing, Pixels]]

@@ -298,6 +298,25 @@ def only_model(state_dir: Path, name: str, changes: Mapping[str, object]) -> Pat
     return _written(state_dir, catalog)
 
 
+@contextmanager
+def image_stack(changes: Mapping[str, object]) -> Iterator[Stack]:
+    """A stack of the shipped image model alone, on one thread.
+
+    Args:
+        changes: of the fields below `image` of its entry.
+    """
+    model = read_catalog(MODELS_FILE).default("image")
+    with tempfile.TemporaryDirectory() as folder:
+        image = model.image.model_dump() | dict(changes)
+        settings = {
+            "PENSTOCK_MODELS_FILE": str(only_model(Path(folder), model.name, {"image": image})),
+            "PENSTOCK_PROCESSES": "1",
+            "PENSTOCK_THREADS": "1",
+        }
+        with Stack(Path(folder), ports=Ports.free(1), settings=settings, say=say_nothing) as stack:
+            yield stack
+
+
 def _written(state_dir: Path, catalog: Mapping[str, object]) -> Path:
     path = state_dir / "models.yaml"
     path.write_text(yaml.safe_dump(catalog), encoding="utf-8")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from bench.gpu.scale import Scale
 
 _PRODUCTS = 20
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -43,3 +46,14 @@ def _finish(device: str) -> None:
 def card_name(device: str) -> str:
     """The GPU's name, or `cpu`."""
     return device if device == "cpu" else torch.cuda.get_device_name()
+
+
+def in_turns(scale: Scale, contenders: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Median seconds of each. The first round is not counted."""
+    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(1 + scale.rounds):
+        for name, work in contenders.items():
+            call_s = seconds(scale.device, work)
+            if number:
+                taken[name].append(call_s)
+    return {name: statistics.median(times) for name, times in taken.items()}

@@ -8,7 +8,6 @@ and 4 of T5's 24 layers. Ours ends in PNG files, and is compiled for the batches
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from transformers import (
     T5Tokenizer,
 )
 
-from bench.gpu.card import DTYPES, seconds
+from bench.gpu.card import DTYPES, in_turns
 from bench.gpu.company import distances, drawn, gradient, masked
 from bench.gpu.scale import Scale
 from models.shapes import PIPELINE
@@ -47,7 +46,7 @@ CONTRAST = 20.0
 """Of the last layer of a VAE with random weights. Without it, all pixels are nearly one gray."""
 
 
-class Widths(NamedTuple):
+class PartSizes(NamedTuple):
     """Sizes of the parts. `clips`: width, layers and heads of each."""
 
     transformer: dict[str, Any]
@@ -57,7 +56,7 @@ class Widths(NamedTuple):
 
 
 FULL_VAE, TINY_VAE = (128, 256, 512, 512), (8, 8, 8, 8)
-SD3 = Widths(
+SD3 = PartSizes(
     {
         "sample_size": 128,
         "num_layers": 24,
@@ -72,7 +71,7 @@ SD3 = Widths(
     None,
     FULL_VAE,
 )
-TINY_SD3 = Widths(
+TINY_SD3 = PartSizes(
     {
         "sample_size": 8,
         "num_layers": 2,
@@ -87,7 +86,7 @@ TINY_SD3 = Widths(
     None,
     TINY_VAE,
 )
-FLUX = Widths(
+FLUX = PartSizes(
     {
         "num_layers": 5,
         "num_single_layers": 10,
@@ -101,7 +100,7 @@ FLUX = Widths(
     (4096, 10240, 4, 64),
     FULL_VAE,
 )
-TINY_FLUX = Widths(
+TINY_FLUX = PartSizes(
     {
         "num_layers": 1,
         "num_single_layers": 1,
@@ -152,13 +151,8 @@ def _rates(pipeline: Path, scale: Scale) -> list[dict[str, Any]]:
             "plain": partial(_draw_plain, plain, batch),
             "ours": partial(drawn, ours, batch),
         }
-        taken: dict[str, list[float]] = {name: [] for name in contenders}
-        for number in range(1 + scale.rounds):
-            for name, work in contenders.items():
-                call_s = seconds(scale.device, work)
-                if number:
-                    taken[name].append(call_s)
-        rates = {name: count / statistics.median(times) for name, times in taken.items()}
+        taken = in_turns(scale, contenders)
+        rates = {name: count / taken_s for name, taken_s in taken.items()}
         rows.append({"batch": count} | rates | {"ratio": rates["ours"] / rates["plain"]})
     return rows
 
@@ -334,7 +328,7 @@ def _letters() -> T5Tokenizer:
     return T5Tokenizer(vocab=specials + letters, extra_ids=0, model_max_length=512)
 
 
-def _vae(widths: Widths, *, shift: float, scaling: float) -> diffusers.AutoencoderKL:
+def _vae(widths: PartSizes, *, shift: float, scaling: float) -> diffusers.AutoencoderKL:
     vae = diffusers.AutoencoderKL(
         block_out_channels=widths.vae,
         down_block_types=("DownEncoderBlock2D",) * len(widths.vae),

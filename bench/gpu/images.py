@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from bench.gpu.card import DTYPES, seconds
+from bench.gpu.card import DTYPES, in_turns
 from bench.gpu.scale import Scale
 from models.shapes import PIPELINE
 from shared.catalog import Model
@@ -54,7 +53,7 @@ def measure(scale: Scale, folder: Path, matrix_tflops: float) -> list[dict[str, 
                 "plain": lambda batch=batch: plain.draw(batch),  # type: ignore[misc]
                 "ours": lambda batch=batch: draw(ours, batch),  # type: ignore[misc]
             }
-            taken = _in_turns(scale, contenders)
+            taken = in_turns(scale, contenders)
             row: dict[str, Any] = {"task": mode, "batch": count}
             for name, call_s in taken.items():
                 rate = count / call_s
@@ -66,17 +65,6 @@ def measure(scale: Scale, folder: Path, matrix_tflops: float) -> list[dict[str, 
                 }
             rows.append(row | {"ratio": taken["plain"] / taken["ours"]})
     return rows
-
-
-def _in_turns(scale: Scale, contenders: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median seconds of each. The first round is not counted."""
-    taken: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(1 + scale.rounds):
-        for name, work in contenders.items():
-            call_s = seconds(scale.device, work)
-            if number:
-                taken[name].append(call_s)
-    return {name: statistics.median(times) for name, times in taken.items()}
 
 
 def draw(model: ImageModel, batch: list[PreparedImage]) -> None:
