@@ -282,7 +282,9 @@ async def test_interrupted_command_keeps_a_whole_ledger(tmp_path: Path) -> None:
             api.seen.clear()
         process.send_signal(signal.SIGINT)
         await process.communicate()
-    assert process.returncode == 130
+    # A shell says 130 of both. CPython ends by the signal if KeyboardInterrupt passed an `exec`,
+    # such as a dataclass has in a module that is being imported.
+    assert process.returncode in (130, -signal.SIGINT)
     ledger = read_ledger(tmp_path / "ledger")
     assert [line.status for line in ledger.lines] == [200] * 5
     assert ledger.head.url == api.url

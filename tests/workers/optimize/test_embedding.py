@@ -225,5 +225,7 @@ def test_who_comes_while_it_is_made_finds_it(
 def test_interrupted_making_leaves_nothing(tiny_bert: Path, tmp_path: Path) -> None:
     with making(tiny_bert, tmp_path) as process:
         process.send_signal(signal.SIGTERM)
-    assert process.returncode == 130
+    # A shell says 130 of both. CPython ends by the signal if KeyboardInterrupt passed an `exec`,
+    # such as a dataclass has in a module that is being imported.
+    assert process.returncode in (130, -signal.SIGINT)
     assert list((tmp_path / "artifacts" / "tiny").iterdir()) == []
