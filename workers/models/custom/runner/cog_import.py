@@ -1,4 +1,4 @@
-"""Imports Cog without the large packages that few classes use: three quarters of its CPU time.
+"""Imports Cog without the large packages that few classes use: most of its CPU time.
 
 `cog.types` needs `requests` and `urllib.request` only for an input that is an open file of a URL,
 and `cog._inspector` needs pydantic only for a class that has imported it. A class that imports any
@@ -54,7 +54,7 @@ with _stood_in_for(_Requests("requests"), ModuleType("urllib.request")):
     from cog import predictor as cog_predictor
     from cog.input import FieldInfo
 if not hasattr(urllib, "request"):
-    urllib.__getattr__ = _submodule_of_urllib  # type: ignore[attr-defined]
+    vars(urllib)["__getattr__"] = _submodule_of_urllib
 
 __all__ = ["FieldInfo", "adt", "cog", "cog_predictor", "inspector"]
 
