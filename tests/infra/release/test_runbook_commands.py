@@ -17,10 +17,11 @@ import pytest
 import typer
 
 from infra.cli.main import app
+from tests.infra.release.programs import NOWHERE, gcloud_without_account
 from tests.infra.release.replay import RUNBOOK
 from tests.limits import WAIT_LIMIT_S
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(about_s=60)
 PROGRAMS = ("docker", "gcloud", "helm", "kubectl", "penstock")
 INCIDENT_PAGES = [
     RUNBOOK.with_name(f"{name}.md")
@@ -92,18 +93,12 @@ def test_other_programs_know_the_command(command: str, tmp_path: Path) -> None:
     program, *rest = words(command)
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed")
-    nowhere = "http://127.0.0.1:9"
-    settings = {
-        "CLOUDSDK_AUTH_ACCESS_TOKEN": "none",
-        "CLOUDSDK_CONFIG": str(tmp_path),
-        "CLOUDSDK_CORE_DISABLE_PROMPTS": "1",
-        "CLOUDSDK_CORE_PROJECT": "my-project",
+    settings = gcloud_without_account(tmp_path) | {
         "HOME": str(tmp_path),
         "PATH": f"{Path(shutil.which(program) or '').parent}:/usr/bin:/bin",
-        "https_proxy": nowhere,
     }
     if program == "kubectl":
-        rest += ["--server", nowhere, "--request-timeout", "1s"]
+        rest += ["--server", NOWHERE, "--request-timeout", "1s"]
     done = subprocess.run(
         [program, *rest],
         cwd=tmp_path,

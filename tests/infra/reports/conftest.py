@@ -2,16 +2,18 @@
 
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 from google.cloud import bigquery
 
 from infra import bigquery as tables
-from shared.reports.runner import ReportRunner
+from shared.reports.definitions import Report, ReportQuestion
+from shared.reports.runner import ReportResult, ReportRunner
 from tests.bigquery_client import connected
 from tests.infra.reports import generated
 from tests.infra.reports.generated import Fields
+from tests.limits import START_LIMIT_S
 
 DATASET = "penstock"
 BUDGETS_USD = {"acme": 0.05, "nobody": 5.0}
@@ -37,9 +39,33 @@ def loaded(bigquery_endpoint: str, made_rows: list[Fields]) -> Iterator[bigquery
         yield client
 
 
-@pytest.fixture
+class OnceRunner(ReportRunner):
+    """Asks each question once, as nobody writes to the made-up rows: most take seconds.
+
+    A machine that does other work besides may take longer than a report may in production.
+    """
+
+    def __init__(self, client: bigquery.Client) -> None:
+        super().__init__(client, DATASET, budgets_usd=BUDGETS_USD)
+        self._answered: dict[tuple[str, ReportQuestion], ReportResult] = {}
+
+    def run(
+        self,
+        report: Report,
+        question: ReportQuestion,
+        values: Mapping[str, float] | None = None,
+        limit_s: float = START_LIMIT_S,
+    ) -> ReportResult:
+        assert values is None, "it is no part of what is kept"
+        asked = (report.name, question)
+        if asked not in self._answered:
+            self._answered[asked] = super().run(report, question, limit_s=limit_s)
+        return self._answered[asked]
+
+
+@pytest.fixture(scope="session")
 def runner(loaded: bigquery.Client) -> ReportRunner:
-    return ReportRunner(loaded, DATASET, budgets_usd=BUDGETS_USD)
+    return OnceRunner(loaded)
 
 
 @pytest.fixture(scope="session")
