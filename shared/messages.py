@@ -168,22 +168,10 @@ class Envelope(RequestFacts, kw_only=True):
     def to_attributes(self) -> dict[str, str]:
         """The attributes of the job's message. Empty fields are left out."""
         attributes = {"schema": SCHEMA_VERSION}
-        values = zip(self.__struct_encode_fields__, msgspec.structs.astuple(self), strict=True)
-        for on_wire, value in values:
-            if value != "":
+        values = zip(_ENVELOPE_FIELDS, msgspec.structs.astuple(self), strict=True)
+        for (on_wire, left_out), value in values:
+            if value != left_out:
                 attributes[on_wire] = value if isinstance(value, str) else repr(value)
-        if self.priority == "interactive":
-            del attributes["lane"]
-        if not self.start_by_s:
-            del attributes["start_by_s"]
-        if self.weight == 1.0:
-            del attributes["weight"]
-        if self.price_share == 1.0:
-            del attributes["price_share"]
-        if not self.retries:
-            del attributes["retries"]
-        if not self.tries:
-            del attributes["tries"]
         return attributes
 
     @classmethod
@@ -198,6 +186,20 @@ class Envelope(RequestFacts, kw_only=True):
             return msgspec.convert(dict(attributes), cls, strict=False)
         except msgspec.ValidationError as error:
             raise UndecodableMessage(f"attributes: {error}", field="attributes") from error
+
+
+_LEFT_OUT = {
+    "lane": "interactive",
+    "start_by_s": 0.0,
+    "weight": 1.0,
+    "price_share": 1.0,
+    "retries": 0,
+    "tries": 0,
+}
+"""Values that are not sent, by their names on the wire. Of other fields it is the empty string."""
+_ENVELOPE_FIELDS = tuple(
+    (name, _LEFT_OUT.get(name, "")) for name in Envelope.__struct_encode_fields__
+)
 
 
 class JobBody(msgspec.Struct, omit_defaults=True):

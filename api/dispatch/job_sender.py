@@ -130,8 +130,7 @@ class JobSender:
             PenstockError: the worker could not read the job, or answered it wrongly.
         """
         job.queued_at_s = time.time()
-        demand = request.demand(len(job.items))
-        await self._take_permit(request, demand)
+        await self._take_permit(request, job.demand)
         is_answered = False
         try:
             items = [await self._without_large_sources(in_flight.item) for in_flight in job.items]
@@ -142,7 +141,7 @@ class JobSender:
             is_answered = job.is_answered = True
             return outcomes
         finally:
-            self._window.release(demand, is_in_topic=not is_answered)
+            self._window.release(job.demand, is_in_topic=not is_answered)
 
     async def send_recorded(
         self,

@@ -329,6 +329,8 @@ class InFlightJob:
     index: int
     """The number of the job within its request. The wire calls it `part`."""
     deadline_s: float
+    demand: Demand
+    """That of its items."""
     queued_at_s: float = 0.0
     """Unix time at which the job could be published. 0 before that."""
     published_at_s: float = 0.0
@@ -439,14 +441,19 @@ class RequestState:
         """Seconds until the deadline, 0 after it."""
         return max(0.0, self.request.deadline_s - time.time())
 
-    def new_job(self, items: Sequence[InFlightItem]) -> InFlightJob:
-        """Puts items into a job with an index of its own in this request."""
+    def new_job(self, items: Sequence[InFlightItem], demand: Demand) -> InFlightJob:
+        """Puts items into a job with an index of its own in this request.
+
+        Args:
+            items: some of this request's.
+            demand: that of these.
+        """
         index = len(self._jobs)
         if self.request.facts.batch_id and len(items) < len(self.items):
             # A line may be repeated when more of it is in the cache. The job of the remaining items
             # must not find the record of a job of other items.
             index = zlib.crc32(repr([one.item.index for one in items]).encode())
-        job = InFlightJob(list(items), index, self.request.deadline_s)
+        job = InFlightJob(list(items), index, self.request.deadline_s, demand)
         for in_flight in items:
             in_flight.job = job
         self._jobs.append(job)

@@ -76,6 +76,7 @@ class Leases:
         self._ack_deadline_s = ack_deadline_s
         self._extension_s = max(1, int(ack_deadline_s * EXTENSION_PART))
         self._held: dict[str, _Lease] = {}
+        self._any_held = asyncio.Event()
         self.lost = 0
         """Messages whose lease expired while held.
 
@@ -88,6 +89,8 @@ class Leases:
     def hold(self, message: ReceivedMessage) -> None:
         """Keeps the lease of `message`, which was received just now."""
         since_s = message.received_at_s
+        if not self._held:
+            self._any_held.set()
         self._held[message.ack_id] = _Lease(message, since_s, since_s + self._ack_deadline_s)
 
     def release(self, message: ReceivedMessage) -> bool:
@@ -101,9 +104,15 @@ class Leases:
         return ids
 
     async def keep(self) -> None:
-        """Extends leases until canceled: the first time soon, then every third of an extension."""
+        """Extends leases until canceled: the first time soon, then every third of an extension.
+
+        While none is held, no timer runs: an API has a subscription for each of its slots.
+        """
         period_s = self._extension_s / LOOKS_AN_EXTENSION
         while True:
+            if not self._held:
+                self._any_held.clear()
+                await self._any_held.wait()
             await asyncio.sleep(jittered(period_s))
             self._drop_lost()
             # A batch that can't get through must not hold up the others past their own lease.

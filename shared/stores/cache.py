@@ -102,6 +102,7 @@ vector)."""
 Level = Literal["memory", "redis"]
 
 HITS = Counter("penstock_cache_hits_total", "Items answered from the cache, by level.", ["level"])
+_IN_MEMORY, _IN_REDIS = HITS.labels("memory"), HITS.labels("redis")
 MISSES = Counter("penstock_cache_misses_total", "Items that neither level had.")
 UNREADABLE = Counter(
     "penstock_cache_unreadable_total", "Entries in Redis that could not be decoded; each is a miss."
@@ -202,7 +203,7 @@ class ResultCache(RedisStore):
             from_redis = self._read(
                 missing, await self._redis.get([self._prefix + key for key in missing]), now_s
             )
-            HITS.labels("redis").inc(len(from_redis))
+            _IN_REDIS.inc(len(from_redis))
             MISSES.inc(len(missing) - len(from_redis))
             hits |= {key: (result, "redis") for key, result in from_redis.items()}
         return hits
@@ -214,7 +215,7 @@ class ResultCache(RedisStore):
             result = self._memory.get(key, now_s)
             if result is not None:
                 hits[key] = (result, "memory")
-        HITS.labels("memory").inc(len(hits))
+        _IN_MEMORY.inc(len(hits))
         return hits
 
     def _read(self, keys: list[str], values: list[bytes | None], now_s: float) -> dict[str, Result]:

@@ -94,6 +94,18 @@ async def test_lease_is_kept_until_the_ack(opened: Opened) -> None:
     assert subscription.lost == 0
 
 
+async def test_lease_is_kept_after_a_time_with_none(opened: Opened) -> None:
+    script, transport = opened
+    async with transport.subscribe("s", max_messages=9, ack_deadline_s=LEASE_S) as subscription:
+        for asked in (1, 2):
+            script.deliveries.put_nowait([b"work"])
+            [message] = await take(subscription, 1)
+            await script.seen("ModifyAckDeadline", asked)
+            subscription.ack(message)
+            await script.seen("Acknowledge", asked)
+    assert subscription.lost == 0
+
+
 async def test_messages_of_the_dead_come_before_the_shortest_ack_deadline(opened: Opened) -> None:
     script, transport = opened
     async with transport.subscribe("s", max_messages=10, ack_deadline_s=10) as subscription:
