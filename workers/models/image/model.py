@@ -152,8 +152,8 @@ class ImageModel:
     """Whether it draws within masks. Only images that join between steps are."""
     takes_adapters = False
     """Whether it draws with adapters. As above."""
-    takes_controls = False
-    """Whether it takes ControlNets. As above."""
+    takes_guides = False
+    """Whether it takes ControlNets and IP-Adapters. As above."""
 
     def __init__(
         self, entry: Model, folder: Path, device: Device, *, warmup_limit_s: float = WARMUP_LIMIT_S
@@ -189,12 +189,13 @@ class ImageModel:
                 f"{self._folder}: it draws within masks only, which needs image.join auto",
                 field="image.join",
             )
-        if self._entry.image.controls and not self.takes_controls:
-            raise ConfigurationError(
-                f"{self._folder}: image.controls need image.join auto, and a pipeline of "
-                "Stable Diffusion or Stable Diffusion XL",
-                field="image.controls",
-            )
+        for name in ("controls", "ip_adapters"):
+            if getattr(self._entry.image, name) and not self.takes_guides:
+                raise ConfigurationError(
+                    f"{self._folder}: image.{name} need image.join auto, and a pipeline of "
+                    "Stable Diffusion or Stable Diffusion XL",
+                    field=f"image.{name}",
+                )
         if self._plan.is_compiled:
             folder = read_settings(ModelSettings).kernels_dir
             self._kernels = KernelStore(folder, self._entry.name, self._device)
