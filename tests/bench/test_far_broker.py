@@ -24,7 +24,7 @@ DELAY_MS = 25
 LOAD = FarLoad("50 ms a batch of 16, 1 item", 0.05, 1, 200, max_items=16)
 TWO_BATCHES = 2 * LOAD.max_items
 LEAD_S, SECONDS = 3.0, 4.0
-MAX_ROUNDS = 6
+MAX_ROUNDS = 10
 """Other work on the machine can take from any run. A hand that is too small shows in all."""
 KEPT, KEPT_BEFORE = 0.9, 0.8
 HELD_MAX_S = MAX_AHEAD_S + 2 * LOAD.batch_s
@@ -53,16 +53,15 @@ def rate(site: BrokerSite, *, hand: int = 0) -> float:
 
 def test_a_far_broker_costs_no_throughput(sites: Sites) -> None:
     near_site, far_site = sites
-    near, far, before = list[float](), list[float](), list[float]()
+    rounds: list[tuple[float, float, float]] = []
     for _ in range(MAX_ROUNDS):
-        near.append(rate(near_site))
-        far.append(rate(far_site))
-        before.append(rate(far_site, hand=TWO_BATCHES))
-        if max(far) >= KEPT * max(near) and max(before) < KEPT_BEFORE * max(near):
-            break
-    assert max(far) >= KEPT * max(near), (near, far)
-    # Else the distance would make no difference here, and the line above would say nothing.
-    assert max(before) < KEPT_BEFORE * max(near), (near, before)
+        near, far, before = rate(near_site), rate(far_site), rate(far_site, hand=TWO_BATCHES)
+        rounds.append((near, far, before))
+        # Unless a small hand is slow in the same round, the distance made no difference in it, and
+        # that the far worker was fast says nothing.
+        if far >= KEPT * near and before < KEPT_BEFORE * near:
+            return
+    pytest.fail(f"near, far, far with a small hand, in items/s: {rounds}")
 
 
 def test_what_a_dead_worker_held_is_at_most_a_second_of_work_beyond_two_batches(
