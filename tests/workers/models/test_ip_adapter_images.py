@@ -52,6 +52,16 @@ def test_encoders_read_the_middle_of_an_image(size: tuple[int, int]) -> None:
     assert (inner == (255, 0, 0)).all()
 
 
+def test_they_read_no_more_of_a_long_line() -> None:
+    """A million squares of what they read would not fit into memory."""
+    line = Image.new("RGB", (1_000_000, 1), (9, 9, 9))
+    line.paste((200, 0, 0), (499_980, 0, 500_020, 1))
+    given = IpAdapterInput("style", STYLE.version, png(line), 1.0)
+    (item,) = PREPARER.prepare([drawing(given)])
+    assert isinstance(item, PreparedImage), item
+    assert item.ip_adapter_pixels == bytes((200, 0, 0)) * SIDE_PX**2
+
+
 @pytest.mark.parametrize(
     ("chosen", "kind", "field"),
     [

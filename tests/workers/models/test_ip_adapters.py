@@ -19,6 +19,7 @@ from shared.catalog import Catalog, Model
 from shared.catalog_entry import Adapter, Control, DeepCacheSettings, IpAdapter
 from shared.errors import ConfigurationError
 from shared.tasks.image import ControlInput, ImageInput, IpAdapterInput
+from tests.limits import START_LIMIT_S
 from tests.workers.models import ip_adapter_files, lora_files
 from tests.workers.models.batches import model_for
 from tests.workers.models.conftest import TinyPipeline
@@ -27,11 +28,13 @@ from tests.workers.models.test_controls import drawn, write_control
 from tests.workers.models.test_image import FROM_IMAGE, TEXT
 from tests.workers.models.test_image_adapters import Drawer
 from tests.workers.models.test_image_masks import MASKED, as_png, box
-from tests.workers.models.test_image_steps import OTHERS
+from tests.workers.models.test_image_steps import OTHERS, prepared
 from workers.models.base import PreparedImage
 from workers.models.device import Device
 from workers.models.image.model import ImageModel
 from workers.models.image.stepped import SteppedImageModel
+from workers.runtime.pool import HostedModel, ModelPool
+from workers.runtime.protocol import ItemEnded, StepMessage
 from workers.tasks import WORKER_TASKS, preparer_for
 
 # Some schedulers of diffusers go between torch and numpy 2 in an old way.
@@ -295,6 +298,27 @@ def test_int8_draws_as_the_model_in_full_precision(
     both = eight.check(GUIDED, asked)
     assert np.abs(both[1] - both[0]).mean() > 0.5
     assert np.abs(both[1] - drawing.alone(asked)).mean() < np.abs(both[1] - both[0]).mean()
+
+
+@pytest.mark.anyio
+async def test_a_model_process_draws_with_ip_adapters(
+    drawing: Drawing, family: TinyPipeline
+) -> None:
+    """Entry and items travel to it, and the images are those of this process."""
+    values = [GUIDED, drawing.after(GUIDED, "plain", scale=0.5)]
+    ended: dict[int, Any] = {}
+
+    def keep(message: StepMessage) -> None:
+        if isinstance(message, ItemEnded):
+            (ended[message.slot],) = message.done.results
+
+    hosted = HostedModel(drawing.entry, family.folder)
+    async with ModelPool([hosted], device="cpu", processes=1) as pool:
+        items = [prepared(drawing.preparer, value) for value in values]
+        await pool.processes[0].run_steps(items, timeout_s=START_LIMIT_S, on_message=keep)
+    for slot, one in enumerate(drawing.together(*values)):
+        shown = np.asarray(opened(ended[slot].image).convert("RGB")).astype(int)
+        assert np.abs(shown - one).max() <= 1, slot
 
 
 def wrong_file(name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

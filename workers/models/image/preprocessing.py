@@ -26,6 +26,8 @@ SOURCE_MAX_PIXELS = 16 * 1024 * 1024
 """The limit of a source image before it is resized: 48 MB decoded."""
 DEFAULT_STRENGTH = 0.8
 SEED_LIMIT = 2**63
+_MAX_RESIZED = 8
+"""How many times as long as its short side an image may be, until what is far off is left out."""
 
 
 class ImagePreparer:
@@ -173,10 +175,16 @@ def _other_catalog(noun: str, name: str, field: str) -> ModelFailed:
 def _square_of(image: Image.Image, side_px: int) -> bytes:
     """The middle of an image as side x side RGB pixels, as CLIP's image processor crops it."""
     short = min(image.size)
-    width, height = (int(side_px * side / short) for side in image.size)
-    resized = image.resize((width, height), Image.Resampling.BICUBIC)
-    left, above = (width - side_px) // 2, (height - side_px) // 2
-    return resized.crop((left, above, left + side_px, above + side_px)).tobytes()
+    # It resizes all of an image first. A long line of pixels would not fit into memory then.
+    near = _middle(image, *(min(side, short * _MAX_RESIZED) for side in image.size))
+    width, height = (int(side_px * side / short) for side in near.size)
+    resized = near.resize((width, height), Image.Resampling.BICUBIC)
+    return _middle(resized, side_px, side_px).tobytes()
+
+
+def _middle(image: Image.Image, width: int, height: int) -> Image.Image:
+    left, above = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, above, left + width, above + height))
 
 
 def _check_numbers(value: ImageInput, bounds: ImageDefaults) -> None:
