@@ -276,10 +276,10 @@ class _Loader:
                 files.encoder, local_files_only=True, use_safetensors=True, dtype=self._dtype
             )
         # diffusers knows the names in files of each kind.
-        made = self._unet._convert_ip_adapter_image_proj_to_diffusers(
+        image_projection = self._unet._convert_ip_adapter_image_proj_to_diffusers(
             projection, low_cpu_mem_usage=False
         )
-        adapter = _IpAdapter(encoder, made, keys, values, files.side_px)
+        adapter = _IpAdapter(encoder, image_projection, keys, values, files.side_px)
         return adapter.to(self._device, self._dtype).eval()
 
 
