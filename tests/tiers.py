@@ -23,7 +23,7 @@ from hypothesis import settings
 from tests.limits import PATIENCE
 
 QUICK_LIMIT_S = 5.0 * PATIENCE
-QUICK_EXAMPLES = 25
+QUICK_EXAMPLES = 15
 """Examples of each property test in the quick tier."""
 QUICK, SLOW = "not slow", "slow or hypothesis"
 """The tiers, as `-m` of `make test` and `make test-slow`."""
@@ -39,7 +39,7 @@ Timed = Generator[None, Any, Any]
 def examples(usual: int) -> int:
     """How many examples a test of Hypothesis takes that would usually take another number than 100.
 
-    The profile decides how many 100 are: 25 in the quick tier (tests/conftest.py).
+    The profile decides how many 100 are: 15 in the quick tier (tests/conftest.py).
     """
     return max(1, usual * settings().max_examples // 100)
 

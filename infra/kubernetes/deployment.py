@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -165,6 +166,7 @@ def read_deployment(path: Path, region: str, **options: object) -> Deployment:
         raise ConfigurationError(f"{path}: {where}: {first['msg']}", field=where) from error
 
 
+@cache
 def read_gpu_types() -> dict[str, GpuType]:
     """The GPU types by the names that models.yaml uses."""
     return TypeAdapter(dict[str, GpuType]).validate_python(

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.infra.deploy.manifests import Objects
+from tests.infra.deploy.manifests import Objects, objects_of
 from tests.limits import WAIT_LIMIT_S
 
 _LIBRARY = """
@@ -50,7 +49,7 @@ def templates(chart: Path, values: list[dict[str, Any]]) -> list[Answer]:
     if shutil.which("helm"):
         return [_by_program(chart, one) for one in values]
     answers = _by_library(chart, values)["answers"]
-    return [Answer(_objects(one["text"]), one["refusal"]) for one in answers]
+    return [Answer(objects_of(one["text"]), one["refusal"]) for one in answers]
 
 
 def lint(chart: Path, values: dict[str, Any]) -> list[str]:
@@ -79,7 +78,7 @@ def _by_library(chart: Path, values: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _by_program(chart: Path, values: dict[str, Any]) -> Answer:
     done = _helm(chart, values, "template", "penstock", str(chart), "--namespace", "default")
-    return Answer(_objects(done.stdout), done.stderr if done.returncode else "")
+    return Answer(objects_of(done.stdout), done.stderr if done.returncode else "")
 
 
 def _helm(chart: Path, values: dict[str, Any], *words: str) -> subprocess.CompletedProcess[str]:
@@ -92,7 +91,3 @@ def _helm(chart: Path, values: dict[str, Any], *words: str) -> subprocess.Comple
         timeout=WAIT_LIMIT_S,
         check=False,
     )
-
-
-def _objects(text: str) -> Objects:
-    return [one for one in yaml.safe_load_all(text) if one]

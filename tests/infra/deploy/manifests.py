@@ -48,7 +48,12 @@ def render(out: Path, models_file: Path = Path("models.yaml"), **changes: object
         command, capture_output=True, text=True, timeout=WAIT_LIMIT_S, check=False
     )
     assert done.returncode == 0, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
+    return objects_of(done.stdout)
+
+
+def objects_of(text: str) -> Objects:
+    """The objects of a YAML file. Python's own loader takes ten times the time of libyaml's."""
+    return [one for one in yaml.load_all(text, yaml.CSafeLoader) if one]
 
 
 def of_kind(objects: Objects, kind: str) -> dict[str, dict[str, Any]]:

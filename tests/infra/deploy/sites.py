@@ -13,7 +13,7 @@ import yaml
 from infra.kubernetes.self_hosted import write_self_hosted
 from infra.kubernetes.site import SelfHostedSite
 from shared.catalog_file import read_catalog
-from tests.infra.deploy.manifests import Objects, of_kind, pod
+from tests.infra.deploy.manifests import Objects, objects_of, of_kind, pod
 from tests.limits import WAIT_LIMIT_S
 
 EXAMPLE = Path("infra/kubernetes/site.example.yaml")
@@ -68,7 +68,7 @@ def kustomized(out: Path, models_file: Path, site: dict[str, Any]) -> Objects:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
+    return objects_of(done.stdout)
 
 
 def pods_of(objects: Objects) -> dict[str, dict[str, Any]]:

@@ -21,6 +21,7 @@ from shared.kubernetes_names import slug
 from tests.infra.deploy.manifests import (
     DEPLOYMENT,
     Objects,
+    objects_of,
     of_kind,
     pod,
     render,
@@ -424,7 +425,7 @@ def test_objects_of_the_terraform_tests_are_rendered_from_this_tree(tmp_path: Pa
     # To mend: python -m infra.kubernetes with the values of DEPLOYMENT, then kubectl kustomize OUT
     # > objects.yaml.
     rendered = render(tmp_path, GOLDEN / "models.yaml")
-    assert rendered == list(yaml.safe_load_all((GOLDEN / "objects.yaml").read_text()))
+    assert rendered == objects_of((GOLDEN / "objects.yaml").read_text())
 
 
 def test_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:

@@ -51,7 +51,17 @@ def started() -> Any:
         model.close()
 
 
-@pytest.mark.parametrize("name", dict.fromkeys(one.name for one in FORMS))
+QUICK_FORMS = {"Text", "Typed", "Files", "Hidden", "Unions", "Pydantic", "AsyncPages", "say"}
+"""A sample of what the inputs and outputs are. Each other form takes a process, too."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK_FORMS else pytest.param(name, marks=pytest.mark.slow(about_s=1))
+        for name in dict.fromkeys(one.name for one in FORMS)
+    ],
+)
 def test_output_is_that_of_the_class(tmp_path: Path, started: Any, name: str) -> None:
     """Called here, for each of its inputs. The clients get the same (tests/end_to_end)."""
     folder = write_form(tmp_path / "served", name)
@@ -87,6 +97,30 @@ def served(model: CustomModel | CustomBatchModel, form: Form) -> Any:
         assert there[last] is None
         there[last] = {"file": (file.data or b"").decode()}
     return output[0]
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_large_packages_are_there_for_who_imports_them(
+    tmp_path: Path, started: Any, is_used: bool
+) -> None:
+    """Cog itself has them then, and a process without them starts in a third of the time."""
+    names = ["asyncio", "pydantic", "requests", "urllib.request", "yaml"]
+    body = f"""
+    {f"import {', '.join(names)}" if is_used else "import urllib"}
+    loaded = [name for name in {names} if name in sys.modules]
+
+    class Predictor(BasePredictor):
+        def predict(self, a: int) -> list[str]:
+            if {is_used}:
+                assert cog.types.requests.get is requests.get
+                assert cog._inspector.PydanticBaseModel is pydantic.BaseModel
+            else:
+                assert cog.types.requests.Session().headers
+            assert cog.types.urllib.request.urlopen is sys.modules["urllib.request"].urlopen
+            assert callable(urllib.request.urlopen)
+            return loaded
+    """
+    assert output_of(compute(started(write_class(tmp_path, body)), {"a": 1})) == names * is_used
 
 
 def test_files_go_in_and_out_in_lists_and_objects(tmp_path: Path, started: Any) -> None:

@@ -26,6 +26,11 @@ class Predictor(BasePredictor):
 """
 
 
+@pytest.fixture(autouse=True)
+def _no_service_has_a_port() -> None:
+    """The services of these tests have ports."""
+
+
 @pytest.mark.parametrize(
     ("given", "ports"),
     [

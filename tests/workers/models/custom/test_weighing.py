@@ -79,27 +79,26 @@ def test_an_item_weighs_what_the_class_says(tmp_path: Path, preparing: Any, body
     assert [one.length for one in preparing(write_class(tmp_path, body), *inputs)] == [3, 70]
 
 
+WRONG_WEIGHTS: list[tuple[str, type[PenstockError], str]] = [
+    ("minus", ModelFailed, "work: returned -5; a whole number from 1 on is needed"),
+    ("none", ModelFailed, "work: returned None; a whole number is needed"),
+    ("text", ModelFailed, "work: returned 'x'; a whole number is needed"),
+    ("float", ModelFailed, "work: returned 1.5; a whole number is needed"),
+    ("huge", InputTooLarge, "and at most 4194304 is allowed"),
+    ("raise", ModelFailed, "work: 'gone'"),
+    ("exit", ModelFailed, "work: the process of the class ended with exit status 3"),
+]
+
+
 @pytest.mark.parametrize("body", [ONE, BATCHED])
-@pytest.mark.parametrize(
-    ("mode", "kind", "reason"),
-    [
-        ("minus", ModelFailed, "work: returned -5; a whole number from 1 on is needed"),
-        ("none", ModelFailed, "work: returned None; a whole number is needed"),
-        ("text", ModelFailed, "work: returned 'x'; a whole number is needed"),
-        ("float", ModelFailed, "work: returned 1.5; a whole number is needed"),
-        ("huge", InputTooLarge, "and at most 4194304 is allowed"),
-        ("raise", ModelFailed, "work: 'gone'"),
-        ("exit", ModelFailed, "work: the process of the class ended with exit status 3"),
-    ],
-)
-def test_a_wrong_weight_fails_its_item_alone(
-    tmp_path: Path, preparing: Any, body: str, mode: str, kind: type[PenstockError], reason: str
-) -> None:
-    inputs = [CustomInput({"mode": one}) for one in ("", mode, "")]
-    before, wrong, after = preparing(write_class(tmp_path, body), *inputs)
-    assert (before.length, after.length) == (3, 3)
-    assert isinstance(wrong, kind)
-    assert reason in wrong.message
+def test_a_wrong_weight_fails_its_item_alone(tmp_path: Path, preparing: Any, body: str) -> None:
+    modes = [mode for wrong, _, _ in WRONG_WEIGHTS for mode in ("", wrong)]
+    inputs = [CustomInput({"mode": one}) for one in (*modes, "")]
+    found = preparing(write_class(tmp_path, body), *inputs)
+    assert [one.length for one in found[::2]] == [3] * (len(WRONG_WEIGHTS) + 1)
+    for wrong, (_, kind, reason) in zip(found[1::2], WRONG_WEIGHTS, strict=True):
+        assert isinstance(wrong, kind)
+        assert reason in wrong.message
 
 
 def test_what_a_class_returns_is_shown_in_short(tmp_path: Path, preparing: Any) -> None:

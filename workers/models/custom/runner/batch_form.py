@@ -18,10 +18,7 @@ from operator import or_
 from types import UnionType
 from typing import Any, NamedTuple
 
-import cog
-from cog import _adt as adt
-from cog import _inspector as inspector
-from cog.input import FieldInfo
+from workers.models.custom.runner.cog_import import FieldInfo, adt, cog, inspector
 
 METHOD = "predict_batch"
 _CONSTRAINTS = {
@@ -63,7 +60,7 @@ def batch_form_of(target: Any) -> BatchForm:
     output = _without_errors(_element_of(hints.get("return"), "the return value"))
     fields = _fields_of(element)
     one_prediction = _with_arguments(fields, output)
-    info = inspector._create_predictor_info(
+    info = inspector()._create_predictor_info(
         target.__module__, target.__name__, one_prediction, METHOD, is_class_fn=False
     )
     if info.output.kind in (adt.OutputKind.ITERATOR, adt.OutputKind.CONCAT_ITERATOR):
@@ -114,7 +111,7 @@ def _of_pydantic(hint: Any, field: Any) -> tuple[Any, FieldInfo]:
         for theirs, name in _CONSTRAINTS.items()
         if getattr(one, theirs, None) is not None
     }
-    hint = inspector._strip_non_opaque_annotated(hint)
+    hint = inspector()._strip_non_opaque_annotated(hint)
     if typing.get_origin(hint) is typing.Literal:
         choices = list(typing.get_args(hint))
         hint = type(choices[0])

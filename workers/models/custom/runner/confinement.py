@@ -24,7 +24,7 @@ import ctypes
 import os
 import resource
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -200,7 +200,7 @@ def restrict_writes(folders: Sequence[str], files_of: Sequence[str] = ()) -> int
 def deny_tcp(ports: Sequence[int]) -> bool:
     """Keeps this process from connecting to these TCP ports, on any machine.
 
-    Landlock has lists of what is allowed only, so all others are allowed one by one: 0.2 s. It also
+    Landlock has lists of what is allowed only, so all others are allowed one by one: 0.1 s. It also
     refuses to move a file from one folder to another (EXDEV) by every rule set that does not allow
     it, even one about ports alone, so this one allows it everywhere.
 
@@ -215,14 +215,21 @@ def deny_tcp(ports: Sequence[int]) -> bool:
         return False
     try:
         _allow(fd, "/", _REFER)
-        rule = _NetPort(_CONNECT_TCP, 0)
-        for port in _PORTS:
-            if port not in ports:
-                rule.port = port
-                _call(_ADD_RULE, fd, _NET_PORT, ctypes.byref(rule), 0)
+        _allow_tcp(fd, set(_PORTS).difference(ports))
         return _call(_RESTRICT_SELF, fd, 0) == 0
     finally:
         os.close(fd)
+
+
+def _allow_tcp(ruleset: int, ports: Iterable[int]) -> None:
+    rule = _NetPort(_CONNECT_TCP, 0)
+    call = _syscall()
+    # Made once: with them made anew for each port, this takes three times as long.
+    numbers = [ctypes.c_long(one) for one in (_ADD_RULE, ruleset, _NET_PORT)]
+    reference, flags = ctypes.byref(rule), ctypes.c_long(0)
+    for port in ports:
+        rule.port = port
+        call(*numbers, reference, flags)
 
 
 def scopes_signals(abi: int) -> bool:

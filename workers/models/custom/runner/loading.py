@@ -17,13 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
-import cog
-import yaml
-from cog import _adt as adt
-from cog import _inspector as inspector
-from cog.predictor import extract_setup_weights, has_setup_weights
-
 from workers.models.custom.runner.batch_form import METHOD, batch_form_of, has_batches
+from workers.models.custom.runner.cog_import import adt, cog, cog_predictor, inspector
 
 USUAL_FILES = ("run.py", "predict.py")
 USUAL_CLASSES = ("Runner", "Predictor")
@@ -127,10 +122,10 @@ def _method(
 def _loaded_batches(module: ModuleType, wanted: str, settings: dict[str, Any]) -> Loaded:
     """A class with `predict_batch`. Its `predict`, if it has one, is for other servers."""
     target = getattr(module, wanted)
-    inspector._find_coders(module)
+    inspector()._find_coders(module)
     try:
         if hasattr(target, "setup"):
-            inspector._validate_setup(inspector._unwrap(target.setup))
+            inspector()._validate_setup(inspector()._unwrap(target.setup))
         element, info = batch_form_of(target)
     except (ValueError, TypeError, NameError) as error:
         raise NotLoadable(str(error)) from error
@@ -151,8 +146,8 @@ def set_up(loaded: Loaded) -> Any:
     setup = getattr(loaded.predictor, "setup", None)
     if setup is None:
         return None
-    if has_setup_weights(loaded.predictor):
-        return setup(weights=extract_setup_weights(loaded.predictor))
+    if cog_predictor.has_setup_weights(loaded.predictor):
+        return setup(weights=cog_predictor.extract_setup_weights(loaded.predictor))
     return setup()
 
 
@@ -160,6 +155,8 @@ def _settings(folder: Path) -> dict[str, Any]:
     file = folder / "cog.yaml"
     if not file.is_file():
         return {}
+    import yaml  # a tenth of the start of a class without the file
+
     try:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -194,7 +191,7 @@ def _inspected(module: str, name: str) -> adt.PredictorInfo:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            return inspector.create_predictor(module, name)
+            return inspector().create_predictor(module, name)
     except (ValueError, TypeError, ImportError) as error:
         raise NotLoadable(str(error)) from error
 
@@ -204,7 +201,7 @@ def _instance(target: Any, name: str) -> tuple[Any, Callable[..., Any]]:
         return target, target
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        method, _ = inspector._selected_predict_method(target, name)
+        method, _ = inspector()._selected_predict_method(target, name)
     instance = target()
     return instance, getattr(instance, method)
 

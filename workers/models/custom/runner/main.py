@@ -16,7 +16,6 @@ An asynchronous one runs as tasks, of which one is canceled.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import inspect
@@ -30,17 +29,14 @@ import sys
 import tempfile
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import Any
-
-import cog
-from cog import _adt as adt
-from cog import _inspector as inspector
+from typing import TYPE_CHECKING, Any
 
 from workers.models.custom.runner import confinement, loading, scope
 from workers.models.custom.runner.batch_form import METHOD
+from workers.models.custom.runner.cog_import import adt, cog, inspector
 from workers.models.custom.runner.frames import (
     BATCH,
     Frame,
@@ -49,6 +45,9 @@ from workers.models.custom.runner.frames import (
     read_frame,
 )
 from workers.models.custom.runner.outputs import MAX_OUTPUT_BYTES, OutputEncoder, WrongOutput
+
+if TYPE_CHECKING:
+    import asyncio
 
 MAX_ERROR_CHARS = 2000
 MAX_LOG_CHARS = 8000
@@ -91,14 +90,13 @@ def main(
     os.chdir(Path(scratch, "src"))
     connection.sendall(encode_frame({"unconfined": unconfined}))
     scope.install()
-    loop = asyncio.new_event_loop()
     try:
         loaded = loading.load(Path(folder))
         interface = loading.interface_of(loaded)
         if not (inspects_only or is_aside):
             done = loading.set_up(loaded)
             if inspect.isawaitable(done):
-                loop.run_until_complete(_awaited(done))
+                _event_loop().run_until_complete(_awaited(done))
     except BaseException as error:
         # The boundary to the code of the class: whatever it raises, the other end is told.
         if not isinstance(error, loading.NotLoadable):
@@ -108,28 +106,32 @@ def main(
     sys.stdout.flush()
     connection.sendall(encode_frame({"ready": interface, "notes": loaded.notes}))
     if not inspects_only:
-        _serve(connection, loaded, loop, is_aside=is_aside)
+        _serve(connection, loaded, is_aside=is_aside)
 
 
-def _serve(
-    connection: socket.socket,
-    loaded: loading.Loaded,
-    loop: asyncio.AbstractEventLoop,
-    *,
-    is_aside: bool,
-) -> None:
+def _serve(connection: socket.socket, loaded: loading.Loaded, *, is_aside: bool) -> None:
     if is_aside:
         AsideRunner(connection, loaded).run()
     elif loading.is_async(loaded.compute):
-        runner: AsyncRunner = AsyncRunner(connection, loaded)
+        loop = _event_loop()
+        runner: AsyncRunner = AsyncRunner(connection, loaded, loop)
         if loaded.element is not None:
-            runner = AsyncListRunner(connection, loaded, loaded.element)
-        asyncio.set_event_loop(loop)
+            runner = AsyncListRunner(connection, loaded, loop, loaded.element)
         loop.run_until_complete(runner.run())
     elif loaded.element is not None:
         ListRunner(connection, loaded, loaded.element).run()
     else:
         SyncRunner(connection, loaded).run()
+
+
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The loop of this process. A synchronous class has none, and starts sooner without asyncio."""
+    import asyncio
+
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    return loop
 
 
 async def _awaited(one: Any) -> Any:
@@ -170,7 +172,7 @@ class _Prediction:
         for at, path in self._written_files():
             _put(values, at, self._file_of(at, path))
         try:
-            arguments: dict[str, Any] = inspector.check_input(self._info.inputs, values)
+            arguments: dict[str, Any] = inspector().check_input(self._info.inputs, values)
         except (ValueError, TypeError) as error:
             raise WrongInput(str(error)) from error
         return arguments
@@ -276,7 +278,9 @@ def _put(values: Any, at: list[str | int], file: Any) -> None:
 def _kind_of(error: BaseException) -> str:
     if isinstance(error, WrongInput):
         return "input"
-    is_canceled = isinstance(error, cog.CancelationException | asyncio.CancelledError)
+    # What raises that of asyncio has imported it.
+    of_tasks = getattr(sys.modules.get("asyncio"), "CancelledError", ())
+    is_canceled = isinstance(error, (cog.CancelationException, of_tasks))
     return "canceled" if is_canceled else "model"
 
 
@@ -516,11 +520,17 @@ class AsyncRunner:
     Args:
         connection: to the model process.
         loaded: the class, set up.
+        loop: in which it runs.
     """
 
-    def __init__(self, connection: socket.socket, loaded: loading.Loaded) -> None:
+    def __init__(
+        self, connection: socket.socket, loaded: loading.Loaded, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        import asyncio
+
         self._connection = connection
         self._loaded = loaded
+        self._loop = loop
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._sending = asyncio.Lock()
 
@@ -528,9 +538,9 @@ class AsyncRunner:
         """Computes until the socket is closed."""
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         self._connection.setblocking(False)
-        loop, reader = asyncio.get_running_loop(), FrameReader()
+        reader = FrameReader()
         with contextlib.suppress(ConnectionError):
-            while piece := await loop.sock_recv(self._connection, 1 << 20):
+            while piece := await self._loop.sock_recv(self._connection, 1 << 20):
                 reader.feed(piece)
                 while (frame := reader.next()) is not None:
                     self._handle(frame)
@@ -539,12 +549,12 @@ class AsyncRunner:
         if (canceled := frame.message.get("cancel")) is not None:
             if (task := self._tasks.get(canceled)) is not None:
                 # Behind its first step: a task that has not begun would end without an answer.
-                asyncio.get_running_loop().call_soon(task.cancel)
+                self._loop.call_soon(task.cancel)
             return
         self._begin(frame.message["id"], self._compute(frame))
 
     def _begin(self, number: int, computing: Coroutine[Any, Any, None]) -> None:
-        task = self._tasks[number] = asyncio.create_task(computing)
+        task = self._tasks[number] = self._loop.create_task(computing)
         task.add_done_callback(partial(self._ended, number))
 
     def _ended(self, number: int, task: asyncio.Task[None]) -> None:
@@ -560,7 +570,7 @@ class AsyncRunner:
             answer = prediction.failure(error)
         prediction.close()
         _flush()
-        await asyncio.shield(self._send(answer))
+        await self._send_whole(answer)
 
     async def _answer(self, prediction: _Prediction) -> bytes:
         output = self._loaded.compute(**prediction.arguments())
@@ -574,7 +584,13 @@ class AsyncRunner:
 
     async def _send(self, frame: bytes) -> None:
         async with self._sending:
-            await asyncio.get_running_loop().sock_sendall(self._connection, frame)
+            await self._loop.sock_sendall(self._connection, frame)
+
+    async def _send_whole(self, frame: bytes) -> None:
+        """Sends a frame, also if the task is canceled meanwhile."""
+        import asyncio
+
+        await asyncio.shield(self._send(frame))
 
 
 class AsyncListRunner(AsyncRunner):
@@ -583,13 +599,18 @@ class AsyncListRunner(AsyncRunner):
     Args:
         connection: to the model process.
         loaded: the class, set up.
+        loop: in which it runs.
         element: makes an element of the list that it takes.
     """
 
     def __init__(
-        self, connection: socket.socket, loaded: loading.Loaded, element: Callable[..., Any]
+        self,
+        connection: socket.socket,
+        loaded: loading.Loaded,
+        loop: asyncio.AbstractEventLoop,
+        element: Callable[..., Any],
     ) -> None:
-        super().__init__(connection, loaded)
+        super().__init__(connection, loaded, loop)
         self._element = element
         self._frames: list[Frame] = []
         self._missing = 0
@@ -618,7 +639,7 @@ class AsyncListRunner(AsyncRunner):
         for prediction in predictions:
             prediction.close()
         _flush()
-        await asyncio.shield(self._send(answer))
+        await self._send_whole(answer)
 
 
 def _is_iterator(output: adt.OutputType) -> bool:

@@ -13,8 +13,7 @@ from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
-from cog import Secret
-from cog import _adt as adt
+from workers.models.custom.runner.cog_import import adt, cog
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 MAX_FILES = 512
@@ -170,7 +169,7 @@ def _simpler(value: Any) -> Any:
     Raises:
         WrongOutput: there is none.
     """
-    if isinstance(value, Secret):
+    if isinstance(value, cog.Secret):
         raise WrongOutput("output: a Secret can't be an output")
     if isinstance(value, datetime | date):
         return value.isoformat()

@@ -1,0 +1,91 @@
+"""Imports Cog without the large packages that few classes use: most of its CPU time.
+
+`cog.types` needs `requests` and `urllib.request` only for an input that is an open file of a URL,
+and `cog._inspector` needs pydantic only for a class that has imported it. A class that imports any
+of them gets the package itself.
+
+Every module of the runner takes Cog from here, so that no other import of it comes first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import threading
+import urllib
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+class _Requests(ModuleType):
+    """What `cog.types` has as `requests`: the package, imported at its first use."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("requests"), name)
+
+
+def _submodule_of_urllib(name: str) -> Any:
+    """`urllib.request` at its first use, as if it had been imported (PEP 562)."""
+    if name != "request":
+        raise AttributeError(f"module 'urllib' has no attribute {name!r}")
+    return importlib.import_module("urllib.request")
+
+
+@contextlib.contextmanager
+def _stood_in_for(*modules: ModuleType) -> Iterator[None]:
+    """Lets imports find these modules, but for those that are imported already."""
+    added = [one for one in modules if one.__name__ not in sys.modules]
+    sys.modules.update({one.__name__: one for one in added})
+    try:
+        yield
+    finally:
+        for one in added:
+            del sys.modules[one.__name__]
+
+
+with _stood_in_for(_Requests("requests"), ModuleType("urllib.request")):
+    # Nothing runs but this thread yet.
+    import cog
+    from cog import _adt as adt
+    from cog import predictor as cog_predictor
+    from cog.input import FieldInfo
+if not hasattr(urllib, "request"):
+    vars(urllib)["__getattr__"] = _submodule_of_urllib
+
+__all__ = ["FieldInfo", "adt", "cog", "cog_predictor", "inspector"]
+
+
+class _Missing:
+    """A finder to which a package is not there, in this thread: the class may have others."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread = threading.get_ident()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Raises ImportError for the package. The next finder knows all others."""
+        if name == self._name and threading.get_ident() == self._thread:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return None
+
+
+@cache
+def inspector() -> ModuleType:
+    """Cog's inspector of signatures and types. Call it once the module of the class is imported.
+
+    A class that has not imported pydantic has no type of it.
+    """
+    finder = _Missing("pydantic")
+    if "pydantic" not in sys.modules:
+        sys.meta_path.insert(0, finder)
+    try:
+        return importlib.import_module("cog._inspector")
+    finally:
+        with contextlib.suppress(ValueError):  # it was not needed
+            sys.meta_path.remove(finder)
