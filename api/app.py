@@ -42,8 +42,8 @@ from api.http.request import Dependencies
 from api.idempotency.service import IdempotencyService
 from api.idempotency.store import IdempotencyStore
 from api.inputs.codec_pool import CodecPool
-from api.inputs.controls import show_controls
 from api.inputs.files import Files
+from api.inputs.guides import show_guides
 from api.inputs.image_codec import ImageCodec
 from api.inputs.source_images import SourceImages
 from api.inputs.storage import Storage
@@ -235,7 +235,7 @@ def _document(app: FastAPI, catalog: Catalog) -> Described:
     )
     for body in (GenerationBody, EditForm, EditBody, VariationForm):
         schema = described["$defs"][body.__name__]
-        described["$defs"][body.__name__] = show_controls(schema, catalog.models)
+        described["$defs"][body.__name__] = show_guides(schema, catalog.models)
     _, structs = msgspec.json.schema_components(_REPLIES, ref_template=SCHEMA_REF)
     page["components"] = {
         "schemas": {**described["$defs"], **structs},

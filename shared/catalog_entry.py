@@ -315,15 +315,38 @@ class AdapterUrls(_Entry):
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
+class _FolderBeside(_Entry):
+    """A folder of weights that an image model loads beside its own."""
+
+    source: str = Field(pattern=SOURCE_PATTERN)
+    revision: str = Field("main", pattern=REVISION_PATTERN)
+
+    @field_validator("revision", mode="before")
+    @classmethod
+    def _revision_is_text(cls, value: object) -> object:
+        return _quoted("revision", value)
+
+    @field_validator("source")
+    @classmethod
+    def _is_a_folder(cls, value: str) -> str:
+        if value.startswith(FLOW_SOURCE):
+            raise ValueError("these weights are in a folder, not a flow")
+        return value
+
+    @cached_property
+    def version(self) -> str:
+        """A digest of what decides its results: all but the scale, which requests have."""
+        text = self.model_dump_json(exclude={"scale"})
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
 MAX_CONTROL_SCALE = 2.0
 CONTROL_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
 
-class Control(_Entry):
+class Control(_FolderBeside):
     """A ControlNet of an image model: a folder of diffusers' ControlNetModel, trained for it."""
 
-    source: str = Field(pattern=SOURCE_PATTERN)
-    revision: str = Field("main", pattern=REVISION_PATTERN)
     preprocessor: Literal["none", "canny", "tile"] = "none"
     """What makes its map of a caller's image. `none`: nothing, it is one (of depths, a pose).
     `canny`: edges, as OpenCV's `Canny`. `tile`: a coarser image.
@@ -336,29 +359,33 @@ class Control(_Entry):
     scale: float = Field(1.0, ge=0, le=MAX_CONTROL_SCALE)
     """`controlnet_conditioning_scale`, if the caller does not say."""
 
-    @field_validator("revision", mode="before")
-    @classmethod
-    def _revision_is_text(cls, value: object) -> object:
-        return _quoted("revision", value)
-
-    @field_validator("source")
-    @classmethod
-    def _is_a_folder(cls, value: str) -> str:
-        if value.startswith(FLOW_SOURCE):
-            raise ValueError("a ControlNet is a folder, not a flow")
-        return value
-
     @model_validator(mode="after")
     def _thresholds_are_in_order(self) -> Self:
         if self.canny_low > self.canny_high:
             raise ValueError("canny_low is above canny_high")
         return self
 
-    @cached_property
-    def digest(self) -> str:
-        """A digest of what decides its results: weights and preprocessor."""
-        text = self.model_dump_json(exclude={"scale"})
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+MAX_IP_ADAPTER_SCALE = 2.0
+_PLACE_PATTERN = r"^([A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*)?$"
+
+
+class IpAdapter(_FolderBeside):
+    """An IP-Adapter of an image model: a file, and the image encoder that it was trained with.
+
+    `subfolder`, `weight_name` and `image_encoder_folder` are those of diffusers' `load_ip_adapter`.
+    """
+
+    subfolder: str = Field("", pattern=_PLACE_PATTERN, max_length=200)
+    """Of the source, with the file."""
+    weight_name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors$", max_length=200)
+    image_encoder_folder: str = Field("image_encoder", pattern=_PLACE_PATTERN, max_length=200)
+    """Of transformers' CLIPVisionModelWithProjection: in `subfolder`, or if it has a slash, in the
+    source."""
+    digest: str | None = Field(None, pattern=r"^sha256:[0-9a-f]{64}$")
+    """Of the file, which is checked when it is read. None: any."""
+    scale: float = Field(1.0, ge=0, le=MAX_IP_ADAPTER_SCALE)
+    """The `ip_adapter_scale` of requests that say none."""
 
 
 class UpscaleStep(_Entry):
@@ -412,7 +439,7 @@ class ImageDefaults(_Entry):
     compile: Literal["auto", "always", "never"] = "auto"
     """torch.compile of denoiser and VAE for the usual size. `auto`: on GPUs. `always`: on CPUs too.
 
-    With adapters or `deep_cache` nothing is compiled."""
+    With adapters, IP-Adapters or `deep_cache` nothing is compiled."""
     adapters: dict[AdapterName, Adapter] = Field({}, max_length=MAX_ADAPTERS)
     """The adapters that requests may name as `lora_weights`, by their names."""
     adapter_urls: AdapterUrls | None = None
@@ -426,6 +453,8 @@ class ImageDefaults(_Entry):
     """What decides whether an image is delivered. None: all are."""
     controls: dict[Annotated[str, Field(pattern=CONTROL_NAME_PATTERN)], Control] = {}
     """ControlNets by the names that callers use. They need `join: auto`."""
+    ip_adapters: dict[AdapterName, IpAdapter] = {}
+    """IP-Adapters by the names that callers use. They need `join: auto`."""
     deep_cache: DeepCacheSettings | None = None
     """None: every step computes the whole UNet."""
     guidance_stop: float = Field(1.0, ge=0, le=1)
@@ -444,7 +473,7 @@ class ImageDefaults(_Entry):
         A compiled graph can't follow adapters, which come and go beside its layers, and does not
         give the features inside.
         """
-        is_open = self.has_adapters or self.deep_cache is not None
+        is_open = self.has_adapters or bool(self.ip_adapters) or self.deep_cache is not None
         return "never" if is_open else self.compile
 
     @property
@@ -471,8 +500,11 @@ class ImageDefaults(_Entry):
 
     @model_validator(mode="after")
     def _controls_join(self) -> Self:
-        if self.controls and self.join == "never":
-            raise ValueError("controls: they need join: auto")
+        for name in ("controls", "ip_adapters"):
+            if getattr(self, name) and self.join == "never":
+                raise ValueError(f"{name}: they need join: auto")
+        if self.ip_adapters and self.compile == "always":
+            raise ValueError("compile: ip_adapters need auto or never, because their layers change")
         return self
 
     @model_validator(mode="after")
@@ -649,12 +681,12 @@ class CatalogEntry(_Entry):
 
     @property
     def sources(self) -> dict[str, tuple[str, str]]:
-        """Source and revision of all its weights: its own by its name, controls' by both names."""
+        """Source and revision of all its weights: its own by its name, others' by both names."""
         own = {self.name: (self.source, self.revision)}
-        return own | {
-            f"{self.name} {name}": (control.source, control.revision)
-            for name, control in self.image.controls.items()
-        }
+        for kind, beside in (("", self.image.controls), ("ip_adapter ", self.image.ip_adapters)):
+            for name, one in beside.items():
+                own[f"{self.name} {kind}{name}"] = (one.source, one.revision)
+        return own
 
     @property
     def reply_limit_bytes(self) -> int:

@@ -18,12 +18,16 @@ LENGTHS = struct.Struct("<II")
 
 
 class SourceLimits(msgspec.Struct):
-    """The bounds of a model on the size of a source. `width` x `height` is its default size."""
+    """The bounds of a model on the size of a source. `width` x `height` is its default size.
+
+    `enlarges`: whether a smaller source gets as many pixels as that.
+    """
 
     width: int
     height: int
     multiple: int
     largest_pixels: int
+    enlarges: bool = True
 
 
 Padding = tuple[int, int, int, int]

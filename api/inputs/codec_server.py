@@ -361,8 +361,13 @@ def _blurred_inwards(mask: Image.Image, radius: float) -> Image.Image:
 
 
 def size_like(width: int, height: int, limits: SourceLimits) -> tuple[int, int]:
-    """Returns a size with the source's aspect ratio and the model's default pixel count."""
+    """Returns a size with the source's aspect ratio and the model's default pixel count.
+
+    That of a source with fewer pixels stays, if the limits do not enlarge it.
+    """
     scale = math.sqrt(limits.width * limits.height / (width * height))
+    if not limits.enlarges:
+        scale = min(scale, 1.0)
     step, most = limits.multiple, limits.largest_pixels
 
     def fitted(length: int, longest: int) -> int:

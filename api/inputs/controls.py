@@ -5,10 +5,6 @@ The words are those of diffusers' pipelines. `control` names one of the catalog.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
-import msgspec
 from pydantic import Field, model_validator
 
 from api.bodies import Body
@@ -17,7 +13,7 @@ from api.inputs.source_images import ImageCaller, SourceImages
 from shared.catalog import Model
 from shared.catalog_entry import MAX_CONTROL_SCALE
 from shared.errors import BadInput
-from shared.tasks.image import ControlInput, ImageInput
+from shared.tasks.image import ControlInput
 
 CONTROL_IMAGE = "control_image"
 _OPTIONS = (
@@ -80,7 +76,7 @@ class ControlFields(Body):
         return 0.0 if start is None else start, 1.0 if end is None else end
 
 
-def check_control(body: ControlFields, model: Model, *, has_picture: bool = False) -> None:
+def check_control(body: ControlFields, model: Model, *, has_picture: bool) -> None:
     """Validates the control of a request for a model.
 
     `has_picture`: its image came as a file of a form.
@@ -130,26 +126,5 @@ async def prepare_control(
     asked_scale = body.controlnet_conditioning_scale
     scale = entry.scale if asked_scale is None else asked_scale
     start, end = body.part
-    control = ControlInput(body.control, entry.digest, image.image, scale, start, end)
+    control = ControlInput(body.control, entry.version, image.image, scale, start, end)
     return control, image.size
-
-
-def with_control(image: ImageInput, control: ControlInput | None) -> ImageInput:
-    """Returns the image with its control, if there is one."""
-    return image if control is None else msgspec.structs.replace(image, control=control)
-
-
-def show_controls(schema: dict[str, Any], models: Iterable[Model]) -> dict[str, Any]:
-    """Returns the JSON Schema of a body for these models: only what they take is in it."""
-    names = sorted({name for model in models for name in model.image.controls})
-    properties = dict(schema["properties"])
-    if not names:
-        for name in CONTROL_FIELDS:
-            properties.pop(name, None)
-    elif "control" in properties:
-        field = properties["control"]
-        # Forms have no null.
-        kinds = [kind | {"enum": names} for kind in field.get("anyOf", ())[:1]]
-        named = {"anyOf": [*kinds, *field["anyOf"][1:]]} if kinds else {"enum": names}
-        properties["control"] = field | named
-    return schema | {"properties": properties}

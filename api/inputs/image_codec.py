@@ -29,6 +29,8 @@ from shared.errors import BadInput, PenstockError
 from shared.predictions import MEDIA_TYPES
 
 DEFAULT_QUALITY = 90
+REFERENCE_SIDE = 1024
+"""Of a square with as many pixels as an image to look at may have. Encoders read 224 x 224."""
 COMPARER = "penstock-canary"
 """The tenant of comparisons, in the queue."""
 BASE64_CHUNK = 256 * 1024
@@ -86,13 +88,35 @@ class ImageCodec:
         limits = SourceLimits(
             defaults.width, defaults.height, defaults.multiple, defaults.largest_pixels
         )
+        command = PrepareSource(size, limits, padding)
+        return await self._prepared(command, data, deadline_s, tenant, field)
+
+    async def prepare_reference(
+        self, data: bytes, deadline_s: float, *, tenant: str, field: str
+    ) -> Blob:
+        """Returns an image to look at: an upright RGB PNG, shrunk if it is above 1 megapixel.
+
+        Args:
+            data: a file of one of the formats in codec_server.py.
+            deadline_s: Unix time at which the work is stopped.
+            tenant: who sent it. Tenants take turns.
+            field: of the input, for errors.
+
+        Raises:
+            PenstockError: as `prepare_source`.
+        """
+        limits = SourceLimits(
+            REFERENCE_SIDE, REFERENCE_SIDE, 1, REFERENCE_SIDE * REFERENCE_SIDE, enlarges=False
+        )
+        command = PrepareSource(None, limits)
+        return (await self._prepared(command, data, deadline_s, tenant, field)).image
+
+    async def _prepared(
+        self, command: PrepareSource, data: bytes, deadline_s: float, tenant: str, field: str
+    ) -> PreparedSource:
         try:
             reply, png = await self._pool.run(
-                PrepareSource(size, limits, padding),
-                data,
-                tenant=tenant,
-                deadline_s=deadline_s,
-                is_new=True,
+                command, data, tenant=tenant, deadline_s=deadline_s, is_new=True
             )
         except BadInput as error:
             wrong = error.field or field

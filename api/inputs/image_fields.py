@@ -19,10 +19,11 @@ from api.bodies import (
     Upscale,
 )
 from api.inputs.controls import ControlFields
+from api.inputs.ip_adapters import IpAdapterFields
 from shared.catalog_entry import MAX_LORA_SCALE, MIN_LORA_SCALE
 
 
-class ImageFields(ControlFields):
+class ImageFields(ControlFields, IpAdapterFields):
     """How images are drawn. None: the default of the model."""
 
     prompt: str = Field(min_length=1, max_length=MAX_PROMPT_CHARS)

@@ -314,6 +314,18 @@ class SourceImages:
             field=field,
         )
 
+    async def prepare_reference(self, data: bytes, caller: ImageCaller, field: str) -> Blob:
+        """Returns an image to look at, in its own size, or smaller.
+
+        Args:
+            data: the image file.
+            caller: the tenant and deadline.
+            field: of the input, for errors.
+        """
+        return await self._image_codec.prepare_reference(
+            data, caller.deadline_s, tenant=caller.tenant, field=field
+        )
+
     async def prepare_mask(
         self,
         data: bytes,

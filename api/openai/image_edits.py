@@ -6,6 +6,7 @@ is drawn anew. A variation is image-to-image without a prompt. images.py makes t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -22,7 +23,7 @@ from api.http.openapi import inference_body, inference_responses, streamed
 from api.http.request import ApiRequest, open_request, while_connected
 from api.http.upload_form import closed_form
 from api.inputs.adapters_by_url import with_fetched_adapter
-from api.inputs.controls import CONTROL_IMAGE, check_control, prepare_control, with_control
+from api.inputs.guides import GUIDE_IMAGES, check_guides, guide_urls, with_guides
 from api.inputs.image_codec import data_of_uri
 from api.inputs.source_images import ACCEPTED
 from api.openai.images import (
@@ -179,11 +180,14 @@ Form = TypeVar("Form", EditForm, VariationForm)
 
 @dataclass(frozen=True, slots=True)
 class EditSources:
-    """What a request starts from: the bytes of files, or the URL of one that has to be fetched."""
+    """What a request starts from: the bytes of files, or the URL of one that has to be fetched.
+
+    `guides`: by the fields of GUIDE_IMAGES.
+    """
 
     image: bytes | str
-    mask: bytes | str | None = None
-    control: bytes | str | None = None
+    mask: bytes | str | None
+    guides: Mapping[str, bytes | str]
 
 
 async def read_edit(call: ApiRequest) -> tuple[EditForm, EditSources]:
@@ -202,7 +206,7 @@ async def read_edit(call: ApiRequest) -> tuple[EditForm, EditSources]:
         mask = None
         if body.mask is not None:
             mask = await _bytes_or_url(body.mask.image_url, MASK_URL, "mask")
-        return body, EditSources(image, mask, body.control_image)
+        return body, EditSources(image, mask, guide_urls(body))
     raise BadInput(
         f"content-type: {kind!r} is neither multipart/form-data nor application/json",
         field="content-type",
@@ -219,10 +223,9 @@ async def _read_form(call: ApiRequest, kind: type[Form]) -> tuple[Form, EditSour
         image = await _only_image(form)
         mask = await _file(form, "mask") if kind is EditForm else None
         known = {*IMAGE_FIELDS, *(("mask",) if kind is EditForm else ())}
-        control = None
-        if isinstance(form.get(CONTROL_IMAGE), UploadFile):
-            control = await _file(form, CONTROL_IMAGE)
-            known.add(CONTROL_IMAGE)
+        guides = [name for name in GUIDE_IMAGES if isinstance(form.get(name), UploadFile)]
+        files = {name: data for name in guides if (data := await _file(form, name)) is not None}
+        known.update(guides)
         # A form has no null; clients and pages write an empty field for it.
         fields = {name: value for name, value in form.items() if name not in known and value != ""}
         _check_files(fields, kind)
@@ -230,7 +233,7 @@ async def _read_form(call: ApiRequest, kind: type[Form]) -> tuple[Form, EditSour
             raise BadInput(f"mask_blur: {NO_MASK}", field="mask_blur")
         # Every field of a form is text, so numbers may be strings here.
         body = kind.model_validate(fields)
-        return body, EditSources(image, mask, control or body.control_image)
+        return body, EditSources(image, mask, {**guide_urls(body), **files})
 
 
 def _check_files(fields: dict[str, UploadFile | str], kind: type[EditForm | VariationForm]) -> None:
@@ -271,7 +274,7 @@ async def _first_image(
 ) -> ImageInput:
     """Returns the first image of a request, which starts from its sources."""
     codec, deadline_s = call.dependencies.image_codec, call.answer_by_s(model)
-    check_control(body, model, has_picture=sources.control is not None)
+    check_guides(body, model, files=sources.guides)
     files = await _fetched(call, model, sources)
     source = await codec.prepare_source(
         files[IMAGE_URL], size_in(body, model), model.image, deadline_s, tenant=call.tenant
@@ -287,11 +290,7 @@ async def _first_image(
         first = msgspec.structs.replace(first, mask=prepared)
     images, caller = call.dependencies.source_images, image_caller(call, model)
     first = await with_fetched_adapter(first, model, caller, images)
-    if CONTROL_IMAGE not in files:
-        return first
-    image = files[CONTROL_IMAGE]
-    control, _ = await prepare_control(body, image, source.size, model, caller, images)
-    return with_control(first, control)
+    return await with_guides(first, body, files, source.size, model, caller, images)
 
 
 async def _fetched(call: ApiRequest, model: Model, sources: EditSources) -> dict[str, bytes]:
@@ -300,7 +299,7 @@ async def _fetched(call: ApiRequest, model: Model, sources: EditSources) -> dict
     Raises:
         BadInput: one can't be had.
     """
-    places = {IMAGE_URL: sources.image, MASK_URL: sources.mask, CONTROL_IMAGE: sources.control}
+    places = {IMAGE_URL: sources.image, MASK_URL: sources.mask, **sources.guides}
     urls = {place: url for place, url in places.items() if isinstance(url, str)}
     try:
         files = await call.dependencies.source_images.fetch_images(urls, image_caller(call, model))

@@ -27,7 +27,7 @@ from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_respons
 from api.http.request import ApiRequest, open_request, while_connected
 from api.http.upload_form import MAX_EDIT_FIELDS, form_asks_for_stream
 from api.inputs.adapters_by_url import with_fetched_adapter
-from api.inputs.controls import CONTROL_IMAGE, check_control, prepare_control, with_control
+from api.inputs.guides import GUIDE_IMAGES, check_guides, guide_urls, with_guides
 from api.inputs.image_fields import ImageFields
 from api.inputs.source_images import ImageCaller, SourceImages
 from api.inputs.storage import StorageQuota
@@ -178,7 +178,7 @@ class GenerationsEndpoint(Endpoint):
         if body.stream:
             raise BadInput("stream: a batch streams nothing; leave it out", field="stream")
         model = model_of(body, catalog)
-        check_control(body, model)
+        check_guides(body, model)
         first = first_of(body, model)
         start = default_seed if body.seed is None else body.seed
         inputs: Sequence[Input] = consecutive(first, start, body.n)
@@ -319,7 +319,7 @@ async def create_images(request: Request) -> Response:
     call = open_request(request)
     body = await call.read_json(GenerationBody)
     model = model_for(call, body)
-    check_control(body, model)
+    check_guides(body, model)
     first = first_of(body, model)
     if _names_files(body, first):
         call.check_room(model, body.n)
@@ -330,7 +330,7 @@ async def create_images(request: Request) -> Response:
 
 
 def _names_files(body: GenerationBody, first: ImageInput) -> bool:
-    return body.control_image is not None or (first.adapter is not None and bool(first.adapter.url))
+    return bool(guide_urls(body)) or (first.adapter is not None and bool(first.adapter.url))
 
 
 async def _with_files(
@@ -340,15 +340,13 @@ async def _with_files(
     caller: ImageCaller,
     images: SourceImages,
 ) -> ImageInput:
-    """Returns the first image of a body with the files that it names: of its control and adapter.
+    """Returns the first image of a body with the files that it names: of its guides and adapter.
 
     Raises as SourceImages.fetch_image.
     """
-    if body.control_image is not None:
-        file = await images.fetch_image(body.control_image, caller, CONTROL_IMAGE)
-        asked = size_in(body, model)
-        control, size = await prepare_control(body, file.data, asked, model, caller, images)
-        first = with_control(msgspec.structs.replace(first, width=size[0], height=size[1]), control)
+    fetched = await images.fetch_images(guide_urls(body), caller)
+    data = {name: file.data for name, file in fetched.items()}
+    first = await with_guides(first, body, data, size_in(body, model), model, caller, images)
     return await with_fetched_adapter(first, model, caller, images)
 
 
@@ -464,7 +462,7 @@ async def _recorded(
     """Returns the request for a prediction of the images."""
     path = call.http.scope["route"].path
     shown = body.model_dump(
-        mode="json", exclude_unset=True, exclude={"images", "mask", CONTROL_IMAGE}
+        mode="json", exclude_unset=True, exclude={"images", "mask", *GUIDE_IMAGES}
     )
     asked: list[object] = [path, model.name, shown]
     if inputs[0].sources:

@@ -16,13 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from api.errors import WrongField
 from api.inputs.adapters_by_url import with_fetched_adapter
 from api.inputs.codec_protocol import UNPADDED, Padding
-from api.inputs.controls import (
-    CONTROL_IMAGE,
-    check_control,
-    prepare_control,
-    show_controls,
-    with_control,
-)
+from api.inputs.guides import check_guides, guide_urls, show_guides, with_guides
 from api.inputs.image_fields import ImageFields
 from api.inputs.source_images import FetchedFile, ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs
@@ -253,8 +247,8 @@ class ImageApi(ApiTask):
     output_schema: ClassVar = {"type": "array", "items": {"type": "string", "format": "uri"}}
 
     def input_schema_of(self, model: Model) -> dict[str, Any]:
-        """The input of a model. It has adapters, controls and `upscale` if the model has them."""
-        schema = show_controls(super().input_schema_of(model), [model])
+        """The input of a model. It has adapters, guides and `upscale` if the model has them."""
+        schema = show_guides(super().input_schema_of(model), [model])
         fields, names = schema["properties"], list(model.image.adapters)
         kinds: list[dict[str, Any]] = [{"enum": names, "type": "string"}] if names else []
         if (urls := model.image.adapter_urls) is not None:
@@ -273,9 +267,9 @@ class ImageApi(ApiTask):
     ) -> Inputs:
         """Returns one item for each image. They differ in their seeds."""
         parsed = ImagePredictionInput.model_validate(raw_input, strict=True)
-        check_control(parsed, model)
+        check_guides(parsed, model)
         size, shown = _size(parsed, model), raw_input
-        if parsed.image is None and parsed.control is None:
+        if parsed.image is None and not guide_urls(parsed):
             first = first_image(parsed, model, size or (model.image.width, model.image.height))
         else:
             first, kept = await _from_pictures(parsed, model, caller, images)
@@ -292,23 +286,21 @@ class ImageApi(ApiTask):
 async def _from_pictures(
     parsed: ImagePredictionInput, model: Model, caller: ImageCaller, images: SourceImages
 ) -> tuple[ImageInput, dict[str, str]]:
-    """Returns the first image, which has a source or a control.
+    """Returns the first image, which has a source or a guide.
 
     And the URLs of files that were in the input itself, by field.
     """
-    named = {"image": parsed.image, "mask": parsed.mask, CONTROL_IMAGE: parsed.control_image}
-    urls = {name: url for name, url in named.items() if url is not None}
+    named = {"image": parsed.image, "mask": parsed.mask}
+    urls = {name: url for name, url in named.items() if url is not None} | guide_urls(parsed)
     files = await images.fetch_images(urls, caller)
     size = _size(parsed, model)
-    first, control = None, None
     if "image" in files:
         first = await _from_image(parsed, files, model, caller, images)
         size = first.width, first.height
-    if CONTROL_IMAGE in files:
-        image = files[CONTROL_IMAGE].data
-        control, size = await prepare_control(parsed, image, size, model, caller, images)
-    assert size is not None, "it has an image; this is a bug"
-    first = with_control(first or first_image(parsed, model, size), control)
+    else:
+        first = first_image(parsed, model, size or (model.image.width, model.image.height))
+    data = {name: file.data for name, file in files.items()}
+    first = await with_guides(first, parsed, data, size, model, caller, images)
     first = first.with_sources([await images.stored(blob) for blob in first.sources])
     kept = {
         name: await images.keep(files[name], caller, name)

@@ -93,7 +93,7 @@ def weights_of(models: Sequence[Model], deployment: Deployment, disk_mib: int) -
 
 
 def _repositories(model: Model) -> list[str]:
-    """The repositories of the hub that have its weights, its controls and its adapters."""
+    """The repositories of the hub that have its weights, controls, adapters and IP-Adapters."""
     adapters = [adapter.source.split("/") for adapter in model.image.adapters.values()]
     sources = [source for source, _ in model.sources.values()]
     sources += ["/".join(parts[:2]) for parts in adapters]

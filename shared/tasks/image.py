@@ -62,11 +62,27 @@ class ControlInput(msgspec.Struct, omit_defaults=True):
         return ("control", self.name, self.digest, *self.image.identity, *numbers)
 
 
+class IpAdapterInput(msgspec.Struct, omit_defaults=True):
+    """The IP-Adapter that an image is drawn with, by its name in the catalog, and its image.
+
+    `version`: of its entry in the catalog. `scale` multiplies what it adds.
+    """
+
+    name: str
+    version: str
+    image: Blob
+    scale: float
+
+    def cache_form(self) -> tuple[object, ...]:
+        """All that decides the result. The image counts by its digest."""
+        return ("ip_adapter", self.name, self.version, *self.image.identity, float(self.scale))
+
+
 class ImageInput(TaskInput, tag="image"):
     """One image to draw. With `image`, image-to-image at `strength`.
 
     `mask`: a gray image of the size to draw. Only where it is not black, `image` is drawn anew.
-    `control`: a ControlNet that guides the drawing.
+    `control`: a ControlNet that guides the drawing. `ip_adapter`: an image to draw after.
     `clip_skip`: how many of the last layers of CLIP do not read `prompt`. `guidance_rescale`: how
     much of the contrast that guidance adds is taken back, from 0 to 1
     (https://arxiv.org/abs/2305.08891).
@@ -87,20 +103,24 @@ class ImageInput(TaskInput, tag="image"):
     clip_skip: int | None = None
     guidance_rescale: float = 0.0
     control: ControlInput | None = None
+    ip_adapter: IpAdapterInput | None = None
 
     @property
     def sources(self) -> Sequence[Blob]:
-        """The image to start from, its mask, and the image of the control."""
-        guide = None if self.control is None else self.control.image
-        images = (self.image, self.mask, guide)
-        return tuple(blob for blob in images if blob is not None)
+        """The image to start from, its mask, and the images of the control and the IP-Adapter."""
+        own = [blob for blob in (self.image, self.mask) if blob is not None]
+        guides = (self.control, self.ip_adapter)
+        return (*own, *(guide.image for guide in guides if guide is not None))
 
     def with_sources(self, sources: Sequence[Blob]) -> Self:
         """The same input with its images in other places."""
-        names = [name for name in ("image", "mask") if getattr(self, name) is not None]
-        moved: dict[str, Any] = dict(zip(names, sources, strict=False))
-        if self.control is not None:
-            moved["control"] = msgspec.structs.replace(self.control, image=sources[-1])
+        left, moved = iter(sources), dict[str, Any]()
+        for name in ("image", "mask"):
+            if getattr(self, name) is not None:
+                moved[name] = next(left)
+        for name in ("control", "ip_adapter"):
+            if (guide := getattr(self, name)) is not None:
+                moved[name] = msgspec.structs.replace(guide, image=next(left))
         return msgspec.structs.replace(self, **moved)
 
     def estimate_work(self, entry: CatalogEntry) -> int:
@@ -119,13 +139,14 @@ class ImageInput(TaskInput, tag="image"):
             drawn += (self.clip_skip or 0, float(self.guidance_rescale))
         if (chosen := self.adapter) is not None:
             drawn += ("adapter", chosen.name, chosen.version, float(chosen.scale))
-        controlled = () if self.control is None else (self.control.cache_form(),)
+        guides = (self.control, self.ip_adapter)
+        guided = tuple(guide.cache_form() for guide in guides if guide is not None)
         if self.image is None:
-            return ("image", size, drawn, *controlled)
+            return ("image", size, drawn, *guided)
         strength = None if self.strength is None else float(self.strength)
         source = (self.image.identity, strength)
         masked = () if self.mask is None else (self.mask.identity,)
-        return ("image", size, drawn, *source, *masked, *controlled)
+        return ("image", size, drawn, *source, *masked, *guided)
 
 
 class ImageResult(TaskResult, tag="image"):

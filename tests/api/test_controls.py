@@ -75,7 +75,7 @@ async def test_prediction_has_the_size_of_its_control_image(api: ApiUnderTest) -
     assert given.image is None
     assert (given.width, given.height) == (88, 40)
     assert pixels(control).shape == (given.height, given.width, 3)
-    assert (control.name, control.digest) == ("canny", CONTROLS["canny"].digest)
+    assert (control.name, control.digest) == ("canny", CONTROLS["canny"].version)
     assert (control.scale, control.start, control.end) == (0.8, 0.0, 1.0)
     shown = made.json()["input"]["control_image"]
     assert shown.startswith(f"{api.url}/v1/files/file_")

@@ -222,6 +222,15 @@ def test_auto_size_is_always_one_the_model_takes(width: int, height: int, step: 
     assert drawn[0] * drawn[1] <= limits.largest_pixels
 
 
+@given(width=st.integers(1, 5000), height=st.integers(1, 5000))
+def test_image_to_look_at_keeps_its_size_or_is_shrunk(width: int, height: int) -> None:
+    limits = SourceLimits(1024, 1024, 1, 1024 * 1024, enlarges=False)
+    shown = size_like(width, height, limits)
+    assert shown[0] * shown[1] <= limits.largest_pixels
+    if width * height <= limits.largest_pixels:
+        assert shown == (width, height)
+
+
 PIECE_BYTES = BASE64_CHUNK // 4 * 3
 
 

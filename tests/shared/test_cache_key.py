@@ -12,7 +12,7 @@ from shared.errors import BadInput
 from shared.stores.cache import cache_key
 from shared.tasks import Input
 from shared.tasks.embedding import TextInput, TokensInput
-from shared.tasks.image import ChosenAdapter, ControlInput, ImageInput
+from shared.tasks.image import ChosenAdapter, ControlInput, ImageInput, IpAdapterInput
 
 MODEL = Model.model_validate(
     {
@@ -159,6 +159,30 @@ def test_key_covers_the_control() -> None:
     moved = [Blob("image/png", object_key=name, digest=digest) for name in ("1", "2")]
     there = stored.with_sources(moved)
     assert there.sources == tuple(moved)
+    assert cache_key(MODEL, there, "t") == cache_key(MODEL, stored, "t")
+
+
+def test_key_covers_the_ip_adapter() -> None:
+    usual = IpAdapterInput("style", "a", PNG, 1.0)
+    other = Blob("image/png", data=b"others")
+    changes: list[dict[str, Any]] = [{}, {"name": "face"}, {"version": "b"}, {"image": other}]
+    changes.append({"scale": 0.9})
+    control = ControlInput("style", "a", PNG, 1.0)
+    inputs = [
+        drawing(),
+        drawing(control=control),
+        drawing(control=control, ip_adapter=usual),
+        drawing(image=PNG, ip_adapter=usual),
+        *(drawing(ip_adapter=msgspec.structs.replace(usual, **change)) for change in changes),
+    ]
+    assert len({cache_key(MODEL, input, "t") for input in inputs}) == len(inputs)
+    stored = drawing(image=PNG, mask=PNG, control=control, ip_adapter=usual)
+    digest = content_digest(b"pixels")
+    moved = [Blob("image/png", object_key=name, digest=digest) for name in "1234"]
+    there = stored.with_sources(moved)
+    assert there.sources == tuple(moved)
+    assert there.ip_adapter is not None
+    assert there.ip_adapter.image == moved[3]
     assert cache_key(MODEL, there, "t") == cache_key(MODEL, stored, "t")
 
 

@@ -55,6 +55,8 @@ class PreparedImage(Prepared, tag="image", omit_defaults=True):
     Empty: none. Of one by URL, the name is its digest, `adapter_key` is where the object store has
     it, and `adapter_owner` the digest of its tenant. `control`: the name of a ControlNet, with its
     map as RGB pixels like `source`, its scale, and the part of the steps in which it guides.
+    `ip_adapter`: the name of an IP-Adapter, with its image as RGB pixels of the square that its
+    image encoder reads, and its scale.
     """
 
     prompt: str
@@ -79,6 +81,9 @@ class PreparedImage(Prepared, tag="image", omit_defaults=True):
     control_scale: float = 1.0
     control_start: float = 0.0
     control_end: float = 1.0
+    ip_adapter: str = ""
+    ip_adapter_pixels: bytes = b""
+    ip_adapter_scale: float = 1.0
 
 
 class PreparedPair(Prepared, tag="pair"):

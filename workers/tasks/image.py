@@ -28,14 +28,16 @@ class ImageWorker(WorkerTask):
         return entry.image.join == "auto" and family_in(folder) is not None
 
     def provide(self, entry: Model, folder: Path) -> None:
-        """The weights of its controls."""
+        """The weights of its controls and IP-Adapters."""
         self.more_weights(entry)
 
     def more_weights(self, entry: Model) -> Sequence[Path]:
-        """The folders of its controls."""
-        from workers.models.image.control_folders import control_folders
+        """The folders of its controls, and files and image encoders of its IP-Adapters."""
+        from workers.models.image.folders_beside import control_folders, ip_adapter_files
 
-        return tuple(control_folders(entry).values())
+        files = ip_adapter_files(entry).values()
+        beside = [path for one in files for path in (one.weights, one.encoder)]
+        return tuple(dict.fromkeys([*control_folders(entry).values(), *beside]))
 
     def prepares_on_thread(self, entry: Model) -> bool:
         """Yes."""
@@ -44,6 +46,7 @@ class ImageWorker(WorkerTask):
     def preparer(self, entry: Model, folder: Path) -> Preparer:
         """Checks sizes and steps, and decodes sources."""
         from workers.models.image.families import family_in
+        from workers.models.image.folders_beside import ip_adapter_files
         from workers.models.image.preprocessing import ImagePreparer
 
         family = family_in(folder)
@@ -51,6 +54,7 @@ class ImageWorker(WorkerTask):
             entry.image,
             is_stepped=self.computes_steps(entry, folder),
             rounds_up=family is not None and family.rounds_up,
+            sides_px={name: one.side_px for name, one in ip_adapter_files(entry).items()},
         )
 
     def model(self, entry: Model, folder: Path, resources: Resources) -> InferenceModel:

@@ -91,21 +91,28 @@ def test_adapters_of_other_repositories_are_mounted_too(tmp_path: Path) -> None:
         assert path.is_relative_to(mounts(deployment)[name])
 
 
-def test_copies_of_controls_are_mounted_beside_that_of_their_model(tmp_path: Path) -> None:
+def test_copies_of_controls_and_ip_adapters_are_mounted_beside_that_of_their_model(
+    tmp_path: Path,
+) -> None:
     control = {"source": "hf:org/control"}
     entry = {
         "name": "drawer",
         "task": "image",
         "source": "hf:org/name",
         "batch": {"max_pixel_steps": 8},
-        "image": {"controls": {"edges": control, "also": control}, "compile": "never"},
+        "image": {
+            "controls": {"edges": control, "also": control},
+            "ip_adapters": {"edges": {"source": "hf:org/ip", "weight_name": "a.safetensors"}},
+            "compile": "never",
+        },
     }
     file = tmp_path / "models.yaml"
     file.write_text(yaml.safe_dump({"models": [entry]}))
     deployment = worker(render(tmp_path / "out", file, weights_bucket=BUCKET), "drawer")
     found = {name: path for name, path in mounts(deployment).items() if "weights" in name}
     root = "/var/cache/penstock-weights/hub"
-    assert found == {"weights": f"{root}/org/name", "weights-1": f"{root}/org/control"}
+    beside = {"weights-1": f"{root}/org/control", "weights-2": f"{root}/org/ip"}
+    assert found == {"weights": f"{root}/org/name", **beside}
     for name, path in found.items():
         options = volumes(deployment)[name]["csi"]["volumeAttributes"]["mountOptions"]
         assert f"only-dir=hub/{path.removeprefix(root)[1:]}," in options

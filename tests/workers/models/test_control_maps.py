@@ -143,7 +143,7 @@ def test_catalog_refuses_by_name(catalog: Catalog, image: dict[str, object], rea
         Model.model_validate(entry | {"image": entry["image"] | image})
 
 
-def test_digest_of_a_control_is_that_of_what_decides_its_results() -> None:
+def test_version_of_a_control_is_that_of_what_decides_its_results() -> None:
     usual = Control(source="local:a", preprocessor="canny")
     changes: list[dict[str, Any]] = [
         {"source": "local:b"},
@@ -151,5 +151,5 @@ def test_digest_of_a_control_is_that_of_what_decides_its_results() -> None:
         {"canny_high": 300},
     ]
     others = [usual, *(usual.model_copy(update=change) for change in changes)]
-    assert len({other.digest for other in others}) == len(others)
-    assert usual.model_copy(update={"scale": 0.5}).digest == usual.digest
+    assert len({other.version for other in others}) == len(others)
+    assert usual.model_copy(update={"scale": 0.5}).version == usual.version

@@ -57,7 +57,8 @@ class LowRankModule:
         """Lets the layers of these names take low-rank ones. It takes no time worth mentioning."""
         for name in set(names) - self._hooked:
             self._hooked.add(name)
-            self.layers[name].register_forward_hook(self._hook(name))
+            # First of its hooks, so that others see the layer with what is added.
+            self.layers[name].register_forward_hook(self._hook(name), prepend=True)
 
     @contextmanager
     def applied(self, rows: Sequence[Row]) -> Iterator[None]:

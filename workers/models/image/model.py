@@ -9,7 +9,6 @@ import contextlib
 import inspect
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +29,7 @@ from workers.models.base import OnStep, OutOfMemory, PreparedImage, PreparedItem
 from workers.models.device import Device, memory_errors
 from workers.models.image.codec import encode_all, sources_on, to_host
 from workers.models.image.compilation import cheapest_cover, only_what_is_compiled
+from workers.models.image.encodings import KeptEncodings
 from workers.models.image.families import load_family
 from workers.models.image.family import Encoded, Family
 from workers.models.image.masks import is_trained_with_masks
@@ -60,10 +60,8 @@ class PromptEncoder:
     def __init__(self, pipeline: Any, kept_bytes: int = KEPT_BYTES) -> None:
         self._pipeline = pipeline
         self._family = load_family(pipeline)
-        self._kept_bytes = kept_bytes
-        self._kept: OrderedDict[tuple[str, Prompt], Encoded] = OrderedDict()
+        self._kept = KeptEncodings[tuple[str, Prompt]](kept_bytes)
         """By variant and prompt."""
-        self._bytes = 0
 
     def arguments(self, items: Sequence[PreparedImage], variant: str = "") -> dict[str, Any]:
         """The pipeline's prompt arguments for `items`. Either all or none have a negative prompt.
@@ -114,29 +112,16 @@ class PromptEncoder:
     ) -> dict[Prompt, Encoded]:
         """The embeddings of all prompts. Encodes those that are not cached, equal skips at once."""
         wanted = dict.fromkeys(prompts)
-        known = {one: self._kept[variant, one] for one in wanted if (variant, one) in self._kept}
+        kept = {prompt: self._kept.get((variant, prompt)) for prompt in wanted}
+        known = {prompt: encoded for prompt, encoded in kept.items() if encoded is not None}
         missing = [prompt for prompt in wanted if prompt not in known]
         for clip_skip in dict.fromkeys(clip_skip for _, clip_skip in missing):
             texts = [text for text, skips in missing if skips == clip_skip]
             parts = family.encode(self._pipeline, texts, clip_skip)
             for row, text in enumerate(texts):
                 known[text, clip_skip] = tuple(part[row : row + 1].clone() for part in parts)
-        self._keep({(variant, prompt): encoded for prompt, encoded in known.items()})
+        self._kept.keep({(variant, prompt): encoded for prompt, encoded in known.items()})
         return known
-
-    def _keep(self, used: dict[tuple[str, Prompt], Encoded]) -> None:
-        for prompt, encoded in used.items():
-            if prompt not in self._kept:
-                self._bytes += _size_bytes(encoded)
-            self._kept[prompt] = encoded
-            self._kept.move_to_end(prompt)
-        while self._bytes > self._kept_bytes:
-            _, dropped = self._kept.popitem(last=False)
-            self._bytes -= _size_bytes(dropped)
-
-
-def _size_bytes(encoded: Encoded) -> int:
-    return sum(part.nbytes for part in encoded)
 
 
 def _rows(encoded: Sequence[Encoded]) -> dict[str, torch.Tensor]:
@@ -167,8 +152,8 @@ class ImageModel:
     """Whether it draws within masks. Only images that join between steps are."""
     takes_adapters = False
     """Whether it draws with adapters. As above."""
-    takes_controls = False
-    """Whether it takes ControlNets. As above."""
+    takes_guides = False
+    """Whether it takes ControlNets and IP-Adapters. As above."""
 
     def __init__(
         self, entry: Model, folder: Path, device: Device, *, warmup_limit_s: float = WARMUP_LIMIT_S
@@ -204,12 +189,13 @@ class ImageModel:
                 f"{self._folder}: it draws within masks only, which needs image.join auto",
                 field="image.join",
             )
-        if self._entry.image.controls and not self.takes_controls:
-            raise ConfigurationError(
-                f"{self._folder}: image.controls need image.join auto, and a pipeline of "
-                "Stable Diffusion or Stable Diffusion XL",
-                field="image.controls",
-            )
+        for name in ("controls", "ip_adapters"):
+            if getattr(self._entry.image, name) and not self.takes_guides:
+                raise ConfigurationError(
+                    f"{self._folder}: image.{name} need image.join auto, and a pipeline of "
+                    "Stable Diffusion or Stable Diffusion XL",
+                    field=f"image.{name}",
+                )
         if self._plan.is_compiled:
             folder = read_settings(ModelSettings).kernels_dir
             self._kernels = KernelStore(folder, self._entry.name, self._device)

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import msgspec
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from shared.blob import Blob
-from shared.catalog_entry import ImageDefaults
+from shared.catalog_entry import MAX_IP_ADAPTER_SCALE, ImageDefaults
 from shared.diffusion_schedulers import SCHEDULER_NAMES, SCHEDULERS
 from shared.errors import BadInput, InputTooLarge, ModelFailed
 from shared.tasks import Input
-from shared.tasks.image import ImageInput
+from shared.tasks.image import ImageInput, IpAdapterInput
 from workers.models.base import PreparedImage
 from workers.models.image.control_maps import with_control
 
@@ -25,6 +26,8 @@ SOURCE_MAX_PIXELS = 16 * 1024 * 1024
 """The limit of a source image before it is resized: 48 MB decoded."""
 DEFAULT_STRENGTH = 0.8
 SEED_LIMIT = 2**63
+_MAX_RESIZED = 8
+"""How many times as long as its short side an image may be, until what is far off is left out."""
 
 
 class ImagePreparer:
@@ -34,14 +37,21 @@ class ImagePreparer:
         bounds: of the catalog.
         is_stepped: whether images of any size, steps and scheduler are computed together.
         rounds_up: whether image-to-image runs a part of a step as a whole one.
+        sides_px: of the squares that the image encoders of IP-Adapters read, by their names.
     """
 
     def __init__(
-        self, bounds: ImageDefaults, *, is_stepped: bool = False, rounds_up: bool = False
+        self,
+        bounds: ImageDefaults,
+        *,
+        is_stepped: bool = False,
+        rounds_up: bool = False,
+        sides_px: Mapping[str, int] | None = None,
     ) -> None:
         self._bounds = bounds
         self._is_stepped = is_stepped
         self._rounds_up = rounds_up
+        self._sides_px = sides_px or {}
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedImage | BadInput | ModelFailed]:
         """One outcome per input, in order. A BadInput names the invalid field of ImageInput."""
@@ -53,11 +63,13 @@ class ImagePreparer:
                 raise BadInput("an image model takes image requests", field="input")
             self._check(value)
             item = self._prepared(value)
-            if value.control is None:
-                return item
-            image = value.control.image, value.width, value.height
-            pixels = _read_source(*image, "control_image")
-            return with_control(item, value.control, pixels, self._bounds.controls)
+            if value.control is not None:
+                image = value.control.image, value.width, value.height
+                pixels = _read_source(*image, "control_image")
+                item = with_control(item, value.control, pixels, self._bounds.controls)
+            if value.ip_adapter is not None:
+                item = self._with_ip_adapter(item, value.ip_adapter)
+            return item
         except (BadInput, ModelFailed) as error:
             return error
 
@@ -71,12 +83,24 @@ class ImagePreparer:
             known = self._bounds.adapters.get(chosen.name)
             is_known = known is not None and known.version == chosen.version
         if not is_known:
-            # Its result would be cached as that of the adapter which the API's catalog has.
-            raise ModelFailed(
-                f"adapter {chosen.name!r}: this worker's catalog has another one than the API's; "
-                "try again later",
-                field="lora_weights",
+            raise _other_catalog("adapter", chosen.name, "lora_weights")
+
+    def _with_ip_adapter(self, item: PreparedImage, chosen: IpAdapterInput) -> PreparedImage:
+        known = self._bounds.ip_adapters.get(chosen.name)
+        if known is None or known.version != chosen.version:
+            raise _other_catalog("IP-Adapter", chosen.name, "ip_adapter")
+        if not 0 <= chosen.scale <= MAX_IP_ADAPTER_SCALE:
+            raise BadInput(
+                f"ip_adapter_scale {chosen.scale} is not from 0 to {MAX_IP_ADAPTER_SCALE:g}",
+                field="ip_adapter_scale",
             )
+        image = _decoded(chosen.image, "RGB", "ip_adapter_image")
+        return msgspec.structs.replace(
+            item,
+            ip_adapter=chosen.name,
+            ip_adapter_pixels=_square_of(image, self._sides_px[chosen.name]),
+            ip_adapter_scale=chosen.scale,
+        )
 
     def _check(self, value: ImageInput) -> None:
         bounds = self._bounds
@@ -138,6 +162,29 @@ class ImagePreparer:
             adapter_key="" if value.adapter is None else value.adapter.object_key,
             adapter_owner="" if value.adapter is None else value.adapter.owner,
         )
+
+
+def _other_catalog(noun: str, name: str, field: str) -> ModelFailed:
+    # The result would be cached as that of the one which the API's catalog has.
+    return ModelFailed(
+        f"{noun} {name!r}: this worker's catalog has another one than the API's; try again later",
+        field=field,
+    )
+
+
+def _square_of(image: Image.Image, side_px: int) -> bytes:
+    """The middle of an image as side x side RGB pixels, as CLIP's image processor crops it."""
+    short = min(image.size)
+    # It resizes all of an image first. A long line of pixels would not fit into memory then.
+    near = _middle(image, *(min(side, short * _MAX_RESIZED) for side in image.size))
+    width, height = (int(side_px * side / short) for side in near.size)
+    resized = near.resize((width, height), Image.Resampling.BICUBIC)
+    return _middle(resized, side_px, side_px).tobytes()
+
+
+def _middle(image: Image.Image, width: int, height: int) -> Image.Image:
+    left, above = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, above, left + width, above + height))
 
 
 def _check_numbers(value: ImageInput, bounds: ImageDefaults) -> None:

@@ -28,11 +28,12 @@ from shared.tasks.text import TokenChunk
 from workers.models.base import OutOfMemory, PreparedImage, PreparedItem, RgbImage, StepEnd
 from workers.models.device import memory_errors
 from workers.models.image.codec import sources_on, to_host
-from workers.models.image.control_folders import control_folders
 from workers.models.image.controls import Added, Controls, ControlStart, UnetCall
 from workers.models.image.deep_cache import DeepCache
 from workers.models.image.families import load_family
 from workers.models.image.family import Family
+from workers.models.image.folders_beside import control_folders, ip_adapter_files
+from workers.models.image.ip_adapters import IpAdapters, IpAdapterStart
 from workers.models.image.masks import MaskedStart, pasted, start_masked
 from workers.models.image.model import ImageModel
 from workers.models.image.pipeline import inpainting
@@ -62,6 +63,7 @@ class _Drawing:
     masked: MaskedStart | None
     adapter: Applied = None
     control: ControlStart | None = None
+    ip_adapter: IpAdapterStart | None = None
     guided_steps: int = sys.maxsize
     """How many of its steps are guided by the negative prompt, if it has one."""
     features: torch.Tensor | None = None
@@ -115,7 +117,7 @@ class SteppedImageModel(ImageModel):
 
     draws_masks = True
     takes_adapters = True
-    takes_controls = True
+    takes_guides = True
     _drawings: dict[int, _Drawing]
 
     def setup(self) -> None:
@@ -129,6 +131,8 @@ class SteppedImageModel(ImageModel):
         self._inpainting = inpainting(self._text_to_image, self._image_to_image)
         folders = control_folders(self._entry)
         self._controls = Controls(folders, self._text_to_image, self._device, self._plan)
+        files = ip_adapter_files(self._entry)
+        self._ip_adapters = IpAdapters(files, self._text_to_image, self._device, self._plan)
         settings = self._entry.image.deep_cache
         self._deep_cache = None if settings is None else DeepCache(settings, self._text_to_image)
 
@@ -272,6 +276,7 @@ class SteppedImageModel(ImageModel):
             masked=masked,
             adapter=adapter,
             control=self._controls.start(item, len(timesteps)),
+            ip_adapter=self._ip_adapters.start(item),
             guided_steps=int(self._entry.image.guidance_stop * len(timesteps)),
         )
 
@@ -324,7 +329,11 @@ class SteppedImageModel(ImageModel):
         )
         controls = [(drawings[slot].control, drawings[slot].done) for slot in slots]
         added = self._controls.added(call, controls)
-        with self.adapters.applied([drawings[slot].adapter for slot in slots] * rows):
+        starts = [drawings[slot].ip_adapter for slot in slots]
+        with (
+            self.adapters.applied([drawings[slot].adapter for slot in slots] * rows),
+            self._ip_adapters.applied(starts, rows),
+        ):
             noise = self._predicted(call, added, drawings)
         for slot, (drawing, time) in enumerate(zip(drawings, times, strict=True)):
             drawing.take_step(noise[slot :: len(slots)], time)

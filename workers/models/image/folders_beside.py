@@ -1,0 +1,92 @@
+"""What an image model loads beside its own weights, on this machine: ControlNets, IP-Adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from shared.catalog import Model
+from shared.catalog_entry import Control, IpAdapter
+from shared.errors import ConfigurationError, PenstockError
+from shared.settings import ModelSettings, read_settings
+from workers.models.source import resolve
+
+
+class IpAdapterFiles(NamedTuple):
+    """The files of an IP-Adapter.
+
+    `digest`: of its weights. None: any. `side_px`: of the square that its image encoder reads.
+    """
+
+    weights: Path
+    encoder: Path
+    digest: str | None
+    side_px: int
+
+
+def control_folders(entry: Model) -> dict[str, Path]:
+    """Returns the folder of each control by its name. Downloads what is not there, for minutes.
+
+    Raises:
+        ConfigurationError: a source does not exist.
+        Unavailable: a source is unreachable.
+    """
+    return _folders(entry.image.controls, "image.controls")
+
+
+def ip_adapter_files(entry: Model) -> dict[str, IpAdapterFiles]:
+    """Returns the files of each IP-Adapter by its name. Downloads as `control_folders`.
+
+    Raises:
+        ConfigurationError: a source does not exist, or has no such files.
+        Unavailable: a source is unreachable.
+    """
+    folders = _folders(entry.image.ip_adapters, "image.ip_adapters")
+    return {
+        name: _files(one, folders[name], f"image.ip_adapters.{name}")
+        for name, one in entry.image.ip_adapters.items()
+    }
+
+
+def _folders(known: Mapping[str, Control | IpAdapter], where: str) -> dict[str, Path]:
+    if not known:
+        return {}
+    settings = read_settings(ModelSettings)
+    folders = {}
+    for name, one in known.items():
+        try:
+            folders[name] = resolve(
+                one.source,
+                one.revision,
+                settings.models_dir,
+                weights_dir=settings.weights_dir,
+            )
+        except PenstockError as error:
+            field = f"{where}.{name}"
+            raise type(error)(f"{field}: {error.message}", field=field) from error
+    return folders
+
+
+def _files(entry: IpAdapter, folder: Path, field: str) -> IpAdapterFiles:
+    below = folder / entry.subfolder
+    weights = below / entry.weight_name
+    # As in `load_ip_adapter`.
+    encoder = (folder if "/" in entry.image_encoder_folder else below) / entry.image_encoder_folder
+    if not weights.is_file():
+        raise ConfigurationError(f"{field}: {weights} is not a file", field=field)
+    config = encoder / "config.json"
+    try:
+        side_px = json.loads(config.read_text("utf-8"))["image_size"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = f"{config} does not say the image_size of an image encoder"
+        raise ConfigurationError(f"{field}: {reason}", field=field) from error
+    if not isinstance(side_px, int) or not 0 < side_px <= MAX_SIDE_PX:
+        reason = f"image_size {side_px!r} is not from 1 to {MAX_SIDE_PX}"
+        raise ConfigurationError(f"{field}: {config}: {reason}", field=field)
+    return IpAdapterFiles(weights, encoder, entry.digest, side_px)
+
+
+MAX_SIDE_PX = 1024
+"""Of an image encoder. Those of IP-Adapters read 224 x 224 or 336 x 336."""

@@ -1,0 +1,330 @@
+"""IP-Adapters: an image beside the prompt, to which each cross-attention of the UNet attends too.
+
+The image is encoded once, to a few tokens. Each layer attends to them with keys and values of the
+adapter, and adds `scale` times the result to what it has of the prompt (Ye et al. 2023,
+https://arxiv.org/abs/2308.06721).
+
+A call of the UNet computes images with and without one, with several ones, and with several
+reference images. Hooks beside the layers add to the rows that have some. Others get what they got
+before, to the last bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.embeddings import ImageProjection
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch.nn.functional import linear, scaled_dot_product_attention
+from transformers import CLIPVisionModelWithProjection
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+
+from shared.errors import ConfigurationError
+from workers.models.base import PreparedImage
+from workers.models.image.encodings import KeptEncodings
+from workers.models.image.folders_beside import IpAdapterFiles
+from workers.models.image.plan import ImagePlan
+
+KEPT_BYTES = 64 * 1024 * 1024
+"""Device memory for the cache of reference images.
+
+In 16 bits it holds 5,400 of Stable Diffusion 1.5, or 2,000 of SDXL.
+"""
+_PROJECTION, _LAYERS = "image_proj.", "ip_adapter."
+_KEY, _VALUE = ".to_k_ip.weight", ".to_v_ip.weight"
+
+
+class _IpAdapter(torch.nn.Module):
+    """A loaded IP-Adapter. `keys` and `values` are by layer, [inner, width] each."""
+
+    def __init__(
+        self,
+        encoder: torch.nn.Module,
+        projection: torch.nn.Module,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        side_px: int,
+    ) -> None:
+        super().__init__()
+        self.encoder, self.projection = encoder, projection
+        self.keys = torch.nn.ParameterList(keys)
+        self.values = torch.nn.ParameterList(values)
+        self.side_px = side_px
+        self.requires_grad_(False)
+
+    def tokens(self, pixels: torch.Tensor) -> torch.Tensor:
+        """The tokens without an image and those of the image, [2, tokens, width].
+
+        `pixels`: as CLIP takes them, [1, 3, side, side].
+        """
+        if isinstance(self.projection, ImageProjection):
+            seen = self.encoder(pixels).image_embeds
+            both = torch.cat([torch.zeros_like(seen), seen])
+        else:
+            blank = torch.cat([torch.zeros_like(pixels), pixels])
+            both = self.encoder(blank, output_hidden_states=True).hidden_states[-2]
+        tokens: torch.Tensor = self.projection(both)
+        return tokens
+
+
+@dataclass(slots=True, eq=False)
+class IpAdapterStart:
+    """What the steps of an item need of its IP-Adapter."""
+
+    name: str
+    tokens: torch.Tensor
+    """Those of the negative prompt, then those of the prompt, [2, tokens, width]."""
+    scale: float
+
+
+class IpAdapters:
+    """The IP-Adapters of a pipeline, by their names in the catalog.
+
+    Args:
+        files: of each.
+        pipeline: the one that they were trained for.
+        device: of the pipeline.
+        plan: of the pipeline.
+
+    Raises:
+        ConfigurationError: files are not an IP-Adapter for this pipeline.
+    """
+
+    def __init__(
+        self,
+        files: Mapping[str, IpAdapterFiles],
+        pipeline: Any,
+        device: torch.device,
+        plan: ImagePlan,
+    ) -> None:
+        self._device, self._dtype = device, plan.dtype
+        self._batch: _Batch | None = None
+        self._kept = KeptEncodings[tuple[str, bytes]](KEPT_BYTES)
+        self._adapters: dict[str, _IpAdapter] = {}
+        if not files:
+            return
+        if getattr(pipeline, "unet", None) is None:
+            raise ConfigurationError(
+                "image.ip_adapters: only models of Stable Diffusion and Stable Diffusion XL have "
+                "some",
+                field="image.ip_adapters",
+            )
+        loader = _Loader(pipeline.unet, device, plan.dtype)
+        for name, one in files.items():
+            self._adapters[name] = loader.load(f"image.ip_adapters.{name}", one)
+        for number, layer in enumerate(loader.layers):
+            # Adapters (LoRA) change queries before, because their hooks come first.
+            layer.to_q.register_forward_hook(self._take_queries)
+            layer.to_out[0].register_forward_pre_hook(self._adding(number, layer.heads))
+
+    def start(self, item: PreparedImage) -> IpAdapterStart | None:
+        """Encodes the reference image of an item, if it is not kept. None: it has no IP-Adapter."""
+        if not item.ip_adapter or not item.ip_adapter_scale:
+            return None
+        name, seen = item.ip_adapter, item.ip_adapter_pixels
+        key = name, hashlib.blake2b(seen, digest_size=16).digest()
+        encoded = self._kept.get(key)
+        if encoded is None:
+            adapter = self._adapters[name]
+            pixels = _as_clip_takes(seen, adapter.side_px)
+            encoded = (adapter.tokens(pixels.to(self._device, self._dtype)),)
+        self._kept.keep({key: encoded})
+        return IpAdapterStart(name, encoded[0], item.ip_adapter_scale)
+
+    @contextmanager
+    def applied(self, starts: Sequence[IpAdapterStart | None], rows: int) -> Iterator[None]:
+        """Within it the UNet computes so many rows of the item at each slot, as in UnetCall."""
+        groups: dict[str, list[tuple[int, IpAdapterStart, int]]] = {}
+        for row in range(rows):
+            for slot, start in enumerate(starts):
+                if start is not None:
+                    at = row * len(starts) + slot
+                    groups.setdefault(start.name, []).append((at, start, row - rows))
+        self._batch = _Batch([self._rows(name, group) for name, group in groups.items()])
+        try:
+            yield
+        finally:
+            self._batch = None
+
+    def _rows(self, name: str, group: Sequence[tuple[int, IpAdapterStart, int]]) -> _Rows:
+        return _Rows(
+            self._adapters[name],
+            torch.tensor([at for at, _, _ in group], device=self._device),
+            torch.stack([start.tokens[row] for _, start, row in group]),
+            torch.tensor([start.scale for _, start, _ in group], device=self._device),
+        )
+
+    def _take_queries(self, layer: Any, inputs: Any, output: torch.Tensor) -> None:
+        if self._batch is not None:
+            self._batch.queries = output
+
+    def _adding(self, number: int, heads: int) -> Any:
+        def add(layer: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
+            if self._batch is None or not self._batch.rows:
+                return None
+            return (self._batch.added(number, heads, inputs[0]), *inputs[1:])
+
+        return add
+
+
+@dataclass(slots=True, eq=False)
+class _Rows:
+    """The rows of a call that have one IP-Adapter."""
+
+    adapter: _IpAdapter
+    where: torch.Tensor
+    """Their numbers in the call, [rows]."""
+    tokens: torch.Tensor
+    """[rows, tokens, width]."""
+    scales: torch.Tensor
+    """[rows], fp32."""
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """A call of the UNet."""
+
+    rows: Sequence[_Rows]
+    queries: torch.Tensor | None = None
+    """Of the layer that is being computed, [rows, pixels, inner]."""
+
+    def added(self, number: int, heads: int, attended: torch.Tensor) -> torch.Tensor:
+        """What a layer attended to, with the reference images added, [rows, pixels, inner]."""
+        assert self.queries is not None, "the layer has computed them before; this is a bug"
+        for one in self.rows:
+            keys = linear(one.tokens, one.adapter.keys[number])
+            values = linear(one.tokens, one.adapter.values[number])
+            seen = scaled_dot_product_attention(
+                _by_head(self.queries.index_select(0, one.where), heads),
+                _by_head(keys, heads),
+                _by_head(values, heads),
+            )
+            # In fp32, as a number times a tensor of 16 bits is.
+            scaled = (one.scales.view(-1, 1, 1) * seen.transpose(1, 2).flatten(2)).to(seen.dtype)
+            whole = attended.index_select(0, one.where) + scaled
+            attended = attended.index_copy(0, one.where, whole)
+        return attended
+
+
+def _by_head(tokens: torch.Tensor, heads: int) -> torch.Tensor:
+    """[rows, tokens, inner] as [rows, heads, tokens, inner / heads]."""
+    return tokens.view(len(tokens), -1, heads, tokens.shape[-1] // heads).transpose(1, 2)
+
+
+def _as_clip_takes(seen: bytes, side_px: int) -> torch.Tensor:
+    """The pixels of a square as CLIP's image processor gives them, [1, 3, side, side]."""
+    pixels = torch.frombuffer(bytearray(seen), dtype=torch.uint8)
+    shaped = pixels.view(1, side_px, side_px, 3).permute(0, 3, 1, 2).float() / 255
+    mean, std = torch.tensor(OPENAI_CLIP_MEAN), torch.tensor(OPENAI_CLIP_STD)
+    return (shaped - mean.view(1, 3, 1, 1)) / std.view(1, 3, 1, 1)
+
+
+def _cross_attentions(unet: Any) -> list[Any]:
+    """The layers that attend to the prompt, in the order that the numbers in files stand for."""
+    names = [name for name in unet.attn_processors if not name.endswith("attn1.processor")]
+    return [unet.get_submodule(name.removesuffix(".processor")) for name in names]
+
+
+class _WrongFileError(Exception):
+    """The file of an IP-Adapter can't be used. The message says why."""
+
+
+class _Loader:
+    """Loads the IP-Adapters of a UNet. Those with one image encoder share it."""
+
+    def __init__(self, unet: Any, device: torch.device, dtype: torch.dtype) -> None:
+        self.layers = _cross_attentions(unet)
+        self._unet, self._device, self._dtype = unet, device, dtype
+        self._encoders: dict[Path, torch.nn.Module] = {}
+
+    def load(self, field: str, files: IpAdapterFiles) -> _IpAdapter:
+        """Loads one.
+
+        Raises:
+            ConfigurationError: the files are not an IP-Adapter for this UNet. Names `field`.
+        """
+        reason = f"{field}: {files.weights}"
+        try:
+            adapter = self._assembled(files)
+            pixels = torch.zeros(1, 3, files.side_px, files.side_px)
+            with torch.inference_mode():
+                tokens = adapter.tokens(pixels.to(self._device, self._dtype))
+            width, wanted = tokens.shape[-1], adapter.keys[0].shape[1]
+            if width != wanted:
+                raise _WrongFileError(f"its tokens have {width} numbers instead of {wanted}")
+        except _WrongFileError as error:
+            raise ConfigurationError(f"{reason}: {error}", field=field) from error
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            # What diffusers and transformers raise for parts that do not fit.
+            reason = f"{reason} does not fit {files.encoder}: {str(error)[:300]}"
+            raise ConfigurationError(reason, field=field) from error
+        return adapter
+
+    def _assembled(self, files: IpAdapterFiles) -> _IpAdapter:
+        projection, own = _read(files)
+        keys, values = _by_layer(own, self.layers)
+        encoder = self._encoders.get(files.encoder)
+        if encoder is None:
+            encoder = self._encoders[files.encoder] = CLIPVisionModelWithProjection.from_pretrained(
+                files.encoder, local_files_only=True, use_safetensors=True, dtype=self._dtype
+            )
+        # diffusers knows the names in files of each kind.
+        image_projection = self._unet._convert_ip_adapter_image_proj_to_diffusers(
+            projection, low_cpu_mem_usage=False
+        )
+        adapter = _IpAdapter(encoder, image_projection, keys, values, files.side_px)
+        return adapter.to(self._device, self._dtype).eval()
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _read(files: IpAdapterFiles) -> tuple[Tensors, Tensors]:
+    """The tensors of the projection and those of the layers."""
+    with files.weights.open("rb") as opened:
+        digest = f"sha256:{hashlib.file_digest(opened, 'sha256').hexdigest()}"
+    if files.digest not in (None, digest):
+        raise _WrongFileError(f"its digest is {digest}, not {files.digest}")
+    try:
+        tensors = load_file(files.weights)
+    except SafetensorError as error:
+        raise _WrongFileError(f"it is not safetensors: {error}") from error
+    parts: list[Tensors] = [
+        {name.removeprefix(start): one for name, one in tensors.items() if name.startswith(start)}
+        for start in (_PROJECTION, _LAYERS)
+    ]
+    projection, own = parts
+    if not projection or not own or len(projection) + len(own) < len(tensors):
+        raise _WrongFileError(f"an IP-Adapter has {_PROJECTION}… and {_LAYERS}…, and no more")
+    is_of_images = "proj.weight" in projection or "proj.3.weight" in projection
+    if "perceiver_resampler.proj_in.weight" in projection or (
+        "norm.weight" in projection and not is_of_images
+    ):
+        raise _WrongFileError("it is of FaceID, which needs faces found in the image")
+    return projection, own
+
+
+def _by_layer(own: Tensors, layers: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The keys and the values of each layer."""
+    # The numbers count layers that attend to the image itself too.
+    names = [str(2 * number + 1) for number in range(len(layers))]
+    known = {name + kind for name in names for kind in (_KEY, _VALUE)}
+    if other := sorted(own.keys() ^ known):
+        raise _WrongFileError(
+            f"it was trained for another model: {other[0]} is not in both, of {len(layers)} layers"
+        )
+    for name, layer in zip(names, layers, strict=True):
+        wanted = (layer.inner_dim, layer.cross_attention_dim)
+        for kind in (_KEY, _VALUE):
+            if (shape := tuple(own[name + kind].shape)) != wanted:
+                raise _WrongFileError(
+                    f"it was trained for another model: {name}{kind} is {shape} instead of {wanted}"
+                )
+    return [own[name + _KEY] for name in names], [own[name + _VALUE] for name in names]
