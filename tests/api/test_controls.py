@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from api.openai.images import GenerationsEndpoint
 from shared.catalog import Catalog
 from shared.catalog_entry import Control
-from shared.errors import BadInput
 from shared.tasks.image import ControlInput, ImageInput
-from tests.api.batches.batching import answers, batching, created, jsonl, until
 from tests.api.harness import CATALOG, IMAGE_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import WAIT
 from tests.api.test_images import drawn, encoded
@@ -55,8 +51,8 @@ def control_of(given: ImageInput) -> ControlInput:
     return given.control
 
 
-def pixels(control: ControlInput) -> np.ndarray:
-    with Image.open(io.BytesIO(control.image.data or b"")) as image:
+def pixels(png: bytes | None) -> np.ndarray:
+    with Image.open(io.BytesIO(png or b"")) as image:
         assert image.mode == "RGB"
         return np.asarray(image)
 
@@ -74,7 +70,7 @@ async def test_prediction_has_the_size_of_its_control_image(api: ApiUnderTest) -
     control = control_of(given)
     assert given.image is None
     assert (given.width, given.height) == (88, 40)
-    assert pixels(control).shape == (given.height, given.width, 3)
+    assert pixels(control.image.data).shape == (given.height, given.width, 3)
     assert (control.name, control.digest) == ("canny", CONTROLS["canny"].version)
     assert (control.scale, control.start, control.end) == (0.8, 0.0, 1.0)
     shown = made.json()["input"]["control_image"]
@@ -100,7 +96,7 @@ async def test_prediction_has_source_mask_and_control(api: ApiUnderTest) -> None
     assert (first.width, first.height) == (64, 64)
     assert first.mask is not None
     control = control_of(first)
-    assert pixels(control).shape == (64, 64, 3)
+    assert pixels(control.image.data).shape == (64, 64, 3)
     assert (control.scale, control.start, control.end) == (1.5, 0.1, 0.6)
     assert control_of(second) == control
 
@@ -110,7 +106,7 @@ async def test_control_image_may_be_a_file_of_this_api(api: ApiUnderTest) -> Non
     made = (await api.http.post("/v1/files", files=files)).json()
     wish = {"control": "depth", "control_image": made["urls"]["get"], "size": "64x64"}
     assert (await predicted(api, wish)).json()["status"] == "succeeded"
-    assert pixels(control_of(drawn(api)[0])).shape == (64, 64, 3)
+    assert pixels(control_of(drawn(api)[0]).image.data).shape == (64, 64, 3)
 
 
 async def test_openais_clients_send_controls(api: ApiUnderTest) -> None:
@@ -124,7 +120,7 @@ async def test_openais_clients_send_controls(api: ApiUnderTest) -> None:
     )
     edited = drawn(api)[1]
     assert edited.image is not None
-    assert pixels(control_of(edited)).shape == (edited.height, edited.width, 3)
+    assert pixels(control_of(edited).image.data).shape == (edited.height, edited.width, 3)
 
 
 @pytest.mark.parametrize("path", ["edits", "variations"])
@@ -213,64 +209,3 @@ async def test_file_of_a_form_is_for_a_control(api: ApiUnderTest) -> None:
         data={"model": CONTROLLED.name, "prompt": "a"},
     )
     assert answer.json()["error"]["param"] == "control_image", answer.text
-
-
-async def test_model_without_controls_takes_none_and_shows_none(api: ApiUnderTest) -> None:
-    wish = {"control": "canny", "control_image": uri(PICTURE), "prompt": "a"}
-    body = {"version": IMAGE_MODEL.name, "input": wish}
-    answer = await api.http.post("/v1/predictions", json=body, headers=WAIT)
-    assert answer.status_code == 422
-    assert "leave it out" in answer.text
-    fields = {}
-    for name in (IMAGE_MODEL.name, CONTROLLED.name):
-        made = (await api.http.get(f"/v1/models/penstock/{name}/versions")).json()["results"]
-        schemas = made[0]["openapi_schema"]["components"]["schemas"]
-        fields[name] = schemas["Input"]["properties"]
-    assert not any(name.startswith("control") for name in fields[IMAGE_MODEL.name])
-    assert fields[CONTROLLED.name]["control"]["anyOf"][0]["enum"] == ["canny", "depth"]
-    document = (await api.http.get("/openapi.json")).json()["components"]["schemas"]
-    assert "control" in document["GenerationBody"]["properties"]
-    assert document["EditForm"]["properties"]["control"]["enum"] == ["canny", "depth"]
-
-
-async def test_catalog_without_controls_documents_none(tmp_path: Path, redis_url: str) -> None:
-    async with running_api(settings_for(tmp_path, redis_url=redis_url)) as api:
-        document = (await api.http.get("/openapi.json")).json()["components"]["schemas"]
-    for name in ("GenerationBody", "EditForm", "EditBody", "VariationForm"):
-        assert not any(field.startswith("control") for field in document[name]["properties"])
-
-
-async def test_lines_of_batches_have_controls(tmp_path: Path, redis_url: str) -> None:
-    """Each has the size of its control's image, and one whose image is broken fails alone."""
-    wish = {"model": CONTROLLED.name, "prompt": "a", "seed": 1, "control": "canny"}
-    images = {"a": uri(PICTURE), "b": uri(b"no image"), "c": uri(SOURCE)}
-    lines = [
-        {
-            "custom_id": name,
-            "method": "POST",
-            "url": "/v1/images/generations",
-            "body": wish | {"control_image": image},
-        }
-        for name, image in images.items()
-    ]
-    async with batching(tmp_path, redis_url, catalog=Catalog((CONTROLLED,))) as (api, _):
-        client = api.openai()
-        batch = await created(client, jsonl(lines), "/v1/images/generations")
-        done = await until(client, batch)
-        assert [one["custom_id"] for one in await answers(client, done.output_file_id)] == [
-            "a",
-            "c",
-        ]
-        (error,) = await answers(client, done.error_file_id)
-        assert error["response"]["body"]["error"]["param"] == "control_image"
-        sizes = {(one.width, one.height) for one in drawn(api)}
-        shapes = {pixels(control_of(one)).shape for one in drawn(api)}
-    assert sizes == {(88, 40), (64, 64)}
-    assert shapes == {(height, width, 3) for width, height in sizes}
-
-
-def test_line_of_a_batch_names_a_control_of_its_model() -> None:
-    line = {"model": CONTROLLED.name, "prompt": "a", "control": "pose", "control_image": "file_a"}
-    with pytest.raises(BadInput) as caught:
-        GenerationsEndpoint().read(json.dumps(line).encode(), Catalog((CONTROLLED,)), 1)
-    assert caught.value.field == "control"

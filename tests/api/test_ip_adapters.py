@@ -1,8 +1,5 @@
 """IP-Adapters in requests: what callers may send, and what workers get."""
 
-import base64
-import io
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +8,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from api.openai.images import GenerationsEndpoint
 from shared.catalog import Catalog
 from shared.catalog_entry import Control, IpAdapter
-from shared.errors import BadInput
 from shared.tasks.image import ImageInput, IpAdapterInput
-from tests.api.batches.batching import answers, batching, created, jsonl, until
 from tests.api.harness import CATALOG, IMAGE_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import WAIT
+from tests.api.test_controls import pixels, uri
 from tests.api.test_images import drawn, encoded
 
 pytestmark = pytest.mark.anyio
@@ -26,7 +21,7 @@ KNOWN = {
     "style": IpAdapter(source="local:a", weight_name="a.safetensors", scale=0.6),
     "face": IpAdapter(source="local:a", subfolder="models", weight_name="b.safetensors"),
 }
-WITH_SOME = IMAGE_MODEL.model_copy(
+WITH_IP_ADAPTERS = IMAGE_MODEL.model_copy(
     update={
         "name": "with-ip-adapters",
         "aliases": (),
@@ -41,14 +36,10 @@ SOURCE = encoded(Image.linear_gradient("L").resize((64, 64)).convert("RGB"))
 
 @pytest.fixture
 async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
-    catalog = Catalog((WITH_SOME, *CATALOG.models))
+    catalog = Catalog((WITH_IP_ADAPTERS, *CATALOG.models))
     settings = settings_for(tmp_path, redis_url=redis_url, secret="s")
     async with running_api(settings, catalog=catalog) as running:
         yield running
-
-
-def uri(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
 def ip_adapter_of(given: ImageInput) -> IpAdapterInput:
@@ -56,14 +47,8 @@ def ip_adapter_of(given: ImageInput) -> IpAdapterInput:
     return given.ip_adapter
 
 
-def pixels(png: bytes | None) -> np.ndarray:
-    with Image.open(io.BytesIO(png or b"")) as image:
-        assert image.mode == "RGB"
-        return np.asarray(image)
-
-
 async def predicted(api: ApiUnderTest, wish: dict[str, Any]) -> Any:
-    body = {"version": WITH_SOME.name, "input": {"prompt": "a", "seed": 1} | wish}
+    body = {"version": WITH_IP_ADAPTERS.name, "input": {"prompt": "a", "seed": 1} | wish}
     return await api.http.post("/v1/predictions", json=body, headers=WAIT)
 
 
@@ -75,7 +60,10 @@ async def test_prediction_has_the_pixels_of_its_image_and_the_usual_size(
     assert made.json()["status"] == "succeeded", made.text
     (given,) = drawn(api)
     assert given.image is None
-    assert (given.width, given.height) == (WITH_SOME.image.width, WITH_SOME.image.height)
+    assert (given.width, given.height) == (
+        WITH_IP_ADAPTERS.image.width,
+        WITH_IP_ADAPTERS.image.height,
+    )
     chosen = ip_adapter_of(given)
     assert (chosen.name, chosen.version, chosen.scale) == ("style", KNOWN["style"].version, 0.6)
     assert np.array_equal(pixels(chosen.image.data), pixels(PICTURE))
@@ -120,10 +108,10 @@ async def test_large_images_are_shrunk(api: ApiUnderTest) -> None:
 
 async def test_openais_clients_send_ip_adapters(api: ApiUnderTest) -> None:
     extra = {"ip_adapter": "style", "ip_adapter_image": uri(PICTURE), "seed": 1}
-    await api.openai().images.generate(model=WITH_SOME.name, prompt="a", extra_body=extra)
+    await api.openai().images.generate(model=WITH_IP_ADAPTERS.name, prompt="a", extra_body=extra)
     assert ip_adapter_of(drawn(api)[0]).scale == 0.6
     await api.openai().images.edit(
-        model=WITH_SOME.name, image=SOURCE, prompt="a", extra_body=extra | {"seed": 2}
+        model=WITH_IP_ADAPTERS.name, image=SOURCE, prompt="a", extra_body=extra | {"seed": 2}
     )
     edited = drawn(api)[1]
     assert edited.image is not None
@@ -132,7 +120,7 @@ async def test_openais_clients_send_ip_adapters(api: ApiUnderTest) -> None:
 
 @pytest.mark.parametrize("path", ["edits", "variations"])
 async def test_image_may_be_a_file_of_a_form(api: ApiUnderTest, path: str) -> None:
-    fields = {"model": WITH_SOME.name, "ip_adapter": "face", "seed": "1"}
+    fields = {"model": WITH_IP_ADAPTERS.name, "ip_adapter": "face", "seed": "1"}
     fields |= {} if path == "variations" else {"prompt": "a"}
     files = {"image": SOURCE, "ip_adapter_image": PICTURE, "control_image": SOURCE}
     answer = await api.http.post(
@@ -150,7 +138,7 @@ async def test_image_may_be_a_file_of_a_form(api: ApiUnderTest, path: str) -> No
 
 async def test_edit_in_json_has_an_ip_adapter_in_its_stream(api: ApiUnderTest) -> None:
     body = {
-        "model": WITH_SOME.name,
+        "model": WITH_IP_ADAPTERS.name,
         "prompt": "a",
         "images": [{"image_url": uri(SOURCE)}],
         "ip_adapter": "style",
@@ -183,7 +171,7 @@ async def test_wrong_ip_adapters_are_refused_by_name_at_all_doors(
     assert answer.status_code == 422, answer.text
     assert [one["field"] for one in answer.json()["invalid_fields"]] == [f"input.{field}"]
     assert reason in answer.text
-    body: dict[str, Any] = {"model": WITH_SOME.name, "prompt": "a"} | wish
+    body: dict[str, Any] = {"model": WITH_IP_ADAPTERS.name, "prompt": "a"} | wish
     edit = body | {"images": [{"image_url": uri(SOURCE)}]}
     for path, sent in (("generations", body), ("edits", edit)):
         refused = await api.http.post(f"/v1/images/{path}", json=sent)
@@ -194,60 +182,3 @@ async def test_wrong_ip_adapters_are_refused_by_name_at_all_doors(
     refused = await api.http.post("/v1/images/edits", files={"image": SOURCE}, data=form)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, field), refused.text
     assert not drawn(api)
-
-
-async def test_model_without_ip_adapters_takes_none_and_shows_none(api: ApiUnderTest) -> None:
-    body = {"version": IMAGE_MODEL.name, "input": RIGHT | {"prompt": "a"}}
-    answer = await api.http.post("/v1/predictions", json=body, headers=WAIT)
-    assert answer.status_code == 422
-    assert [one["field"] for one in answer.json()["invalid_fields"]] == ["input.ip_adapter"]
-    assert "leave it out" in answer.text
-    fields = {}
-    for name in (IMAGE_MODEL.name, WITH_SOME.name):
-        made = (await api.http.get(f"/v1/models/penstock/{name}/versions")).json()["results"]
-        schemas = made[0]["openapi_schema"]["components"]["schemas"]
-        fields[name] = schemas["Input"]["properties"]
-    assert not any(name.startswith("ip_adapter") for name in fields[IMAGE_MODEL.name])
-    assert fields[WITH_SOME.name]["ip_adapter"]["anyOf"][0]["enum"] == ["face", "style"]
-    document = (await api.http.get("/openapi.json")).json()["components"]["schemas"]
-    assert "ip_adapter_scale" in document["GenerationBody"]["properties"]
-    assert document["EditForm"]["properties"]["ip_adapter"]["enum"] == ["face", "style"]
-
-
-async def test_catalog_without_ip_adapters_documents_none(tmp_path: Path, redis_url: str) -> None:
-    async with running_api(settings_for(tmp_path, redis_url=redis_url)) as api:
-        document = (await api.http.get("/openapi.json")).json()["components"]["schemas"]
-    for name in ("GenerationBody", "EditForm", "EditBody", "VariationForm"):
-        assert not any(field.startswith("ip_adapter") for field in document[name]["properties"])
-
-
-async def test_lines_of_batches_have_ip_adapters(tmp_path: Path, redis_url: str) -> None:
-    """One whose image is broken fails alone."""
-    wish = {"model": WITH_SOME.name, "prompt": "a", "seed": 1, "ip_adapter": "style"}
-    images = {"a": uri(PICTURE), "b": uri(b"no image"), "c": uri(SOURCE)}
-    lines = [
-        {
-            "custom_id": name,
-            "method": "POST",
-            "url": "/v1/images/generations",
-            "body": wish | {"ip_adapter_image": image},
-        }
-        for name, image in images.items()
-    ]
-    async with batching(tmp_path, redis_url, catalog=Catalog((WITH_SOME,))) as (api, _):
-        client = api.openai()
-        batch = await created(client, jsonl(lines), "/v1/images/generations")
-        done = await until(client, batch)
-        right = [one["custom_id"] for one in await answers(client, done.output_file_id)]
-        assert right == ["a", "c"]
-        (error,) = await answers(client, done.error_file_id)
-        assert error["response"]["body"]["error"]["param"] == "ip_adapter_image"
-        shapes = {pixels(ip_adapter_of(one).image.data).shape for one in drawn(api)}
-    assert shapes == {(71, 130, 3), (64, 64, 3)}
-
-
-def test_line_of_a_batch_names_an_ip_adapter_of_its_model() -> None:
-    line = {"model": WITH_SOME.name, "prompt": "a", "ip_adapter": "b", "ip_adapter_image": "file_a"}
-    with pytest.raises(BadInput) as caught:
-        GenerationsEndpoint().read(json.dumps(line).encode(), Catalog((WITH_SOME,)), 1)
-    assert caught.value.field == "ip_adapter"
