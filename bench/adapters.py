@@ -29,8 +29,8 @@ from bench.report import Figure, Outcome
 from infra.local.ports import Ports
 from infra.local.stack import Stack
 from shared.catalog import Model
-from shared.catalog_entry import Adapter
 from shared.catalog_file import read_catalog
+from shared.image_entry import Adapter
 from shared.tasks.image import ImageInput, choose_adapter
 from workers.models.base import PreparedImage
 from workers.models.image.stepped import SteppedImageModel

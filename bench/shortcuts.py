@@ -21,8 +21,8 @@ from bench.report import Figure, Outcome
 from models.shapes.judge import Pixels
 from models.shapes.score import Asked, held_out, score_drawn
 from shared.catalog import Model
-from shared.catalog_entry import DeepCacheSettings
 from shared.catalog_file import read_catalog
+from shared.image_entry import DeepCacheSettings
 from shared.tasks.image import ImageInput, ImageResult
 from workers.models.base import PreparedImage
 from workers.models.image.stepped import SteppedImageModel

@@ -13,7 +13,6 @@ from typing import Any, Self
 from pydantic import ValidationInfo, field_validator, model_validator
 
 from shared.catalog_entry import (
-    FLOW_SOURCE,
     MAX_DEADLINE_S,
     CatalogEntry,
     Deadline,
@@ -24,6 +23,7 @@ from shared.catalog_entry import (
     ServedApi,
     WorkersEntry,
 )
+from shared.entry_fields import FLOW_SOURCE
 from shared.errors import UnknownModel
 from shared.flow_plan import FlowPlan
 from shared.flow_types import StepSchema, check_flow

@@ -24,8 +24,8 @@ from api.inputs.codec_protocol import (
     SourcePrepared,
 )
 from shared.blob import Blob
-from shared.catalog_entry import ImageDefaults
 from shared.errors import BadInput, PenstockError
+from shared.image_entry import ImageDefaults
 from shared.predictions import MEDIA_TYPES
 
 DEFAULT_QUALITY = 90

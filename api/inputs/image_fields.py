@@ -20,7 +20,7 @@ from api.bodies import (
 )
 from api.inputs.controls import ControlFields
 from api.inputs.ip_adapters import IpAdapterFields
-from shared.catalog_entry import MAX_LORA_SCALE, MIN_LORA_SCALE
+from shared.image_entry import MAX_LORA_SCALE, MIN_LORA_SCALE
 
 
 class ImageFields(ControlFields, IpAdapterFields):

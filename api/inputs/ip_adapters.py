@@ -12,8 +12,8 @@ from api.bodies import Body
 from api.errors import WrongField
 from api.inputs.source_images import ImageCaller, SourceImages
 from shared.catalog import Model
-from shared.catalog_entry import MAX_IP_ADAPTER_SCALE
 from shared.errors import BadInput
+from shared.image_entry import MAX_IP_ADAPTER_SCALE
 from shared.tasks.image import IpAdapterInput
 
 IP_ADAPTER = "ip_adapter"

@@ -29,8 +29,8 @@ from api.inputs.url_fetcher import (
     UrlFetcher,
 )
 from shared.blob import Blob
-from shared.catalog_entry import ImageDefaults
 from shared.errors import BadInput
+from shared.image_entry import ImageDefaults
 from shared.stores.objects import ObjectStore, object_key, stored_input
 from shared.stores.signed_urls import LinkInvalid, UrlSigner
 

@@ -33,7 +33,8 @@ from bench.gpu.company import distances, drawn, gradient, masked
 from bench.gpu.scale import Scale
 from models.shapes import PIPELINE
 from shared.catalog import Model
-from shared.catalog_entry import Batch, ImageDefaults
+from shared.catalog_entry import Batch
+from shared.image_entry import ImageDefaults
 from workers.models.base import PreparedImage
 from workers.models.device import Device
 from workers.models.image.stepped import SteppedImageModel

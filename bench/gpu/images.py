@@ -22,7 +22,8 @@ from bench.gpu.card import DTYPES, in_turns
 from bench.gpu.scale import Scale
 from models.shapes import PIPELINE
 from shared.catalog import Model
-from shared.catalog_entry import Batch, ImageDefaults
+from shared.catalog_entry import Batch
+from shared.image_entry import ImageDefaults
 from shared.tasks.image import ImageResult
 from workers.models.base import PreparedImage
 from workers.models.device import Device

@@ -25,7 +25,8 @@ from bench.gpu.images import GUIDANCE, image_entry
 from bench.gpu.scale import Scale
 from models.shapes import PIPELINE
 from shared.catalog import Model
-from shared.catalog_entry import Adapter, Batch, Control, ImageDefaults
+from shared.catalog_entry import Batch
+from shared.image_entry import Adapter, Control, ImageDefaults
 from workers.models.base import PreparedImage
 from workers.models.device import Device
 from workers.models.image.stepped import SteppedImageModel

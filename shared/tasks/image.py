@@ -10,10 +10,11 @@ from typing import Any, ClassVar, Self
 import msgspec
 
 from shared.blob import FILE_FORMAT, INLINE_LIMIT_BYTES, Blob
-from shared.catalog_entry import MAX_LORA_SCALE, MIN_LORA_SCALE, CatalogEntry
+from shared.catalog_entry import CatalogEntry
 from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.errors import BadInput
 from shared.flow_types import StepSchema
+from shared.image_entry import MAX_LORA_SCALE, MIN_LORA_SCALE
 from shared.tasks.base import (
     ExampleRequest,
     FirstGuesses,

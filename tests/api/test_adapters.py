@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from shared.catalog import Catalog, Model
-from shared.catalog_entry import Adapter
+from shared.image_entry import Adapter
 from shared.tasks.image import ChosenAdapter
 from tests.api.harness import CATALOG, IMAGE_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import WAIT

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shared.catalog import Catalog, Model
-from shared.catalog_entry import AdapterUrls
+from shared.image_entry import AdapterUrls
 from shared.tasks.image import ChosenAdapter
 from tests.api.batches.batching import answers, batching, created, jsonl, until
 from tests.api.file_server import FileServer, serving_files

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from shared.catalog import Catalog
-from shared.catalog_entry import Control, IpAdapter
+from shared.image_entry import Control, IpAdapter
 from shared.tasks.image import ImageInput, IpAdapterInput
 from tests.api.harness import CATALOG, IMAGE_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import WAIT

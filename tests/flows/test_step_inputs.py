@@ -10,8 +10,8 @@ import pytest
 from api.bodies import MAX_SEED
 from api.tasks import API_TASKS
 from shared.blob import Blob, content_digest
-from shared.catalog_entry import Adapter
 from shared.errors import BadInput
+from shared.image_entry import Adapter
 from shared.tasks.base import TaskInput
 from shared.tasks.custom import CustomInput, CustomResult, FilePlace
 from shared.tasks.embedding import EmbeddingResult

@@ -7,8 +7,9 @@ import pytest
 
 from shared.blob import Blob, content_digest
 from shared.catalog import Model
-from shared.catalog_entry import DeepCacheSettings, ImageDefaults, Tolerance
+from shared.catalog_entry import Tolerance
 from shared.errors import BadInput
+from shared.image_entry import DeepCacheSettings, ImageDefaults
 from shared.stores.cache import cache_key
 from shared.tasks import Input
 from shared.tasks.embedding import TextInput, TokensInput

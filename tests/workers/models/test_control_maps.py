@@ -11,8 +11,8 @@ from PIL import Image, ImageDraw
 
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
-from shared.catalog_entry import Control, ImageDefaults
 from shared.errors import BadInput
+from shared.image_entry import Control, ImageDefaults
 from shared.tasks.image import ControlInput, ImageInput
 from workers.models.base import PreparedImage
 from workers.models.image.canny import edges

@@ -19,8 +19,8 @@ from models.shapes.judge import overlap, silhouette
 from models.shapes.score import held_out
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
-from shared.catalog_entry import Control
 from shared.errors import ConfigurationError
+from shared.image_entry import Control
 from shared.tasks.image import ControlInput, ImageInput, ImageResult
 from tests.workers.models.batches import model_for
 from tests.workers.models.conftest import TinyPipeline

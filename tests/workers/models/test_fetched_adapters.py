@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.catalog_entry import AdapterUrls
 from shared.errors import BadInput
+from shared.image_entry import AdapterUrls
 from shared.stores.objects import ObjectStore, object_key
 from workers.models.image.fetched_adapters import ABANDONED_S, FetchedAdapters
 

@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 
 from shared.catalog import Catalog, Model
-from shared.catalog_entry import Adapter, ImageDefaults
 from shared.errors import BadInput, ConfigurationError, ModelFailed, PenstockError
+from shared.image_entry import Adapter, ImageDefaults
 from shared.tasks import Result
 from shared.tasks.image import ImageInput, ImageResult, choose_adapter
 from tests.workers.models import lora_files

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from shared.catalog import Catalog
-from shared.catalog_entry import Adapter, AdapterUrls
 from shared.errors import BadInput, ModelFailed
+from shared.image_entry import Adapter, AdapterUrls
 from shared.stores.objects import ObjectStore, object_key
 from shared.tasks.image import ChosenAdapter, ImageInput, ImageResult
 from tests.workers.models import lora_files

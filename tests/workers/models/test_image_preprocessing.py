@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from shared.blob import Blob
-from shared.catalog_entry import ImageDefaults
 from shared.errors import BadInput, InputTooLarge
+from shared.image_entry import ImageDefaults
 from shared.tasks.embedding import TextInput
 from shared.tasks.image import ImageInput
 from workers.models.base import PreparedImage

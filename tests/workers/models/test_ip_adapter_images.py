@@ -10,8 +10,8 @@ from PIL import Image
 from shared.after_image import drawings_of, input_of
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
-from shared.catalog_entry import ImageDefaults, IpAdapter
 from shared.errors import BadInput, ModelFailed
+from shared.image_entry import ImageDefaults, IpAdapter
 from shared.tasks.image import ImageInput, IpAdapterInput
 from workers.models.base import PreparedImage
 from workers.models.image.preprocessing import ImagePreparer

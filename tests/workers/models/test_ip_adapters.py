@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from shared.blob import Blob
 from shared.catalog import Catalog, Model
-from shared.catalog_entry import Adapter, Control, DeepCacheSettings, IpAdapter
 from shared.errors import ConfigurationError
+from shared.image_entry import Adapter, Control, DeepCacheSettings, IpAdapter
 from shared.tasks.image import ControlInput, ImageInput, IpAdapterInput
 from tests.limits import START_LIMIT_S
 from tests.workers.models import ip_adapter_files, lora_files

@@ -11,8 +11,8 @@ import torch
 
 from models.shapes.score import held_out, score_drawn
 from shared.catalog import Catalog
-from shared.catalog_entry import DeepCacheSettings
 from shared.errors import ConfigurationError
+from shared.image_entry import DeepCacheSettings
 from shared.tasks.image import ImageInput, ImageResult
 from tests.workers.models.batches import model_for
 from tests.workers.models.conftest import TinyPipeline

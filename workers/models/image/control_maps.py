@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 from PIL import Image
 
-from shared.catalog_entry import Control
 from shared.errors import BadInput
+from shared.image_entry import Control
 from shared.tasks.image import ControlInput
 from workers.models.base import PreparedImage
 

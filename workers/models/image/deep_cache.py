@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from diffusers import UNet2DConditionModel
 
-from shared.catalog_entry import DeepCacheSettings
 from shared.errors import ConfigurationError
+from shared.image_entry import DeepCacheSettings
 from workers.models.image.controls import UnetCall
 from workers.models.image.stable_diffusion import unet_conditions
 

@@ -13,8 +13,8 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
-from shared.catalog_entry import AdapterUrls
 from shared.errors import Unavailable
+from shared.image_entry import AdapterUrls
 from shared.stores.objects import ObjectStore
 
 ENDING = ".safetensors"

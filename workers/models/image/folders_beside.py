@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shared.catalog import Model
-from shared.catalog_entry import Control, IpAdapter
 from shared.errors import ConfigurationError, PenstockError
+from shared.image_entry import Control, IpAdapter
 from shared.settings import ModelSettings, read_settings
 from workers.models.source import resolve
 

@@ -13,9 +13,9 @@ import msgspec
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from shared.blob import Blob
-from shared.catalog_entry import MAX_IP_ADAPTER_SCALE, ImageDefaults
 from shared.diffusion_schedulers import SCHEDULER_NAMES, SCHEDULERS
 from shared.errors import BadInput, InputTooLarge, ModelFailed
+from shared.image_entry import MAX_IP_ADAPTER_SCALE, ImageDefaults
 from shared.tasks import Input
 from shared.tasks.image import ImageInput, IpAdapterInput
 from workers.models.base import PreparedImage

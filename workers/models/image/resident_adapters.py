@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from shared.catalog_entry import ImageDefaults
 from shared.errors import PenstockError
+from shared.image_entry import ImageDefaults
 from shared.settings import ModelSettings, read_settings
 from shared.stores.objects import ObjectStore
 from workers.models.base import PreparedImage
