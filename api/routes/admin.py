@@ -227,8 +227,9 @@ async def create_key(request: Request) -> Response:
     call = authenticate(request)
     _, admin = _administration(call)
     body = await _read(call, NewKeyBody)
-    expires_s = None if body.expires_in_s is None else int(time.time()) + body.expires_in_s
-    wanted = KeyRequest(body.tenant, body.name, body.scopes, body.models, body.limits, expires_s)
+    wanted = KeyRequest(
+        body.tenant, body.name, body.scopes, body.models, body.limits, body.expires_in_s
+    )
     return await _issued(call, await admin.create_key(wanted))
 
 

@@ -112,7 +112,7 @@ def create_key(
         tuple(one for one in SCOPES if one in (scope or ("all",))),
         tuple(model) if model else None,
         _struct(Limits, limit) if limit else None,
-        int(time.time()) + _seconds(expires_in, "expires-in") if expires_in else None,
+        _seconds(expires_in, "expires-in") if expires_in else None,
     )
     _show_issued(_administer(lambda admin, store: admin.create_key(request)), as_json=as_json)
 

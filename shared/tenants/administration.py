@@ -79,7 +79,8 @@ class KeyRequest(NamedTuple):
     scopes: tuple[Scope, ...] = ("all",)
     models: tuple[str, ...] | None = None
     limits: Limits | None = None
-    expires_s: int | None = None
+    expires_in_s: int | None = None
+    """From its creation."""
 
 
 class IssuedKey(NamedTuple):
@@ -155,8 +156,9 @@ class Administration:
             Unavailable: the store is out of reach.
         """
         key, salt, now_s = new_key(), secrets.token_bytes(SALT_BYTES), int(self._clock())
-        if request.expires_s is not None and request.expires_s <= now_s:
-            raise BadInput("expires: is not in the future", field="expires")
+        lasts_s = request.expires_in_s
+        if lasts_s is not None and lasts_s <= 0:
+            raise BadInput("expires_in_s: is not in the future", field="expires_in_s")
         _check_tenant(request.tenant)
         stored = StoredKey(
             id=key.id,
@@ -168,7 +170,7 @@ class Administration:
             scopes=request.scopes,
             models=request.models,
             limits=request.limits,
-            expires_s=request.expires_s,
+            expires_s=None if lasts_s is None else now_s + lasts_s,
         )
 
         _refuse(key_mistakes(stored, self._served))
