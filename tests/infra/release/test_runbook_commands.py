@@ -28,7 +28,7 @@ INCIDENT_PAGES = [
     for name in ("pubsub-quota", "poisoned-model", "compromised-key", "lost-region")
 ]
 VALUES = {"P": "my-project", "R": "europe-west4", "MODEL": "all-MiniLM-L6-v2", "NOW": "2026-01-01"}
-"""Where a placeholder must look like something."""
+"""Of placeholders whose form programs check. Others get any word."""
 UNKNOWN = {
     "gcloud": r"unrecognized arguments|Invalid choice|argument .*: Must be specified",
     "helm": r"unknown (shorthand )?flag|unknown command",
@@ -64,7 +64,7 @@ def of(program: str) -> list[str]:
 
 
 def words(command: str) -> list[str]:
-    """The words of a command, with a value for each placeholder, and without what is optional."""
+    """The words of a command with its placeholders filled in, without its optional parts."""
     command = re.sub(r"\[[^\]]*\]", "", command).replace("…", "x")
     return [VALUES.get(word, word) for word in shlex.split(command)]
 

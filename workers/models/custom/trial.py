@@ -44,6 +44,7 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
         environment=read_sources(folder).environment,
         passes_on=True,
     )
+    frame: Frame | None
     try:
         ready = _next(runner)
         if "failed" in ready.message:
@@ -54,9 +55,13 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
         while "piece" in frame.message:
             count = _show_piece(frame, interface, out, count)
             frame = _next(runner)
+    except EOFError:
+        frame = None
     finally:
         runner.kill("it is not needed any more")
-        runner.close()
+        status = runner.close()
+    if frame is None:
+        raise ModelFailed(f"the process of the model {end_of(status)}")
     if "batch_error" in frame.message:
         raise ModelFailed(frame.message["batch_error"])
     if "error" in frame.message:
@@ -73,11 +78,11 @@ def _next(runner: RunnerProcess) -> Frame:
     """Waits for one frame, as long as it takes: a person may interrupt it.
 
     Raises:
-        ModelFailed: the process ended instead.
+        EOFError: the process ended instead.
     """
     while not (frames := runner.receive(WAIT_S)):
         if frames is None:
-            raise ModelFailed(f"the process of the model {end_of(runner.close())}")
+            raise EOFError
     if len(frames) > 1:
         runner.put_back(frames[1:])
     return frames[0]

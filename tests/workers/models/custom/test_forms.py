@@ -123,6 +123,21 @@ def test_large_packages_are_there_for_who_imports_them(
     assert output_of(compute(started(write_class(tmp_path, body)), {"a": 1})) == names * is_used
 
 
+@pytest.mark.parametrize("name", ["queue", "logging", "requests"])
+def test_files_that_hide_modules_do_so_for_the_class_alone(
+    tmp_path: Path, started: Any, name: str
+) -> None:
+    """A loop of asyncio needs two of them, and Cog's HTTP client the third."""
+    body = """
+    class Predictor(BasePredictor):
+        async def predict(self, a: int) -> bool:
+            return callable(cog.types.requests.get)
+    """
+    folder = write_class(tmp_path, body)
+    (folder / f"{name}.py").write_text("")
+    assert output_of(compute(started(folder), {"a": 1})) is True
+
+
 def test_files_go_in_and_out_in_lists_and_objects(tmp_path: Path, started: Any) -> None:
     folder = write_class(
         tmp_path,

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.errors import ModelFailed
 from tests.workers.models.custom.classes import write_class
 from workers.models.custom.trial import predict
 
@@ -29,3 +30,13 @@ def test_lists_are_typed_as_json_or_one_by_one(
 ) -> None:
     predict(write_class(tmp_path, CLASS), typed, tmp_path)
     assert shown in capsys.readouterr().out
+
+
+def test_process_that_ends_is_named_with_its_status(tmp_path: Path) -> None:
+    body = """
+    class Predictor(BasePredictor):
+        def predict(self) -> str:
+            os._exit(3)
+    """
+    with pytest.raises(ModelFailed, match="the process of the model ended with exit status 3"):
+        predict(write_class(tmp_path, body), [], tmp_path)

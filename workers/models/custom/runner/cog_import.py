@@ -59,6 +59,15 @@ if not hasattr(urllib, "request"):
 __all__ = ["FieldInfo", "adt", "cog", "cog_predictor", "inspector"]
 
 
+def import_all() -> None:
+    """Imports at once what is else imported at its first use.
+
+    Afterwards it may find other modules: a class has its own folder before the standard library.
+    """
+    for name in ("asyncio", "requests", "urllib.request"):
+        importlib.import_module(name)
+
+
 class _Missing:
     """A finder to which a package is not there, in this thread: the class may have others."""
 

@@ -200,7 +200,7 @@ def restrict_writes(folders: Sequence[str], files_of: Sequence[str] = ()) -> int
 def deny_tcp(ports: Sequence[int]) -> bool:
     """Keeps this process from connecting to these TCP ports, on any machine.
 
-    Landlock has lists of what is allowed only, so all others are allowed one by one: 0.1 s. It also
+    Landlock has lists of what is allowed only, so all others are allowed one by one: 0.2 s. It also
     refuses to move a file from one folder to another (EXDEV) by every rule set that does not allow
     it, even one about ports alone, so this one allows it everywhere.
 

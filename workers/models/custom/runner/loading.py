@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 from workers.models.custom.runner.batch_form import METHOD, batch_form_of, has_batches
-from workers.models.custom.runner.cog_import import adt, cog, cog_predictor, inspector
+from workers.models.custom.runner.cog_import import adt, cog, cog_predictor, import_all, inspector
 
 USUAL_FILES = ("run.py", "predict.py")
 USUAL_CLASSES = ("Runner", "Predictor")
@@ -177,7 +177,10 @@ def _module(folder: Path, name: str) -> ModuleType:
     file = (folder / name).resolve()
     if file.suffix != ".py" or not file.is_file() or folder.resolve() not in file.parents:
         raise NotLoadable(f"cog.yaml: {name} is no Python file of the folder")
-    sys.path[:0] = dict.fromkeys([str(folder.resolve()), str(file.parent)])
+    folders = dict.fromkeys([str(folder.resolve()), str(file.parent)])
+    if any(_hides_a_module(Path(one)) for one in folders):
+        import_all()
+    sys.path[:0] = folders
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None, "a file that ends in .py has a loader; this is a bug"
     assert spec.loader is not None, "as above"
@@ -185,6 +188,16 @@ def _module(folder: Path, name: str) -> ModuleType:
     sys.modules[file.stem] = module
     spec.loader.exec_module(module)
     return module
+
+
+def _hides_a_module(folder: Path) -> bool:
+    """Whether a file or package has a name of the standard library, or of Cog's HTTP client."""
+    return any(
+        one.stem in _NAMES and (one.suffix == ".py" or one.is_dir()) for one in folder.iterdir()
+    )
+
+
+_NAMES = sys.stdlib_module_names | {"requests"}
 
 
 def _inspected(module: str, name: str) -> adt.PredictorInfo:
