@@ -10,7 +10,7 @@ import os
 
 PATIENCE = float(os.environ.get("PENSTOCK_TEST_PATIENCE", "1"))
 
-WAIT_LIMIT_S = 90.0 * PATIENCE
+WAIT_LIMIT_S = 180.0 * PATIENCE
 """For an answer, a message, a row, the end of a short program: usually less than a second, a few at
 most.
 """

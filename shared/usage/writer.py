@@ -555,6 +555,7 @@ class RowWriter:
         """Sends rows until closed: full segments at once, the open one after it lingered."""
         pauses, takes_open = backoff(FIRST_PAUSE_S, MAX_PAUSE_S), True
         while not self._is_over():
+            is_closing = self._give_up_s is not None  # so no row is written any more
             try:
                 is_sent = self._send(takes_open or self._is_hurried)
             except Unavailable as error:
@@ -566,7 +567,7 @@ class RowWriter:
                 log.error("sending rows failed; this is a bug", exc_info=error)
             else:
                 pauses, takes_open = backoff(FIRST_PAUSE_S, MAX_PAUSE_S), not is_sent
-                if not is_sent and self._give_up_s is not None:
+                if not is_sent and is_closing:
                     return
                 if not is_sent:
                     self._wait_for_rows()

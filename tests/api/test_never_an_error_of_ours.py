@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.keys import key_for, keys_url
+from tests.limits import WAIT_LIMIT_S
 from tests.tiers import examples
 
 pytestmark = pytest.mark.anyio
@@ -24,7 +25,6 @@ ANY_NUMBER_OF_EXAMPLES = settings(
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
 )
-WAIT_LIMIT_S = 60
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ from api.http.middleware import SMALL_BODY_BYTES
 from api.server import HEAD_LIMIT_BYTES, MAX_PIPELINED
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.keys import key_for, keys_url
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 BODY = json.dumps({"model": TEXT_MODEL.name, "input": "a"}).encode()
 POST = b"POST /v1/embeddings HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-WAIT_LIMIT_S = 60
 MUCH = 200 * HEAD_LIMIT_BYTES
 
 

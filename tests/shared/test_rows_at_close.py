@@ -1,15 +1,17 @@
-"""Rows that are only in memory when a writer closes, while its thread puts them on disk."""
+"""Rows that a writer has when it closes, while its thread is at work."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from shared.usage.spool import Segment, Spool
-from shared.usage.writer import Journal, fields_of
+from shared.usage.spool import Fields, Segment, Spool
+from shared.usage.writer import Journal, RowWriter, fields_of
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import row
 
@@ -67,3 +69,39 @@ async def test_each_row_is_on_disk_once_if_the_writer_closes_while_rows_are_save
         for line in path.read_text().splitlines()
     ]
     assert sorted(lines) == sorted(fields_of(row(number))["row_id"] for number in range(ROWS))
+
+
+class KeptRows:
+    """A sender that keeps what it gets."""
+
+    linger_s = WAIT_LIMIT_S
+
+    def __init__(self) -> None:
+        self.rows: list[Fields] = []
+
+    def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
+        self.rows += rows
+        return []
+
+
+@pytest.mark.anyio
+async def test_rows_are_sent_that_come_while_the_last_look_finds_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod that ends takes its folder along, so they would be lost."""
+    looks, go, adopt = threading.Event(), threading.Event(), Spool.adopt
+
+    def slow_adopt(spool: Spool) -> tuple[Segment, list[Fields]] | None:
+        found = adopt(spool)
+        looks.set()
+        assert go.wait(WAIT_LIMIT_S)
+        return found
+
+    monkeypatch.setattr(Spool, "adopt", slow_adopt)
+    monkeypatch.setattr("shared.usage.writer.CLOSE_S", WAIT_LIMIT_S)
+    sender = KeptRows()
+    async with RowWriter(sender, spool_dir=tmp_path / "spool") as rows:
+        assert await asyncio.to_thread(looks.wait, WAIT_LIMIT_S)
+        rows.write(row(1))
+        asyncio.get_running_loop().call_soon(go.set)  # once the writer has begun to close
+    assert [one["row_id"] for one in sender.rows] == [row(1).row_id]

@@ -8,7 +8,7 @@ import os
 
 PATIENCE = float(os.environ.get("EMULATOR_TEST_PATIENCE", "1"))
 
-WAIT_LIMIT_S = 90.0 * PATIENCE
+WAIT_LIMIT_S = 180.0 * PATIENCE
 """For an answer, a message, a row, the end of a short program."""
 START_LIMIT_S = 240.0 * PATIENCE
 """For a server process until it is ready or gone."""
