@@ -79,10 +79,12 @@ class FileServer:
     async def _endless(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "image/png"})
         await response.prepare(request)
-        # On Python 3.13, writing to a TLS connection that is gone neither waits nor raises.
+        # Writing to a TLS connection that was reset neither waits nor raises, and its transport is
+        # said to be closing only once the loop could tell it so.
         with suppress(ConnectionError):
             while request.transport is not None and not request.transport.is_closing():
                 await response.write(bytes(1 << 20))
+                await asyncio.sleep(0)
         return response
 
 
