@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 import redis
 
+from api.http.auth import ApiKeys
+from api.inputs.storage import Storage
 from api.limits.store import LimitStore
+from shared.stores.cache import ResultCache
+from shared.stores.signed_urls import UrlSigner
 
 SCRIPT = "tests/api/moved_clock.lua"
+CLOCKED = (ApiKeys, ResultCache, Storage, UrlSigner)
+"""What takes `time.time` as an argument by default, and so knows only the one before a patch."""
 
 
 class MovedClock:
@@ -20,7 +28,10 @@ class MovedClock:
         self._client = redis.Redis.from_url(redis_url)
         self._usual = time.time
         self._ahead_s = 0.0
-        patch.setattr(time, "time", lambda: self._usual() + self._ahead_s)
+        moved: Callable[[], float] = lambda: self._usual() + self._ahead_s  # noqa: E731
+        for one in CLOCKED:
+            _default_clock(patch, one.__init__, self._usual, moved)
+        patch.setattr(time, "time", moved)
         patch.setitem(LimitStore.__init__.__kwdefaults__ or {}, "clock", SCRIPT)
 
     def move(self, ahead_s: float) -> None:
@@ -37,3 +48,14 @@ class MovedClock:
     def close(self) -> None:
         """Closes its connection."""
         self._client.close()
+
+
+def _default_clock(patch: pytest.MonkeyPatch, function: Any, usual: object, moved: object) -> None:
+    """Lets `function` take `moved` by default, which has taken `usual`."""
+    by_place, by_name = function.__defaults__ or (), function.__kwdefaults__ or {}
+    assert usual in (*by_place, *by_name.values()), f"{function.__qualname__} has no clock"
+    patch.setattr(
+        function, "__defaults__", tuple(moved if one is usual else one for one in by_place)
+    )
+    for name in [name for name, one in by_name.items() if one is usual]:
+        patch.setitem(by_name, name, moved)
