@@ -3,12 +3,14 @@ for.
 """
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("Counter", "Gauge", "Histogram")
 
 
+@cache
 def metrics() -> list[tuple[str, str]]:
     """(kind, name) of every metric that the source declares."""
     found = []

@@ -21,6 +21,8 @@ from api.inputs.codec_protocol import CodecCommand, CodecReply, EncodeImage, Ima
 from shared.errors import BadInput, DeadlineExceeded, Overloaded, Unavailable
 from tests.tiers import examples
 
+pytestmark = pytest.mark.slow(about_s=5)
+
 PROCESSES = 2
 TURNS = 30
 """Turns of the event loop, after which nothing continues by itself."""

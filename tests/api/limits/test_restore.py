@@ -21,7 +21,7 @@ from tests.bigquery_client import connected
 from tests.keys import keys_url
 from tests.limits import WAIT_LIMIT_S
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow(about_s=12), pytest.mark.anyio]
 
 DATASET = "penstock"
 RICH = ("one", "two", "other")

@@ -156,6 +156,7 @@ def test_servers_are_in_the_image_with_what_they_require() -> None:
     assert any(f"--wheel-dir /wheels {MEMBERS} " in " ".join(line.split()) for line in installed)
 
 
+@pytest.mark.slow(about_s=10)
 @pytest.mark.parametrize("name", ["api", "functions", "servers"])
 def test_programs_of_ours_run_in_the_python_that_has_the_packages(
     name: str, tmp_path: Path

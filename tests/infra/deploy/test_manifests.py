@@ -30,6 +30,8 @@ from tests.infra.deploy.manifests import (
 )
 from tests.infra.deploy.terraform import Plan
 
+pytestmark = pytest.mark.slow(about_s=15)
+
 CATALOG = read_catalog(Path("models.yaml"))
 GOLDEN = Path("infra/terraform/workloads/tests")
 TEXT: dict[str, Any] = {

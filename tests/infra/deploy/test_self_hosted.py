@@ -35,6 +35,8 @@ from tests.infra.deploy.sites import (
 )
 from workers.functions.settings import FunctionSettings
 
+pytestmark = pytest.mark.slow(about_s=7)
+
 
 @pytest.fixture(scope="module")
 def inside(tmp_path_factory: pytest.TempPathFactory) -> Objects:

@@ -15,6 +15,8 @@ from shared.kubernetes_names import slug
 from tests.infra.deploy.manifests import Objects, of_kind, workers
 from tests.infra.deploy.sites import GIVEN, MODELS, RABBITMQ, fits, rendered
 
+pytestmark = pytest.mark.slow(about_s=6)
+
 CATALOG = read_catalog(MODELS)
 AUTOSCALING = {"prometheus": "http://prometheus.monitoring:9090"}
 OF_BROKER: dict[str, dict[str, Any]] = {

@@ -19,6 +19,8 @@ from tests.workers.models.custom.classes import write_class
 from workers.models.custom.checking import inspect_folder, write_interface
 from workers.models.source import folder_of, list_of
 
+pytestmark = pytest.mark.slow(about_s=13)
+
 BUCKET, SECRET = "example-project-penstock-weights", "penstock-hub-token"
 FUNCTION = "predict: predict.py:predict"
 ENTRY = {"task": "embedding", "dimensions": 4, "batch": {"max_tokens": 8}}
@@ -216,7 +218,6 @@ def test_compiled_kernels_are_kept_in_the_bucket_of_the_weights(
     assert found["weights"]["csi"]["readOnly"]
 
 
-@pytest.mark.slow
 def test_workers_write_the_kernels_of_their_own_model_only(tmp_path: Path) -> None:
     file = tmp_path / "models.yaml"
     other = IMAGES | {"name": "Other.Painter", "gpu": {"type": "none"}}
@@ -262,7 +263,6 @@ def test_without_either_nothing_is_there(objects: Objects) -> None:
     assert "gcsfuse" not in json.dumps(objects)
 
 
-@pytest.mark.slow
 def test_terraform_gives_the_token_to_workers_of_hub_models_alone(tmp_path: Path) -> None:
     given = {"hub_token": True, "prefetched": True}
     made = plan_platform(tmp_path, models_file=str(models_file(tmp_path)), weights=given)

@@ -65,6 +65,7 @@ async def test_rows_of_a_pass_are_in_a_file_for_each_day(tmp_path: Path) -> None
     assert days == ["day=2026-09-21", "day=2026-09-22"]
 
 
+@pytest.mark.slow(about_s=8)
 @pytest.mark.parametrize("is_done", [False, True])
 async def test_pass_that_is_killed_anywhere_is_finished_by_the_next(
     tmp_path: Path, is_done: bool

@@ -49,6 +49,7 @@ async def test_files_of_a_finished_day_become_one(
     )
 
 
+@pytest.mark.slow(about_s=8)
 @pytest.mark.parametrize("is_done", [False, True])
 async def test_merge_that_is_killed_anywhere_is_finished_by_the_next(
     tmp_path: Path, is_done: bool

@@ -11,6 +11,8 @@ from infra.planning.simulation.result import SimulationResult
 from infra.planning.simulation.scenario import read_scenario
 from infra.planning.simulation.world import simulate
 
+pytestmark = pytest.mark.slow(about_s=12)
+
 NODE_S, POD_S, SEEN_S = 150.0, 60.0, 60.0
 """Node and pod of the shipped scenarios, and what the autoscaler has to see and order them."""
 SMALL = (

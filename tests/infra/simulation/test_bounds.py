@@ -14,6 +14,8 @@ from shared.catalog import Model
 from tests.infra.deploy.planning import plan_of, rate
 from tests.infra.simulation.worlds import ENTRY, scenario
 
+pytestmark = pytest.mark.slow(about_s=37)
+
 REGION = "us-central1"
 SHARED = {"gpu": {"type": "l4", "share": 4}}
 
@@ -90,7 +92,6 @@ def test_a_step_fits_too() -> None:
 
 
 # 144,000 and 162,000 requests.
-@pytest.mark.slow(about_s=30)
 @pytest.mark.parametrize(("name", "per_s"), [("sd-constant", 20.0), ("sd-step", 40.0)])
 def test_shipped_loads_fit(name: str, per_s: float) -> None:
     summary = simulate(read_scenario(name)).summary

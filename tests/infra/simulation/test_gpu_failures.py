@@ -12,6 +12,8 @@ from shared.errors import ConfigurationError
 from tests.infra.simulation.test_bounds import requested
 from tests.infra.simulation.worlds import scenario
 
+pytestmark = pytest.mark.slow(about_s=15)
+
 FAILURE = {"kind": "gpu_failure", "at_s": 600}
 
 
@@ -45,7 +47,6 @@ def test_jobs_of_a_gpu_that_fails_are_answered_by_others() -> None:
     assert failure.replaced_s == pytest.approx(45 + 60, abs=5)
 
 
-@pytest.mark.slow(about_s=5)
 def test_somebody_is_called_within_two_rounds_of_the_alert() -> None:
     (failure,) = run(events=[FAILURE]).summary.gpu_failures
     assert failure.alert_s is not None

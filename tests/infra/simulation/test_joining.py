@@ -10,6 +10,8 @@ from infra.planning.simulation.result import SimulationResult
 from infra.planning.simulation.scenario import read_scenario
 from infra.planning.simulation.world import simulate
 
+pytestmark = pytest.mark.slow(about_s=10)
+
 START_S = 150.0 + 60.0 + 60.0 + 60.0 + 60.0
 """Node, pod, what the autoscaler has to see and order them, a step of more than four workers, and
 the deadline of the texts that came before."""

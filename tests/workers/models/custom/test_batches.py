@@ -23,6 +23,8 @@ from workers.models.custom.preparation import CustomPreparer
 from workers.runtime.execution import BatchExecution, StepReporter
 from workers.runtime.protocol import Failure, encode_cancel
 
+pytestmark = pytest.mark.slow(about_s=30)
+
 PYDANTIC = """
 import pydantic
 

@@ -32,6 +32,8 @@ from workers.models.custom.model import CustomModel
 from workers.models.custom.process import KILL_AFTER_S
 from workers.models.custom.runner.scope import RecordedMetrics
 
+pytestmark = pytest.mark.slow(about_s=30)
+
 
 @pytest.fixture
 def started() -> Any:
