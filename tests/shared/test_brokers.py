@@ -47,8 +47,8 @@ class Broker:
     params=[
         "memory",
         "embedded",
-        "rabbitmq",
-        pytest.param("google", marks=pytest.mark.google_emulator),
+        pytest.param("rabbitmq", marks=pytest.mark.slow),
+        pytest.param("google", marks=[pytest.mark.slow, pytest.mark.google_emulator]),
     ]
 )
 async def broker(request: pytest.FixtureRequest) -> AsyncIterator[Broker]:

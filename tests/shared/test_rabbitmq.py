@@ -28,6 +28,8 @@ from tests.limits import WAIT_LIMIT_S
 from tests.rabbitmq import needs_rabbitmq
 from tests.shared.receiving import take
 
+pytestmark = pytest.mark.slow(about_s=10)
+
 JOBS = 100
 MANY = 256
 """So many acks that the broker does not pass them on at once."""
@@ -67,7 +69,6 @@ async def own_server(tmp_path: Path) -> AsyncIterator[RabbitServer]:
         yield server
 
 
-@pytest.mark.slow(about_s=10)
 @pytest.mark.anyio
 async def test_node_killed_while_messages_pass_loses_none(own_server: RabbitServer) -> None:
     """What was confirmed comes, and what was not is published when the node is back."""

@@ -28,7 +28,7 @@ from tests.amqp_link import (
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.receiving import take
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow(about_s=15), pytest.mark.anyio]
 
 SOON_S = 0.2
 """Until the broker is asked again. The limit doubles, so a slow machine is only asked more often.

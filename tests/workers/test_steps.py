@@ -29,7 +29,7 @@ from workers.jobs.consumer import Clock
 from workers.metrics import FADE_S
 from workers.runtime.pool import HostedModel, ModelPool
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow(about_s=25), pytest.mark.anyio]
 
 MODEL = Model(
     name="letters",

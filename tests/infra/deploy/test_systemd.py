@@ -90,6 +90,7 @@ def test_reports_are_made_on_time() -> None:
         assert "Persistent=yes" in timer
 
 
+@pytest.mark.slow(about_s=7)
 @pytest.mark.parametrize("unit", UNITS)
 def test_command_is_one_of_ours(unit: str) -> None:
     (command,) = re.findall(r"(?m)^ExecStart=(.*)$", text_of(unit))

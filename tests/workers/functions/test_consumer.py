@@ -24,6 +24,8 @@ from shared.transport import ReceivedMessage, SubscriptionSettings
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from workers.functions.consumer import FunctionConsumer, MessageSource
 
+pytestmark = pytest.mark.slow(about_s=3)
+
 DELAYS_S = (0.1, 0.2)
 
 

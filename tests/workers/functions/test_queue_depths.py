@@ -38,6 +38,7 @@ async def settled(depths: QueueDepths, wanted: int) -> float | None:
     return depth()
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_depth_is_what_nobody_has_in_hand(rabbitmq_server: RabbitServer) -> None:
     project = f"depths-{uuid4().hex[:8]}"
