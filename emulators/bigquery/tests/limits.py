@@ -10,6 +10,8 @@ PATIENCE = float(os.environ.get("EMULATOR_TEST_PATIENCE", "1"))
 
 WAIT_LIMIT_S = 180.0 * PATIENCE
 """For an answer, a message, a row, the end of a short program."""
+WAIT_LIMIT_MS = round(1000 * WAIT_LIMIT_S)
+"""What a query asks for as its `timeoutMs`. After 10 s it would be answered as not complete."""
 START_LIMIT_S = 240.0 * PATIENCE
 """For a server process until it is ready or gone."""
 

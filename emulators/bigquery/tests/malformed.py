@@ -314,7 +314,7 @@ class Generator:
         elif choice == 2:
             body = b"[" * pick.choice([10, 5_000])
         elif choice == 3:
-            body = gzip.compress(body)[: pick.choice([10, 10_000])]
+            body = gzip.compress(body, mtime=0)[: pick.choice([10, 10_000])]
             asked.headers["Content-Encoding"] = "gzip"
         return body
 

@@ -14,7 +14,7 @@ from google.cloud import bigquery
 
 from bigquery_emulator.store import FILE_NAME, Store
 from tests.connecting import connected, request, rows_of
-from tests.limits import START_LIMIT_S
+from tests.limits import START_LIMIT_S, WAIT_LIMIT_MS
 from tests.process import free_port, listens
 from tests.test_process import process
 
@@ -48,7 +48,9 @@ def test_a_full_disk_is_told_of_and_left_behind(tmp_path: Path) -> None:
         answered = {number: insert(endpoint, number) for number in range(60)}
         assert set(answered.values()) == {200, 503}
         sql = "UPDATE d.t SET text = CONCAT(text, text) WHERE TRUE"
-        body = json.dumps({"query": sql, "useLegacySql": False}).encode()
+        body = json.dumps(
+            {"query": sql, "useLegacySql": False, "timeoutMs": WAIT_LIMIT_MS}
+        ).encode()
         _, _, told = request(endpoint, "POST", "/bigquery/v2/projects/p/queries", body)
         assert "backendError" in json.dumps(told), told
         server.rlimit(psutil.RLIMIT_FSIZE, unlimited)

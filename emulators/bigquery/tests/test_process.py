@@ -13,6 +13,7 @@ from google.cloud import bigquery
 
 from bigquery_emulator import serve
 from tests.connecting import connected, request, rows_of
+from tests.limits import WAIT_LIMIT_MS
 from tests.process import Process, free_port, listens
 
 
@@ -149,7 +150,8 @@ def test_a_request_that_makes_no_sense_is_refused(
 
 def test_bodies_travel_packed_both_ways(bigquery_endpoint: str) -> None:
     sql = "SELECT REPEAT('x', 10000) AS a"
-    packed = gzip.compress(json.dumps({"query": sql, "useLegacySql": False}).encode())
+    asked = {"query": sql, "useLegacySql": False, "timeoutMs": WAIT_LIMIT_MS}
+    packed = gzip.compress(json.dumps(asked).encode())
     headers = {
         "Content-Encoding": "gzip",
         "Accept-Encoding": "gzip",
@@ -167,6 +169,7 @@ def test_a_query_sent_twice_runs_once(bigquery_endpoint: str) -> None:
         {
             "query": "SELECT GENERATE_UUID()",
             "useLegacySql": False,
+            "timeoutMs": WAIT_LIMIT_MS,
             "requestId": f"r{time.time_ns()}",
         }
     )
@@ -179,7 +182,8 @@ def test_a_query_sent_twice_runs_once(bigquery_endpoint: str) -> None:
 
 
 def test_timestamps_are_seconds_unless_micros_are_asked_for(bigquery_endpoint: str) -> None:
-    sql = {"query": "SELECT TIMESTAMP_MICROS(1700000000123456)", "useLegacySql": False}
+    query = "SELECT TIMESTAMP_MICROS(1700000000123456)"
+    sql = {"query": query, "useLegacySql": False, "timeoutMs": WAIT_LIMIT_MS}
     path = "/bigquery/v2/projects/p/queries"
     _, _, plain = request(bigquery_endpoint, "POST", path, json.dumps(sql).encode())
     assert plain["rows"] == [{"f": [{"v": "1.700000000123456E9"}]}]

@@ -20,7 +20,7 @@ from google.cloud.bigquery import (
 )
 
 from tests.connecting import request, rows_of
-from tests.limits import WAIT_LIMIT_S
+from tests.limits import WAIT_LIMIT_MS, WAIT_LIMIT_S
 
 # Too many pairs to count in the time of a test.
 ENDLESS = (
@@ -34,7 +34,7 @@ ENDLESS = (
 def test_a_parameter_of_json_keeps_its_value(bigquery_endpoint: str, value: str) -> None:
     kind = {"name": "v", "parameterType": {"type": "JSON"}, "parameterValue": {"value": value}}
     asked = {"query": "SELECT @v AS v", "useLegacySql": False, "queryParameters": [kind]}
-    body = json.dumps(asked | {"parameterMode": "NAMED"}).encode()
+    body = json.dumps(asked | {"parameterMode": "NAMED", "timeoutMs": WAIT_LIMIT_MS}).encode()
     path = "/bigquery/v2/projects/p/queries"
     _, _, answer = request(bigquery_endpoint, "POST", path, body)
     assert answer["rows"] == [{"f": [{"v": value}]}], answer
