@@ -58,20 +58,6 @@ async def claimed(harness: WorkerHarness, record: str) -> None:
             pass
 
 
-async def queued(harness: WorkerHarness, items: int = 0) -> None:
-    """Returns when everything that was published is in the worker's hands, and admitted.
-
-    On a busy machine that is sure if `items` says how many then wait for the model.
-    """
-    await harness.until(lambda: harness.broker.backlog(workers_subscription_id(MODEL.name)) == 0)
-    if items:
-        assert harness.consumer is not None
-        queue = harness.consumer.queue
-        await harness.until(lambda: queue.waiting == items)
-    for _ in range(10):
-        await asyncio.sleep(0)
-
-
 async def test_poison_is_given_up_with_its_reason_and_its_neighbors_finish(
     redis_url: str, tmp_path: Path
 ) -> None:
@@ -79,7 +65,7 @@ async def test_poison_is_given_up_with_its_reason_and_its_neighbors_finish(
         await hold_first(harness)
         for text in ("aa", "b†", "cc"):
             await harness.send(text, request_id=text)
-        await queued(harness)
+        await harness.queued(3)
         harness.process.gate.set()
         outcomes = {
             (reply := await harness.reply()).request_id: reply.body.outcomes[0] for _ in range(4)
@@ -187,7 +173,7 @@ async def test_jobs_of_one_dead_worker_share_batches(redis_url: str, tmp_path: P
         await hold_first(harness)
         for name in names:
             await harness.send(name[-1], request_id=name, age_s=10)
-        await queued(harness)
+        await harness.queued(6)
         async with asyncio.timeout(WAIT_LIMIT_S):
             for name in names:
                 while await attempts_of(harness, name) < 2:
@@ -283,7 +269,7 @@ async def test_worker_that_was_told_to_go_accuses_no_job(redis_url: str, tmp_pat
         await harness.send("alone", request_id="alone", age_s=10)
         await harness.process.started.wait()
         await harness.send("waits", request_id="waits")
-        await queued(harness)
+        await harness.queued(1)
         await claimed(harness, "waits")
         harness.stop.set()
         async with redis.Redis.from_url(redis_url) as client, asyncio.timeout(WAIT_LIMIT_S):
@@ -311,7 +297,7 @@ async def test_job_that_two_workers_died_with_runs_alone(redis_url: str, tmp_pat
                 pass
         for text in ("aaaaaaa", "bbbbbbb"):
             await harness.send(text, request_id=text)
-        await queued(harness)
+        await harness.queued(3)
         harness.process.gate.set()
         for _ in range(4):
             await harness.reply()
@@ -324,7 +310,7 @@ async def test_canceled_job_never_reaches_the_model(redis_url: str, tmp_path: Pa
     async with running_worker(redis_url, tmp_path) as harness:
         await hold_first(harness)
         await harness.send("cat", request_id="unwanted")
-        await queued(harness)
+        await harness.queued(1)
         await harness.records.cancel("unwanted")
         reply = await harness.reply()
         assert (reply.request_id, reply.body.outcomes[0].status) == ("unwanted", "canceled")
@@ -361,7 +347,7 @@ async def test_running_batch_goes_on_for_those_who_want_it(redis_url: str, tmp_p
         await hold_first(harness)
         for name in ("wanted", "unwanted"):
             await harness.send(name, request_id=name)
-        await queued(harness)
+        await harness.queued(2)
         harness.process.gate.set()
         assert (await harness.reply()).request_id == "first"
         harness.process.gate.clear()
@@ -382,7 +368,7 @@ async def test_who_joins_a_canceled_job_gets_a_result(redis_url: str, tmp_path: 
         await hold_first(harness)
         harness.process.canceled = True  # its Cancel is on the way when the other comes
         await harness.send("first", request_id="joiner")
-        await queued(harness)
+        await harness.joined(2)
         harness.process.gate.set()
         statuses = {
             (reply := await harness.reply()).request_id: reply.body.outcomes[0].status
@@ -460,7 +446,7 @@ async def test_batch_priority_waits_for_interactive_jobs(redis_url: str, tmp_pat
         for number in range(6):  # of such lengths that none shares a batch
             await harness.send("b" * (60 + number), request_id=f"b{number}", priority="batch")
             await harness.send("a" * (60 + number), request_id=f"i{number}")
-        await queued(harness, items=12)
+        await harness.queued(12)
         harness.process.gate.set()
         for _ in range(13):
             await harness.reply()
@@ -474,7 +460,7 @@ async def test_tenant_with_many_jobs_does_not_delay_another(redis_url: str, tmp_
         for number in range(6):
             await harness.send("a" * (60 + number), request_id=f"a{number}", tenant="busy")
         await harness.send("b" * 60, request_id="b", tenant="quiet")
-        await queued(harness, items=7)
+        await harness.queued(7)
         harness.process.gate.set()
         for _ in range(8):
             await harness.reply()
@@ -489,7 +475,7 @@ async def test_short_memory_makes_batches_smaller_until_it_heals(
         await hold_first(harness)
         for number in range(2):
             await harness.send("short", request_id=f"s{number}", cache_read=False)
-        await queued(harness)
+        await harness.queued(2)
         harness.process.gate.set()
         for _ in range(3):
             await harness.reply()
@@ -497,7 +483,7 @@ async def test_short_memory_makes_batches_smaller_until_it_heals(
         await hold_first_again(harness)
         for number, letter in enumerate("uvwxyz"):
             await harness.send(letter * 20, request_id=f"l{number}")
-        await queued(harness)
+        await harness.queued(6)
         harness.process.gate.set()
         for _ in range(7):
             await harness.reply()

@@ -96,9 +96,7 @@ async def test_identical_items_in_flight_run_once(redis_url: str, tmp_path: Path
         await harness.send("dog", "dog", request_id="one")
         await harness.process.started.wait()
         await harness.send("dog", request_id="two")
-        await harness.until(
-            lambda: harness.broker.backlog(workers_subscription_id(MODEL.name)) == 0
-        )
+        await harness.joined(3)
         harness.process.gate.set()
         await harness.reply(), await harness.reply()
         assert harness.process.batches == [["dog"]]
@@ -116,10 +114,7 @@ async def test_what_waits_together_runs_together_whatever_its_length(
         await harness.process.started.wait()
         for number, text in enumerate(["aaaaa", "bbbbb", "c" * 50, "ddddd"]):
             await harness.send(text, request_id=f"r{number}")
-        await harness.until(
-            lambda: harness.broker.backlog(workers_subscription_id(MODEL.name)) == 0
-        )
-        await asyncio.sleep(0)
+        await harness.queued(4)
         harness.process.gate.set()
         for _ in range(5):
             await harness.reply()

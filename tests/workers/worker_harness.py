@@ -295,6 +295,18 @@ class WorkerHarness:
     async def reply(self) -> Reply:
         return await asyncio.wait_for(self.replies.get(), WAIT_LIMIT_S)
 
+    async def queued(self, items: int) -> None:
+        """Returns once so many items wait for the model."""
+        assert self.consumer is not None
+        queue = self.consumer.queue
+        await self.until(lambda: queue.waiting == items)
+
+    async def joined(self, items: int) -> None:
+        """Returns once so many identical items share the one that runs."""
+        assert self.consumer is not None
+        queue = self.consumer.queue
+        await self.until(lambda: len(queue.running[0][0].waiters) == items)
+
     async def until(self, holds: Callable[[], bool]) -> None:
         await until(holds)
 
