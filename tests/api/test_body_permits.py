@@ -20,6 +20,7 @@ from api.http.middleware import (
     ContextMiddleware,
     context_of,
 )
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 UPLOADS, PIECES = 16, 12
@@ -75,7 +76,7 @@ class Uploads:
 
 async def test_quiet_tenant_waits_for_one_piece_of_a_tenant_with_many_uploads() -> None:
     uploads = Uploads()
-    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(WAIT_LIMIT_S), asyncio.TaskGroup() as tasks:
         for _ in range(UPLOADS):
             tasks.create_task(uploads.upload("busy"))
         tasks.create_task(uploads.upload("quiet"))

@@ -225,7 +225,7 @@ async def test_job_that_every_caller_has_left_is_canceled(
             assert await harness.records.read(record) is None, "somebody waits for it"
             ask.cancel()
             await asyncio.wait([ask])
-        with anyio.fail_after(5):
+        with anyio.fail_after(WAIT_LIMIT_S):
             while (found := await harness.records.read(record)) is None:
                 pass
         assert found.state == "canceled"

@@ -186,7 +186,7 @@ def pages(count: int) -> str:
 
 async def chunked(api: ApiUnderTest, given: object, **chunk: object) -> Any:
     body = {"model": MODEL, "input": given, "encoding_format": "base64", "chunk": chunk}
-    return await api.http.post("/v1/embeddings", json=body, timeout=60)
+    return await api.http.post("/v1/embeddings", json=body)
 
 
 @pytest.mark.parametrize("by", ["sentence", "tokens"])

@@ -24,6 +24,7 @@ from api.inputs.storage import (
 )
 from shared.stores.objects import ObjectStore, StoredObject
 from tests.clock import Clock
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 BOUND = 100_000
@@ -233,6 +234,6 @@ async def test_a_runner_sweeps(storage: Storage, objects: ObjectStore, clock: Cl
     await Files(objects, storage).add(quota(), b"a", name="a", content_type="", keep_s=60)
     clock.now_s += 61
     async with module.swept(storage):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             while (await storage.use("alice")).files:
                 pass

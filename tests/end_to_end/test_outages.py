@@ -139,7 +139,7 @@ def test_broker_hangs(stack: Stack, client: openai.OpenAI, rows: Rows, text: str
             refused = [one.result(WAIT_LIMIT_S) for one in hasty]
             assert not any(one.done() for one in patient)
             stack.processes[stack.broker].resume()
-            served = [one.result(25) for one in patient]
+            served = [one.result(WAIT_LIMIT_S) for one in patient]
     finally:
         stack.processes[stack.broker].resume()
     assert {status for status, _, _ in refused} <= {503, 504}
@@ -241,8 +241,8 @@ def test_objects_cannot_be_stored_by_a_worker(
     with ThreadPoolExecutor(1) as threads:
         with replaced_by_a_file(stack.state_dir / "objects" / "results"):
             drawing = threads.submit(draw)
-            eventually(lambda: metric(port, refusals) > before, 20)
-        answer = drawing.result(30)
+            eventually(lambda: metric(port, refusals) > before, WAIT_LIMIT_S)
+        answer = drawing.result(WAIT_LIMIT_S)
     assert len(base64.b64decode((answer.parse().data or [])[0].b64_json or "")) > 48 * 1024
     (row,) = rows.of([answer.headers["x-request-id"]])
     assert (row["status"], row["attempt"]) == ("succeeded", 1), "drawn once"

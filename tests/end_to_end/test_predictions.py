@@ -64,7 +64,7 @@ def test_canceled_image_stops_at_its_next_step(replicating: Any, rows: Rows, tex
         created.reload()
         return created.progress is not None and created.progress.current > 0
 
-    eventually(is_drawing, 20)
+    eventually(is_drawing, WAIT_LIMIT_S)
     created.cancel()
     assert created.status == "canceled"
     (row,) = rows.of([created.id])

@@ -28,6 +28,7 @@ from shared.messages import PrintedLogs, ReplyBody, record_id
 from shared.stores.previews import KEPT_S, MAX_KEPT
 from shared.stores.record_state import OVER, Claim, Finish, ReleasedClaim, State
 from shared.stores.records import Records
+from tests.limits import WAIT_LIMIT_S
 from tests.tiers import examples
 
 RECORDS = ["req_a", "req_b:1", "req_c"]
@@ -231,7 +232,7 @@ async def test_predictions_of_a_tenant_are_listed_newest_first(records: Records)
 
 
 async def test_workers_are_told_of_cancellations(records: Records) -> None:
-    with anyio.fail_after(5):
+    with anyio.fail_after(WAIT_LIMIT_S):
         told = records.canceled()
         assert await anext(told) is None
         await records.cancel("req_1")

@@ -13,7 +13,7 @@ from google.cloud import bigquery
 
 from bigquery_emulator import serve
 from tests.connecting import connected, request, rows_of
-from tests.limits import WAIT_LIMIT_MS
+from tests.limits import START_LIMIT_S, WAIT_LIMIT_MS
 from tests.process import Process, free_port, listens
 
 
@@ -38,7 +38,7 @@ def test_data_is_there_after_a_restart(tmp_path: Path) -> None:
     endpoint = f"http://127.0.0.1:{port}"
     with process(port, tmp_path, data_dir) as running, connected(endpoint, "p") as client:
         said = f"BigQuery listening on 127.0.0.1:{port}\n"
-        running.wait_ready(lambda: running.log_path.read_text() == said, 10)
+        running.wait_ready(lambda: running.log_path.read_text() == said, START_LIMIT_S)
         client.create_dataset("d")
         table = bigquery.Table(
             "p.d.t", [bigquery.SchemaField("id", "INT64"), bigquery.SchemaField("ts", "TIMESTAMP")]
@@ -54,7 +54,7 @@ def test_data_is_there_after_a_restart(tmp_path: Path) -> None:
         client.insert_rows_json("d.t", [{"id": 1, "ts": "2024-05-01"}])
         before = client.get_table("d.t")
     with process(port, tmp_path, data_dir) as running, connected(endpoint, "p") as client:
-        running.wait_ready(lambda: listens(port), 10)
+        running.wait_ready(lambda: listens(port), START_LIMIT_S)
         after = client.get_table("d.t")
         assert (after.etag, after.schema, after.num_rows) == (before.etag, before.schema, 1)
         assert rows_of(client, "SELECT id FROM d.v") == [(1,)]
@@ -74,7 +74,7 @@ def test_data_is_there_after_a_kill(tmp_path: Path) -> None:
             client.insert_rows_json("d.t", [{"id": 1}])
         killed.kill()
     with process(port, tmp_path, data_dir) as running, connected(endpoint, "p") as client:
-        running.wait_ready(lambda: listens(port), 10)
+        running.wait_ready(lambda: listens(port), START_LIMIT_S)
         assert rows_of(client, "SELECT id FROM d.t") == [(1,)]
 
 
@@ -82,7 +82,7 @@ def test_data_is_there_after_a_kill(tmp_path: Path) -> None:
 async def test_one_data_directory_has_one_server(tmp_path: Path) -> None:
     port = free_port()
     with process(port, tmp_path, tmp_path / "data") as running:
-        await anyio.to_thread.run_sync(running.wait_ready, lambda: listens(port), 10)
+        await anyio.to_thread.run_sync(running.wait_ready, lambda: listens(port), START_LIMIT_S)
         with pytest.raises(OSError, match="cannot open"):
             async with serve("127.0.0.1", 0, tmp_path / "data"):
                 pass

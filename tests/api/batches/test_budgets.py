@@ -88,7 +88,7 @@ async def test_lines_go_on_as_soon_as_reservations_come_back(
     url = _keys(tmp_path, plan_usd=20 * SPENT_USD + RESERVED_USD)
     async with batching(tmp_path, redis_url, catalog=PRICED, keys_url=url) as (api, _):
         client = api.openai(api_key=key_for("rich"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             done = await until(client, await created(client, _lines(20)))
         assert done.request_counts.completed == 20
 
@@ -101,14 +101,14 @@ async def test_batch_of_a_spent_budget_steps_aside_and_goes_on_when_it_is_raised
         poor, rich = api.openai(api_key=key_for("poor")), api.openai(api_key=key_for("rich"))
         stuck = await created(poor, _lines(12))
         await until_completed(poor, stuck, 5)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             done = await until(rich, await created(rich, _lines(12, "y")))
         assert done.request_counts.completed == 12
         held = await rich.batches.retrieve(stuck.id)
         assert held.status == "in_progress"
         assert held.request_counts.model_dump() == {"completed": 5, "failed": 0, "total": 12}
         _keys(tmp_path, poor_usd=100.0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             done = await until(poor, stuck)
         assert done.request_counts.completed == 12
         found = await answers(poor, done.output_file_id)
@@ -131,13 +131,13 @@ async def test_batch_of_a_frozen_tenant_waits_until_it_is_thawed(
             await admin.freeze_tenant("acme", is_frozen=True)
             later = await created(rich, _lines(3, "z"))
             api.worker.go.set()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WAIT_LIMIT_S):
                 done = await until(other, await created(other, _lines(12, "y")))
             assert done.request_counts.completed == 12
             computed = _computed(api, later)
             assert not computed, "what had not begun waits"
             await admin.freeze_tenant("acme", is_frozen=False)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             for batch in (stuck, later):
                 done = await until(rich, batch)
         assert done.request_counts.completed == 3
@@ -153,7 +153,7 @@ async def test_batch_that_stepped_aside_is_canceled_at_once(
         stuck = await created(poor, _lines(3))
         await until_completed(poor, stuck, 1)
         await poor.batches.cancel(stuck.id)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             done = await until(poor, stuck)
         assert (done.status, done.request_counts.completed) == ("cancelled", 1)
         assert len(await answers(poor, done.error_file_id)) == 2
@@ -168,7 +168,7 @@ async def test_spent_budgets_of_many_tenants_leave_hands_to_others(
         poor, other = api.openai(api_key=key_for("rich")), api.openai(api_key=key_for("other"))
         stuck = await created(poor, _lines(3))
         await until(poor, stuck, "in_progress")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             done = await until(other, await created(other, _lines(3)))
         assert done.request_counts.completed == 3
         assert (await poor.batches.retrieve(stuck.id)).request_counts.completed == 0
@@ -194,13 +194,13 @@ async def test_batch_that_can_not_move_steps_aside_for_another_one_of_its_tenant
         client = api.openai()
         monkeypatch.setattr(Dispatcher, "dispatch", dispatch)
         stuck = await created(client, _lines(5))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             done = await until(client, await created(client, _lines(5, "y")))
         assert done.request_counts.completed == 5
         held = await client.batches.retrieve(stuck.id)
         assert (held.status, held.request_counts.completed) == ("in_progress", 2)
         is_back.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             assert (await until(client, stuck)).request_counts.completed == 5
         assert set(_computed(api, stuck).values()) == {1}
         if isinstance(error, DeadlineExceeded):

@@ -16,6 +16,7 @@ from api.batches import files as batch_files
 from api.inputs import storage
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.keys import bearer, key_for, keys_url
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 
@@ -257,7 +258,7 @@ async def test_upload_that_breaks_off_leaves_no_file(api: ApiUnderTest, tmp_path
     writer.close()
     await writer.wait_closed()
     await api.http.get("/v1/files")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         while api.app.state.dependencies and _open_bodies(api):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert [path for path in (tmp_path / "objects").rglob("*") if path.is_file()] == []
