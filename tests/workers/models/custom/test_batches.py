@@ -444,7 +444,7 @@ def test_an_answer_that_the_class_makes_up_is_not_given_to_others(started: Any, 
     def tried(self, inputs):
         if inputs[0].a == 1:
             data = {frame!r}.encode()
-            for fd in range(3, 64):
+            for fd in sorted(map(int, os.listdir("/proc/self/fd")))[3:]:
                 try:
                     os.write(fd, len(data).to_bytes(4, "little") + data)
                 except OSError:
