@@ -191,7 +191,6 @@ def _waiting() -> float:
     return REGISTRY.get_sample_value("penstock_api_pictures_waiting") or 0.0
 
 
-@pytest.mark.hypothesis  # so that `make test-slow` takes many examples, as of those with @given
 def test_pool_holds_in_any_order() -> None:
     run_state_machine_as_test(
         Pool, settings=settings(max_examples=examples(60), stateful_step_count=30)

@@ -137,7 +137,8 @@ async def test_expired_files_make_room_at_once(
     files = Files(objects, storage)
     await files.add(quota(), bytes(90_000), name="a", content_type="", keep_s=60)
     clock.now_s += 61
-    await files.add(quota(), bytes(90_000), name="a", content_type="")
+    second = await files.add(quota(), bytes(90_000), name="a", content_type="")
+    assert [one.id for one in await files.newest("alice")] == [second.id]
 
 
 class CountingStore(ObjectStore):

@@ -217,7 +217,8 @@ async def test_expired_files_make_room(tenants: ApiUnderTest) -> None:
     alice, data = tenants.openai(api_key=key_for("a")), LINE * (600 * 1024 // len(LINE))
     made = await uploaded(alice, data)
     await expire(tenants, "alice", made.id)
-    await uploaded(alice, data)
+    second = await uploaded(alice, data)
+    assert [one.id async for one in alice.files.list()] == [second.id]
 
 
 async def test_tenant_has_a_bound_of_files(
