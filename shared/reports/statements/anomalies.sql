@@ -152,21 +152,6 @@ judged AS (
     AND usual.measure = series.measure
     AND usual.slot = series.slot
   WHERE series.week = 0
-),
-banded AS (
-  SELECT
-    hour,
-    scope,
-    tenant,
-    measure,
-    value,
-    median,
-    mad,
-    weeks,
-    median - half_width AS low,
-    median + half_width AS high,
-    SAFE_DIVIDE(0.6745 * (value - median), mad) AS score
-  FROM judged
 )
 SELECT
   @day AS day,
@@ -179,13 +164,13 @@ SELECT
   value,
   median,
   mad,
-  GREATEST(low, 0) AS low,
-  high,
-  ROUND(score, 2) AS score,
+  GREATEST(median - half_width, 0) AS low,
+  median + half_width AS high,
+  ROUND(SAFE_DIVIDE(0.6745 * (value - median), mad), 2) AS score,
   weeks,
   CURRENT_TIMESTAMP() AS made_at
-FROM banded
-WHERE value > high
+FROM judged
+WHERE value > median + half_width
   -- Fewer errors than usual are not a reason to wake anybody.
-  OR (measure = 'cost_usd' AND value < low)
+  OR (measure = 'cost_usd' AND value < median - half_width)
 ORDER BY hour, scope, tenant, measure
