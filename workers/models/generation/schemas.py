@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -29,6 +31,9 @@ MAX_CHARACTERS = 4096
 them. One of this length takes 2 ms at each token, and one of 60,000 takes 35 ms."""
 MAX_DEPTH = 100
 """Objects and lists of a schema within each other. The matcher takes 124."""
+MAX_MULTIPLES = 20_000
+"""The sum of all `multipleOf`, without decimal points and zeros at the end. A grammar has a state
+for each remainder, so it takes time and memory in proportion: this many 0.3 s, a million 28 s."""
 MAX_EVALUATIONS = 100_000
 """Of parts of a schema, for one text. So many take about 0.1 s."""
 MAX_EXPLAINED = 5_000
@@ -39,10 +44,11 @@ _NOT_MATCHED = frozenset({"description", "title", "$comment", "$id", "$schema"})
 
 
 def check_size(json_schema: str) -> None:
-    """Checks the size of a schema.
+    """Checks the size of a schema, before anything is made of it.
 
     Raises:
-        ValueError: the schema, or a text in it, is too large or too deep, or it is not JSON.
+        ValueError: the schema, or a text or number in it, is too large or too deep, or it is not
+            JSON.
     """
     size_bytes = len(json_schema.encode())
     if size_bytes > MAX_BYTES:
@@ -51,7 +57,9 @@ def check_size(json_schema: str) -> None:
     depth = _depth(json_schema)
     if depth > MAX_DEPTH:
         raise ValueError(f"it is nested {depth} levels deep, and at most {MAX_DEPTH} are supported")
-    longest = max(map(_json_length, _matched_texts(json.loads(json_schema))), default=0)
+    schema = json.loads(json_schema)
+    _check_multiples(schema)
+    longest = max(map(_json_length, _matched_texts(schema)), default=0)
     if longest > MAX_CHARACTERS:
         raise ValueError(
             f"a constant, pattern or name in it has {longest} characters as JSON, and "
@@ -140,6 +148,38 @@ def read_schema(source: str, vocabulary: Vocabulary, *, is_call: bool) -> Gramma
         raise ValueError(f"{_TOO_MANY}; let fewer of its parts refer to the same ones")
     _validator(plain)
     return GrammarSchema(lenient, plain)
+
+
+_JOINS = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef"})
+"""With one of these several numbers may hold for one value."""
+
+
+def _check_multiples(schema: Any) -> None:
+    """Checks the numbers that others are to be multiples of.
+
+    Raises:
+        ValueError: they are too large.
+    """
+    schemas = list(_all_schemas(schema))
+    given = [one.get("multipleOf") for one in schemas]
+    numbers = [one for one in given if isinstance(one, int | float) and not isinstance(one, bool)]
+    whole = [_digits_of(one) for one in numbers]
+    total = sum(whole)
+    if any(not _JOINS.isdisjoint(one) for one in schemas):
+        total = max(total, math.lcm(*whole))
+    if total > MAX_MULTIPLES:
+        raise ValueError(
+            "multipleOf: it has too many digits; without decimal points its numbers come to "
+            f"{min(total, 10**30):.3g}, and at most {MAX_MULTIPLES} are supported"
+        )
+
+
+def _digits_of(number: float) -> int:
+    """A number without its decimal point and zeros: 125 of 1.25 and of 1250."""
+    given = Decimal(str(number))
+    if not given.is_finite():
+        return 0
+    return int("".join(map(str, given.as_tuple().digits)).rstrip("0") or 0)
 
 
 _TOO_MANY = f"comparing a text with it takes more than {MAX_EVALUATIONS} evaluations of its parts"

@@ -1,11 +1,12 @@
 """How long a whole text is compared with a schema, while the other texts of its batch wait."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 
-from workers.models.generation.schemas import why_not_matched
+from workers.models.generation.schemas import check_size, why_not_matched
 
 
 def doubling(keyword: str, levels: int) -> dict[str, Any]:
@@ -48,6 +49,26 @@ DEEP = "[" * 60 + "]" * 60
 def test_a_schema_that_multiplies_itself_is_not_compared(schema: dict[str, Any], text: str) -> None:
     reason = why_not_matched(text, json.dumps(schema))
     assert reason == "comparing a text with it takes more than 100000 evaluations of its parts"
+
+
+@pytest.mark.parametrize(
+    ("schema", "sum_"),
+    [
+        ({"type": "integer", "multipleOf": 999_983}, "1e+06"),
+        ({"type": "number", "multipleOf": 10.0001}, "1e+05"),
+        ({"multipleOf": 10**300 + 1}, "1e+30"),
+        ({"properties": {f"p{n}": {"multipleOf": 9001} for n in range(3)}}, "2.7e+04"),
+        ({"allOf": [{"multipleOf": 211}, {"multipleOf": 199}]}, "4.2e+04"),
+    ],
+)
+def test_numbers_that_a_grammar_counts_to_are_bounded(schema: dict[str, Any], sum_: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"its numbers come to {sum_}, and at most")):
+        check_size(json.dumps(schema))
+
+
+def test_usual_multiples_are_taken() -> None:
+    for number in (1, 0.01, 1e-9, 12.5, 86_400, 10**9, True):
+        check_size(json.dumps({"allOf": [{"multipleOf": number}, {"multipleOf": 7}]}))
 
 
 def test_a_text_that_is_nested_too_deep_ends_no_batch() -> None:

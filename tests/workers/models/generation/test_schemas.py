@@ -126,6 +126,7 @@ def test_what_a_grammar_follows_is_not_checked_again(vocabulary: Vocabulary) -> 
         ),
         ({"type": "integer", "multipleOf": 0.123456789}, "multipleOf: it has too many digits"),
         ({"type": 5}, "type"),
+        ({"type": "integer", "multipleOf": 999_983}, "its numbers come to 1e+06"),
         (doubling("oneOf", 40), "takes more than 100000 evaluations of its parts"),
     ],
     ids=lambda given: str(given)[:50],
