@@ -473,12 +473,12 @@ def _media_type(answer: ClientResponse) -> str:
 
 def _name_of(answer: ClientResponse, asked: str) -> str:
     """The name that the server gives, or else the last part of the path that was asked for."""
-    head, given = Message(), None
+    head, filename = Message(), None
     head["content-disposition"] = answer.headers.get("content-disposition", "")
     # Parts of a name with and without numbers, and some charsets, make the parser raise.
     with suppress(TypeError, ValueError):
-        given = head.get_filename()
-    path = given or unquote(URL(asked).raw_path)
+        filename = head.get_filename()
+    path = filename or unquote(URL(asked).raw_path)
     name = PurePosixPath(path.replace("\\", "/").replace("\0", "")).name[:255]
     return name.encode(errors="replace").decode()  # a charset may give half a surrogate pair
 

@@ -161,8 +161,10 @@ def _check_multiples(schema: Any) -> None:
         ValueError: they are too large.
     """
     schemas = list(_all_schemas(schema))
-    given = [one.get("multipleOf") for one in schemas]
-    numbers = [one for one in given if isinstance(one, int | float) and not isinstance(one, bool)]
+    multiples = [one.get("multipleOf") for one in schemas]
+    numbers = [
+        one for one in multiples if isinstance(one, int | float) and not isinstance(one, bool)
+    ]
     whole = [_digits_of(one) for one in numbers]
     total = sum(whole)
     if any(not _JOINS.isdisjoint(one) for one in schemas):
@@ -176,10 +178,10 @@ def _check_multiples(schema: Any) -> None:
 
 def _digits_of(number: float) -> int:
     """A number without its decimal point and zeros: 125 of 1.25 and of 1250."""
-    given = Decimal(str(number))
-    if not given.is_finite():
+    exact = Decimal(str(number))
+    if not exact.is_finite():
         return 0
-    return int("".join(map(str, given.as_tuple().digits)).rstrip("0") or 0)
+    return int("".join(map(str, exact.as_tuple().digits)).rstrip("0") or 0)
 
 
 _TOO_MANY = f"comparing a text with it takes more than {MAX_EVALUATIONS} evaluations of its parts"
@@ -296,12 +298,12 @@ class _Evaluations:
             return []
         base, _, fragment = reference.partition("#")
         if fragment.startswith("/"):
-            found = [_at(one, unquote(fragment)) for one in self._roots]
+            targets = [_at(one, unquote(fragment)) for one in self._roots]
         elif fragment or base:
-            found = list(self._named.get(_last_name(fragment or base), ()))
+            targets = list(self._named.get(_last_name(fragment or base), ()))
         else:
-            found = list(self._roots)
-        return list({id(one): one for one in found if one is not None}.values())
+            targets = list(self._roots)
+        return list({id(one): one for one in targets if one is not None}.values())
 
 
 def _all_schemas(schema: Any) -> Iterator[dict[str, Any]]:
