@@ -223,10 +223,10 @@ class ClusterDoctor:
             settings: dict[str, str] = {}
             names = _references(_pod_spec(deployment))["configmap"] & self._configmaps
             if names:
-                found = self.kubectl.read("configmap", *sorted(names))
+                answer = self.kubectl.read("configmap", *sorted(names))
                 # Of several names kubectl makes a list.
-                for one in found.get("items", [found]):
-                    settings |= one.get("data", {})
+                for configmap in answer.get("items", [answer]):
+                    settings |= configmap.get("data", {})
             if "PENSTOCK_PROJECT" in settings:
                 return settings
         return {}
@@ -236,7 +236,7 @@ class ClusterDoctor:
         """The names of the Secrets and ConfigMaps that pods can't start without, by kind."""
         references = [_references(_pod_spec(one)) for one in self._deployments]
         return {
-            kind: {name for one in references for name in one[kind]}
+            kind: {name for by_kind in references for name in by_kind[kind]}
             for kind in ("secret", "configmap")
         }
 
