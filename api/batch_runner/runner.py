@@ -49,10 +49,9 @@ from shared.catalog import Catalog
 from shared.errors import PenstockError, Unavailable
 from shared.settings import ApiSettings
 from shared.stores.key_stores import key_store
-from shared.stores.objects import ObjectStore
+from shared.stores.objects import ObjectStore, UrlSigner
 from shared.stores.records import Records
 from shared.stores.redis_client import RedisLink, RedisStore, load_script
-from shared.stores.signed_urls import UrlSigner
 from shared.transport import Admin, Transport
 from shared.usage.row import RowSink
 from shared.webhook_publisher import WebhookPublisher

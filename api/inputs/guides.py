@@ -384,7 +384,8 @@ async def with_fetched_adapter(
     sha256, key = await images.fetch_for_workers(url, caller, ADAPTER_FIELD, rules, ADAPTER_KEPT_S)
     if expected and sha256 != expected:
         raise BadInput(
-            f"{ADAPTER_FIELD}: the file there has the digest sha256={sha256}, not the one behind the #",
+            f"{ADAPTER_FIELD}: the file there has the digest sha256={sha256}, "
+            "not the one behind the #",
             field=ADAPTER_FIELD,
         )
     digest, owner = f"sha256:{sha256}", owner_of(caller.tenant)

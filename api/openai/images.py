@@ -57,7 +57,7 @@ from shared.errors import BadInput, PenstockError, Unavailable
 from shared.messages import ItemOutcome
 from shared.predictions import EVENTS_TYPE, MEDIA_TYPES
 from shared.stores.objects import ObjectStore, object_key
-from shared.stores.previews import Preview
+from shared.stores.record_state import Preview
 from shared.tasks import Input
 from shared.tasks.custom import CustomInput
 from shared.tasks.image import ImageInput, ImageResult, ImagesResult

@@ -50,10 +50,8 @@ from shared.predictions import (
     is_checked,
     record_of,
 )
-from shared.stores.previews import Preview
-from shared.stores.record_state import Record
+from shared.stores.record_state import Preview, QueuePosition, Record
 from shared.stores.records import Records
-from shared.stores.waiting_line import QueuePosition
 from shared.stores.webhook_log import WebhookAttempt
 from shared.stores.withdrawals import withdrawn_error
 from shared.tasks import Result

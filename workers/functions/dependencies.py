@@ -14,8 +14,8 @@ from contextlib import AsyncExitStack
 from shared.brokers import transport_of
 from shared.catalog_file import read_catalog
 from shared.errors import Unavailable
+from shared.stores.objects import UrlSigner
 from shared.stores.records import Records
-from shared.stores.signed_urls import UrlSigner
 from shared.transport import ReceivedMessage
 from shared.usage.row import Row
 from shared.usage.senders import TABLE, sender_of
