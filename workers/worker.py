@@ -30,11 +30,16 @@ from functools import partial
 from typing import Any
 
 from shared.errors import ModelFailed, PenstockError
-from shared.flow_control import ACK_LINGER_S, HeldAhead, held_messages
+from shared.service_rate import ACK_LINGER_S, HeldAhead, held_messages
 from shared.stores.records import Records
 from shared.tenants.plan import PRIORITIES
-from shared.topics import batch_subscription_id, workers_subscription_id
-from shared.transport import SmoothedDuration, Subscriber, Subscription
+from shared.transport import (
+    SmoothedDuration,
+    Subscriber,
+    Subscription,
+    batch_subscription_id,
+    workers_subscription_id,
+)
 from workers import metrics
 from workers.job import QueuedItem
 from workers.jobs.consumer import JobConsumer

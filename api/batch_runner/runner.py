@@ -44,8 +44,8 @@ from api.inputs.storage import Storage, swept
 from api.inputs.url_fetcher import UrlFetcher
 from api.limits.limiter import open_limiter
 from api.predictions.service import Predictions
-from shared.backoff import backoff
 from shared.catalog import Catalog
+from shared.concurrency import backoff
 from shared.errors import PenstockError, Unavailable
 from shared.settings import ApiSettings
 from shared.stores.key_stores import key_store

@@ -22,8 +22,8 @@ import msgspec
 from api import metrics
 from api.errors import KeyInUse, KeyReused
 from api.idempotency.store import IdempotencyStore
-from shared.backoff import backoff
 from shared.blob import INLINE_LIMIT_BYTES
+from shared.concurrency import backoff
 from shared.errors import BadInput, PenstockError, Unavailable
 from shared.stores.objects import ObjectStore, object_key
 

@@ -28,7 +28,7 @@ from api.dispatch.request import InferenceRequest
 from api.errors import KeyReused, NotFound
 from api.limits.limited_request import Hold
 from api.predictions.creation import Creation, PredictionSnapshot, version_of
-from shared.background import BackgroundTask
+from shared.concurrency import BackgroundTask
 from shared.errors import (
     BadInput,
     DeadlineExceeded,

@@ -40,8 +40,8 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from prometheus_client import Counter
 
 from shared.blob import INLINE_LIMIT_BYTES, Blob
+from shared.concurrency import FairPermits
 from shared.errors import BadInput, ConfigurationError, InputTooLarge, PenstockError, Unavailable
-from shared.fair_permits import FairPermits
 
 PART_BYTES = 8 * 1024 * 1024
 """Parts are uploaded one at a time. S3 and GCS take no less than 5 MiB, except for the last."""

@@ -32,7 +32,7 @@ from typing import NamedTuple, Self
 import msgspec
 from prometheus_client import Counter, Gauge
 
-from shared.backoff import backoff
+from shared.concurrency import backoff
 from shared.errors import Unavailable
 from shared.settings import SPOOL_MAX_BYTES
 from shared.usage.row import Row

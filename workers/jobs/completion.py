@@ -28,10 +28,10 @@ from typing import Any, Literal
 import msgspec
 
 from shared import slo
-from shared.backoff import backoff
 from shared.blob import INLINE_LIMIT_BYTES, RESULTS, Blob, content_digest
 from shared.catalog import Model
 from shared.charge import ENDED_BY_CALLER
+from shared.concurrency import backoff
 from shared.errors import (
     Canceled,
     PenstockError,

@@ -23,9 +23,8 @@ from shared.messages import (
     error_item,
     reply_attributes,
 )
-from shared.topics import dead_letter_topic_id
 from shared.tracing.spans import read_attributes, set_current
-from shared.transport import Publisher, ReceivedMessage, Subscription
+from shared.transport import Publisher, ReceivedMessage, Subscription, dead_letter_topic_id
 from workers import metrics
 from workers.job import reply_span
 

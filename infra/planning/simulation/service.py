@@ -29,8 +29,7 @@ from infra.planning.simulation.worker import (
 )
 from shared.catalog import Model
 from shared.errors import ConfigurationError
-from shared.flow_control import held_messages, refill_s
-from shared.step_time import StepTime
+from shared.service_rate import StepTime, held_messages, refill_s
 
 INTERACTIVE, BATCH = 0, 1
 BATCH_PRIORITY_EVERY = 16

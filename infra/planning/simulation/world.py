@@ -62,7 +62,7 @@ from shared.catalog import Catalog, Model
 from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
 from shared.settings import ApiSettings
-from shared.topics import batch_subscription_id, workers_subscription_id
+from shared.transport import batch_subscription_id, workers_subscription_id
 
 SiteKey = tuple[str, str]
 """Model and region."""
