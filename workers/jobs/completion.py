@@ -65,8 +65,7 @@ from shared.webhooks import EventName
 from workers import metrics
 from workers.job import NOT_SENT, PulledJob, WorkerInfo, record_spans, row_for
 from workers.jobs.canary_share import CanaryShare, Forwarding
-from workers.jobs.registry import JobRegistry
-from workers.jobs.replies import EncodedReply, ReplyPublisher
+from workers.jobs.registry import EncodedReply, JobRegistry, ReplyPublisher
 
 log = logging.getLogger(__name__)
 
