@@ -98,6 +98,7 @@ class IdempotencyService:
         self._store = store
         self._objects = objects
         self._running: dict[str, _Running] = {}
+        self._any_running = asyncio.Event()
         self.waiting = 0
         """Number of requests that wait for others."""
 
@@ -158,6 +159,7 @@ class IdempotencyService:
     ) -> tuple[StoredResponse, bool]:
         task = asyncio.create_task(self._compute(request, claim_id, compute))
         self._running[request.name] = _Running(request.fingerprint, claim_id, task)
+        self._any_running.set()
         task.add_done_callback(lambda task: self._on_done(request.name, task))
         metrics.IDEMPOTENT_REQUESTS.labels("computed").inc()
         await asyncio.wait([task])
@@ -267,8 +269,14 @@ class IdempotencyService:
         return msgspec.structs.replace(stored, body=body)
 
     async def _renew(self) -> None:
-        """Renews the leases of all claims of this instance, with one call, until canceled."""
+        """Renews the leases of all claims of this instance, with one call, until canceled.
+
+        While there are none, no timer runs.
+        """
         while True:
+            if not self._running:
+                self._any_running.clear()
+                await self._any_running.wait()
             await asyncio.sleep(self._store.lease_s / RENEWALS_PER_LEASE)
             if claims := [running.claim_id for running in self._running.values()]:
                 try:

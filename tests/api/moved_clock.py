@@ -12,7 +12,7 @@ import redis
 
 from api.http.auth import ApiKeys
 from api.inputs.storage import Storage
-from api.limits.store import LimitStore
+from api.limits.accounts import LimitStore
 from shared.stores.cache import ResultCache
 from shared.stores.objects import UrlSigner
 

@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack
 import pytest
 
 from api.errors import BudgetExceeded, BudgetReserved
+from api.limits.accounts import LimitStore
 from api.limits.budget_warnings import BudgetWarnings
 from api.limits.limiter import Limiter, RequestDemand
-from api.limits.store import LimitStore
 from shared.errors import Unavailable
 from shared.tenants.plan import Caller, Limits, Plan
 from shared.transport import WEBHOOKS_TOPIC_ID
