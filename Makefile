@@ -1,6 +1,6 @@
 # From a clean clone, with Python 3.11 and make: `make demo`. `make` alone lists the targets.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
+PYTHON ?= $(shell infra/find_python.sh)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from infra import text_table
+from infra.python_build import is_optimized
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -50,7 +51,7 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "load_before": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
+        "python": platform.python_version() + ("" if is_optimized() else ", not optimized"),
         "torch": version("torch"),
         "commit": _git("rev-parse", "HEAD"),
         "is_clean": not _git("status", "--porcelain", "--untracked-files=no"),

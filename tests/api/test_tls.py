@@ -39,14 +39,44 @@ async def test_requests_are_answered_over_tls(tmp_path: Path) -> None:
             await api.http.get("/healthz")  # without TLS
 
 
-async def test_old_protocols_are_refused(tmp_path: Path) -> None:
+def handshake_error(client: ssl.SSLContext, server: ssl.SSLContext) -> str:
+    """What either side says of the handshake, which happens in memory. Empty if it succeeds."""
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True)]
+    for end in ends * 3:
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLError as error:
+            return error.reason
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("ciphers", "newest", "reason"),
+    [
+        ("ECDHE+AESGCM", ssl.TLSVersion.TLSv1_3, ""),
+        ("ECDHE+AESGCM", ssl.TLSVersion.TLSv1_2, ""),
+        ("ECDHE-RSA-AES128-SHA256:ECDHE-ECDSA-AES128-SHA256", ssl.TLSVersion.TLSv1_2, ""),
+        ("ECDHE-RSA-AES128-SHA:ECDHE-ECDSA-AES128-SHA", ssl.TLSVersion.TLSv1_2, "NO_SHARED_CIPHER"),
+        ("ALL", ssl.TLSVersion.TLSv1_1, "UNSUPPORTED_PROTOCOL"),
+    ],
+)
+def test_old_protocols_and_ciphers_are_refused(
+    tmp_path: Path, ciphers: str, newest: ssl.TLSVersion, reason: str
+) -> None:
     made = make_certificate(tmp_path)
     settings = settings_for(tmp_path, tls_cert=str(made.cert), tls_key=str(made.key))
     config = server_config(no_app, settings)
     config.load()
     assert isinstance(config.ssl, ssl.SSLContext)
-    assert config.ssl.minimum_version >= ssl.TLSVersion.TLSv1_2
-    assert not [c["name"] for c in config.ssl.get_ciphers() if c["name"][-4:] == "-SHA"]
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.set_ciphers(f"@SECLEVEL=0:{ciphers}")
+    client.minimum_version, client.maximum_version = ssl.TLSVersion.TLSv1, newest
+    assert handshake_error(client, config.ssl) == reason
 
 
 @pytest.mark.parametrize(
