@@ -23,8 +23,8 @@ from api import metrics
 from api.errors import KeyInUse, KeyReused
 from api.fair_room import FairRoom, OneItem
 from api.idempotency.store import IdempotencyStore
-from shared.backoff import backoff
 from shared.blob import INLINE_LIMIT_BYTES
+from shared.concurrency import backoff
 from shared.errors import BadInput, PenstockError, Unavailable
 from shared.stores.objects import ObjectStore, object_key
 
@@ -99,6 +99,7 @@ class IdempotencyService:
         self._store = store
         self._objects = objects
         self._running: dict[str, _Running] = {}
+        self._any_running = asyncio.Event()
         self._room = FairRoom(MAX_WAITING)
 
     @property
@@ -164,6 +165,7 @@ class IdempotencyService:
     ) -> tuple[StoredResponse, bool]:
         task = asyncio.create_task(self._compute(request, claim_id, compute))
         self._running[request.name] = _Running(request.fingerprint, claim_id, task)
+        self._any_running.set()
         task.add_done_callback(lambda task: self._on_done(request.name, task))
         metrics.IDEMPOTENT_REQUESTS.labels("computed").inc()
         await asyncio.wait([task])
@@ -274,8 +276,14 @@ class IdempotencyService:
         return msgspec.structs.replace(stored, body=body)
 
     async def _renew(self) -> None:
-        """Renews the leases of all claims of this instance, with one call, until canceled."""
+        """Renews the leases of all claims of this instance, with one call, until canceled.
+
+        While there are none, no timer runs.
+        """
         while True:
+            if not self._running:
+                self._any_running.clear()
+                await self._any_running.wait()
             await asyncio.sleep(self._store.lease_s / RENEWALS_PER_LEASE)
             if claims := [running.claim_id for running in self._running.values()]:
                 try:

@@ -32,6 +32,7 @@ from yarl import URL
 from api.bodies import MAX_URL_CHARS
 from api.errors import NotNow
 from shared.blob import INLINE_LIMIT_BYTES, Blob
+from shared.concurrency import FairPermits
 from shared.errors import (
     BadInput,
     ConfigurationError,
@@ -40,7 +41,6 @@ from shared.errors import (
     PenstockError,
     Unavailable,
 )
-from shared.fair_permits import FairPermits
 from shared.pinned_http import CONNECT_LIMIT_S, Resolve, pinned_session, resolve
 from shared.public_url import Reach, UrlForbidden, is_within, parse_public_url
 from shared.settings import ApiSettings

@@ -24,8 +24,7 @@ from shared.catalog import Catalog
 from shared.errors import PenstockError
 from shared.pubsub.admin import PubSubAdmin
 from shared.settings import Settings
-from shared.topics import jobs_subscriptions
-from shared.transport import SubscriptionSettings
+from shared.transport import SubscriptionSettings, jobs_subscriptions
 
 CALL_LIMIT_S = 30.0
 """The limit of one command. kubectl has a shorter one for each of its requests."""

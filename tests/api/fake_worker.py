@@ -60,8 +60,14 @@ from shared.tasks.text import (
     TokenCount,
     TokenLogprob,
 )
-from shared.topics import jobs_topic_id, workers_subscription_id
-from shared.transport import Admin, Subscription, SubscriptionSettings, Transport
+from shared.transport import (
+    Admin,
+    Subscription,
+    SubscriptionSettings,
+    Transport,
+    jobs_topic_id,
+    workers_subscription_id,
+)
 from tests.limits import WAIT_LIMIT_S
 from workers.models.base import PreparedText, Preparer
 

@@ -28,15 +28,15 @@ from infra.cli.main import app
 from infra.reports.tables import create_tables
 from shared.pubsub.admin import PubSubAdmin
 from shared.settings import Settings, read_settings
-from shared.topics import (
+from shared.transport import (
     BATCH_FILTER,
+    SubscriptionSettings,
     batch_subscription_id,
     dead_letter_topic_id,
     jobs_topic_id,
     make_jobs,
     workers_subscription_id,
 )
-from shared.transport import SubscriptionSettings
 from shared.usage.bigquery import open_client
 from tests.infra.deploy.manifests import IMAGE, render
 from tests.infra.deploy.sites import RABBITMQ, rendered

@@ -28,10 +28,10 @@ from typing import Any, Literal
 import msgspec
 
 from shared import slo
-from shared.backoff import backoff
 from shared.blob import INLINE_LIMIT_BYTES, RESULTS, Blob, content_digest
 from shared.catalog import Model
 from shared.charge import ENDED_BY_CALLER, is_ended_by_caller
+from shared.concurrency import backoff
 from shared.errors import (
     Canceled,
     PenstockError,
@@ -65,8 +65,7 @@ from shared.webhooks import EventName
 from workers import metrics
 from workers.job import NOT_SENT, PulledJob, WorkerInfo, record_spans, row_for
 from workers.jobs.canary_share import CanaryShare, Forwarding
-from workers.jobs.registry import JobRegistry
-from workers.jobs.replies import EncodedReply, ReplyPublisher
+from workers.jobs.registry import EncodedReply, JobRegistry, ReplyPublisher
 
 log = logging.getLogger(__name__)
 
