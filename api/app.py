@@ -151,8 +151,7 @@ from api.usage.service import QueryPermits, ReportDataset, ReportService, UsageS
 from shared.catalog import Catalog
 from shared.gc_tuning import settle_heap
 from shared.settings import ApiSettings
-from shared.stores.objects import ObjectStore
-from shared.stores.signed_urls import UrlSigner
+from shared.stores.objects import ObjectStore, UrlSigner
 from shared.transport import Admin, Transport
 from shared.usage.row import RowSink
 from shared.webhook_publisher import WebhookPublisher

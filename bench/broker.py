@@ -31,8 +31,7 @@ from shared.catalog_entry import Replies
 from shared.errors import ConfigurationError
 from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody, encode_reply
 from shared.settings import ApiSettings
-from shared.topics import jobs_topic_id, workers_subscription_id
-from shared.transport import SubscriptionSettings, Transport
+from shared.transport import SubscriptionSettings, Transport, jobs_topic_id, workers_subscription_id
 
 SLOTS = 8
 ROUND_TRIPS = {1: 1000, 8: 2000, 32: 4000, 128: 8000}

@@ -26,8 +26,8 @@ from bench.distant_link import distant
 from bench.fairness.timed import BrokerSite, Callers, TimedWorker, WorkerCounts, servers
 from bench.report import Figure, Outcome
 from shared.gc_tuning import settle_heap
+from shared.usage.bigquery import Fields
 from shared.usage.senders import RowSender
-from shared.usage.spool import Fields
 from shared.usage.writer import RowWriter
 
 IN_FLIGHT = 1000

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
+from api.limits.accounts import LimitStore
 from api.limits.limited_request import LimitedRequest
 from api.limits.limiter import Limiter
-from api.limits.store import LimitStore
 from bench.report import Figure, Outcome
 from infra.local.redis_server import RedisServer
 from shared.catalog import Model

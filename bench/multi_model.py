@@ -32,7 +32,7 @@ from infra.local.provision_servers import provision
 from shared.catalog_file import read_catalog
 from shared.pubsub.admin import PubSubAdmin
 from workers.runtime.resident_models import weights_bytes
-from workers.scheduling.model_scheduler import ModelScheduler
+from workers.worker import ModelScheduler
 
 COMMON, RARE = "common", "rare"
 BACKEND = {"backend": "torch", "precision": "fp32"}

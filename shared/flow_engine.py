@@ -76,9 +76,8 @@ from shared.tasks import Input
 from shared.tasks.base import MAX_JOB_ITEMS
 from shared.tasks.custom import CustomInput
 from shared.tasks.image import ImagesResult
-from shared.topics import jobs_topic_id
 from shared.tracing.spans import current
-from shared.transport import Publisher
+from shared.transport import Publisher, jobs_topic_id
 from shared.webhook_publisher import WebhookPublisher
 
 NOT_RETRIED = frozenset(

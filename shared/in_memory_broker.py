@@ -42,8 +42,13 @@ from shared.errors import (
     PenstockError,
     Unavailable,
 )
-from shared.topics import AttributeFilter, parse_filter
-from shared.transport import ReceivedMessage, SmoothedDuration, SubscriptionSettings
+from shared.transport import (
+    AttributeFilter,
+    ReceivedMessage,
+    SmoothedDuration,
+    SubscriptionSettings,
+    parse_filter,
+)
 
 MAX_MESSAGE_BYTES = 10_000_000
 MAX_ATTRIBUTES, MAX_NAME_BYTES, MAX_VALUE_BYTES = 100, 128, 1024

@@ -18,9 +18,8 @@ from shared.charge import ItemPrice, cost_usd, device_s
 from shared.flow_plan import MAX_STEP_ITEMS, step_of
 from shared.image_flow import SAFETY
 from shared.messages import ItemOutcome, PrintedLogs, decode_reply_body, reason_of
-from shared.stores.record_state import Record, State, receipts_of
-from shared.stores.signed_urls import UrlSigner
-from shared.stores.waiting_line import QueuePosition
+from shared.stores.objects import UrlSigner
+from shared.stores.record_state import QueuePosition, Record, State, receipts_of
 from shared.tasks import Result
 from shared.tasks.custom import CustomResult, with_places
 from shared.tasks.image import ImageResult, ImagesResult

@@ -1,15 +1,32 @@
-"""Estimates the service rate of a model from the items that completed. Admission uses the estimate.
+"""How fast a model computes, and what follows: the rules that the simulation of a fleet shares.
 
-After BBR (Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016): the
+Pure: no clock, no I/O.
+
+`ServiceRate` estimates the rate of a model from the items that completed. Admission uses it. After
+BBR (Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016): the
 service rate can be measured only while there is a queue. At low load items complete as slowly as
 they arrive, which says nothing about the rate. So without a queue a measurement counts only if it
 is faster than the estimate. Little's law shows whether there is a queue: the time that an item
 stays is the number of items in flight times the seconds per item.
+
+`StepTime` estimates the fixed part of a step's time. A step of a model that items join between
+steps takes a fixed time (reading the weights) and a time for its work (tokens, pixels). The fixed
+time is paid once for all items, so where only a part of the room is taken, the rest of it could be
+used by others for nothing. This part of a step is spare: the autoscaler must not take it for work
+(decision 73).
+
+`HeldAhead` says how many jobs a worker holds, so that its model never waits for the broker. Two
+batches for each process, one that runs and one that waits, are enough for a broker that is near.
+The permit of a job that ends is used again only after its reply and its ack have traveled to the
+broker, and the next job from there. So a worker also holds what its model computes in that time:
+its rate times the round trip, the bandwidth-delay product of a network path. It is bounded: when a
+worker dies, what it held waits for its leases to end, and is computed again.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from shared.tasks.base import FirstGuesses
 
@@ -93,3 +110,176 @@ class ServiceRate:
     def stalled_s(self, now_s: float) -> float:
         """Returns how much longer than normal the current pause is, at least 0, in seconds."""
         return max(0.0, now_s - self._last_s - QUEUED_FROM * self.service_s)
+
+
+LOW = 0.25
+"""The share of similar steps that are shorter than what counts as usual. Slow ones had a reason,
+such as other work on the same cores, that says nothing of the model."""
+MIN_RATE = 0.02
+"""The rate at which the usual time follows new steps, once there were many."""
+MIN_STEPS = 3
+"""The minimum number of steps with like work for an estimate."""
+SLOWED = 2.0
+"""A step that takes up to this multiple of what is usual was slowed by others on the same device,
+and its spare part with it. What it takes beyond that is work that nothing reports."""
+MIN_WORK_RATIO = 4
+"""A line is drawn through steps if the work of one is this multiple of the other's."""
+
+
+@dataclass(slots=True)
+class _Usual:
+    """Steps whose work is alike, within a factor of 2."""
+
+    work: float
+    seconds: float
+    steps: int = 1
+
+    def observe(self, work: float, seconds: float) -> None:
+        """Moves by a quantile's step, and never beyond what was observed."""
+        rate = max(MIN_RATE, 1 / (self.steps + 1))
+        self.work += rate * (work - self.work)
+        if seconds < self.seconds:
+            self.seconds = max(seconds, self.seconds * (1 - rate * (1 - LOW)))
+        else:
+            self.seconds = min(seconds, self.seconds * (1 + rate * LOW))
+        self.steps += 1
+
+
+class StepTime:
+    """The fixed time of the steps of one model, by lines through steps of different work.
+
+    Args:
+        fixed_share: of the time of a full step, the guess for the fixed time while all steps were
+            alike.
+        full_work: of a full step. Only that guess needs it.
+    """
+
+    def __init__(self, fixed_share: float, full_work: float) -> None:
+        self._fixed_share = fixed_share
+        self._full_work = full_work
+        self._usual: dict[int, _Usual] = {}
+
+    def observe(self, work: int, seconds: float) -> None:
+        """Takes note of a step. `work` is at least 1."""
+        like = work.bit_length()
+        if (usual := self._usual.get(like)) is None:
+            self._usual[like] = _Usual(work, seconds)
+        else:
+            usual.observe(work, seconds)
+
+    def spare_s(self, fill: float, work: int, seconds: float) -> float:
+        """Returns the seconds of a step that other items could have used at no cost.
+
+        Never more than the part of the room that is free, so a full step has none.
+
+        Args:
+            fill: the part of the room that is taken, from 0 to 1.
+            work: that the step computed.
+            seconds: that the step took.
+        """
+        usual = self._usual.get(work.bit_length())
+        usual_s = max(1e-9, seconds if usual is None else usual.seconds)
+        fixed_part = min(1.0, self.fixed_s / usual_s)
+        return min(seconds, SLOWED * usual_s) * fixed_part * (1 - fill)
+
+    @property
+    def fixed_s(self) -> float:
+        """Seconds of a step that its work does not change. 0 before the first."""
+        known = [one for one in self._usual.values() if one.steps >= MIN_STEPS]
+        known = known or list(self._usual.values())
+        if not known:
+            return 0.0
+        least = min(known, key=lambda one: one.work)
+        slopes = [
+            (one.seconds - least.seconds) / (one.work - least.work)
+            for one in known
+            if one.work >= MIN_WORK_RATIO * least.work
+        ]
+        # The steepest: a token of a prompt takes less than one that is written.
+        fixed_s = least.seconds - max(slopes) * least.work if slopes else self._guessed_s(least)
+        return min([max(0.0, fixed_s), *(one.seconds for one in known)])
+
+    def _guessed_s(self, usual: _Usual) -> float:
+        fixed = self._fixed_share
+        return usual.seconds * fixed / (fixed + (1 - fixed) * usual.work / self._full_work)
+
+
+MAX_AHEAD_S = 1.0
+"""At most the work of this time is held beyond two batches."""
+MAX_AHEAD_MESSAGES = 8192
+FADE_S = 60.0
+"""Of what was held earlier, a third counts after this time, so that less is held only slowly."""
+ACK_LINGER_S = 0.02
+"""The time that acks of jobs wait to be sent together.
+
+No caller waits for them, and a lone ack costs as much as a publish.
+"""
+
+
+def held_messages(max_items: int, processes: int, *, in_steps: bool) -> int:
+    """Returns how many jobs a worker holds near its broker: for each process two batches.
+
+    One runs, and one waits. At a distance it holds more (`HeldAhead`).
+
+    A generation may run for minutes. So if a tenant has filled both, there is room for jobs of
+    others, which then get slots (workers/scheduling/priority_queue.py).
+
+    Args:
+        max_items: of a batch.
+        processes: of the worker.
+        in_steps: whether the model batches continuously.
+    """
+    return processes * (2 * max_items + (-(-max_items // 2) if in_steps else 0))
+
+
+def refill_s(round_trip_s: float) -> float:
+    """Returns the time from the end of a job to the next one in its place.
+
+    The reply is confirmed, then the ack travels, and then the next job.
+
+    Args:
+        round_trip_s: to the broker and back.
+    """
+    return 2 * round_trip_s + ACK_LINGER_S
+
+
+def messages_ahead(jobs_per_s: float, gap_s: float, batch_s: float) -> int:
+    """Returns the jobs that a worker holds beyond two batches.
+
+    Half of the batch that waits covers half of its time.
+
+    Args:
+        jobs_per_s: that it computes while it has work.
+        gap_s: from the end of a job to the next one in its place.
+        batch_s: of a batch.
+    """
+    ahead_s = min(max(0.0, gap_s - batch_s / 2), MAX_AHEAD_S)
+    return min(math.ceil(jobs_per_s * ahead_s), MAX_AHEAD_MESSAGES)
+
+
+class HeldAhead:
+    """What a worker holds of one subscription beyond two batches. Grows at once, shrinks slowly.
+
+    Measured times go up and down, and each change of what is held ends streams or consumers.
+    """
+
+    def __init__(self) -> None:
+        self._ahead = 0.0
+        self._measured_at_s = 0.0
+
+    def batch_ended(self, jobs_per_s: float, took_s: float, gap_s: float, now_s: float) -> int:
+        """Takes a batch into account.
+
+        Args:
+            jobs_per_s: of the subscription, that all processes compute at the rate of this batch.
+            took_s: how long the batch ran.
+            gap_s: from the end of a job to the next one in its place.
+            now_s: monotonic seconds.
+
+        Returns:
+            the number of jobs.
+        """
+        fade = math.exp((self._measured_at_s - now_s) / FADE_S)
+        self._ahead = max(messages_ahead(jobs_per_s, gap_s, took_s), self._ahead * fade)
+        self._measured_at_s = now_s
+        return math.ceil(self._ahead)

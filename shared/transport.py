@@ -1,11 +1,22 @@
-"""The seam to the broker: shared/pubsub, shared/rabbitmq, shared/in_memory_broker.py for tests."""
+"""The seam to the broker, and the ids of topics and subscriptions on every broker.
+
+The brokers are shared/pubsub, shared/rabbitmq, and shared/in_memory_broker.py for tests. Terraform
+uses the same ids.
+
+It also creates what a model's workers pull, and creates and deletes an inbox (its two topics), for
+a pool or a single instance.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+import re
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
+
+from shared.errors import BadInput
 
 
 @dataclass(slots=True, eq=False)
@@ -213,3 +224,216 @@ class Admin(Protocol):
 
     async def missing_subscriptions(self, subscription_ids: list[str]) -> list[str]:
         """Those of `subscription_ids` that do not exist, in their order."""
+
+
+def jobs_topic_id(model: str) -> str:
+    """The topic that carries the jobs of `model`."""
+    return f"jobs.{model}"
+
+
+def workers_subscription_id(model: str) -> str:
+    """The one subscription that all workers of `model` pull."""
+    return f"jobs.{model}.workers"
+
+
+def dead_letter_topic_id(model: str) -> str:
+    """Returns the topic for jobs of `model` that no worker could finish."""
+    return f"jobs.{model}.dead"
+
+
+def dead_letter_subscription_id(model: str) -> str:
+    """Keeps the dead letters of `model` for a person or a function to look at."""
+    return f"jobs.{model}.dead.keep"
+
+
+def dead_letter_push_subscription_id(model: str) -> str:
+    """Pushes the dead letters of `model` to the function that answers their callers."""
+    return f"jobs.{model}.dead.push"
+
+
+JOB_RETENTION_S = 3600
+"""Longer than any deadline, so no caller waits for an older message."""
+DEAD_LETTER_RETENTION_S = 7 * 24 * 3600
+RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
+"""Explicit, because with the service's default a job waits 10 s after a worker died."""
+MAX_DELIVERY_ATTEMPTS = 5
+
+DEAD_LETTER_RETRY_S, WEBHOOK_RETRY_S = (1.0, 600.0), (5.0, 600.0)
+"""First and longest pause before a function gets a message again that it could not handle.
+
+Backoff begins with the first failure, because receivers of webhooks are other people's machines.
+"""
+
+WEBHOOKS_TOPIC_ID = "webhooks"
+"""The topic of webhook events."""
+WEBHOOKS_SUBSCRIPTION_ID = "webhooks.push"
+"""Pushes it to the function that does."""
+
+
+def batch_subscription_id(model: str) -> str:
+    """Returns the second subscription of workers of `model`, for jobs of `batch` priority."""
+    return f"jobs.{model}.batch"
+
+
+INTERACTIVE_FILTER, BATCH_FILTER = 'NOT attributes.lane = "batch"', 'attributes.lane = "batch"'
+"""The two subscriptions of a model's workers."""
+
+
+def inbox_topic_id(inbox: str) -> str:
+    """Returns the reply topic of an inbox that has its slots.
+
+    `inbox` is a number in the pool or the id of an instance.
+    """
+    return f"inbox.{inbox}"
+
+
+def direct_id(inbox: str) -> str:
+    """Returns the reply topic of an inbox that has no slots. Its one subscription has this id too.
+
+    No filter drops any of its replies, so each is delivered, and billed, once.
+    """
+    return f"inbox.{inbox}.direct"
+
+
+def slot_subscription_id(inbox: str, slot: int) -> str:
+    """The subscription of one slot of an inbox."""
+    return f"inbox.{inbox}.slot.{slot}"
+
+
+def slot_filter(slot: int, slots: int) -> str:
+    """Returns the filter of a slot. The only slot of an inbox needs none."""
+    return "" if slots == 1 else f'attributes.slot = "{slot}"'
+
+
+class AttributeFilter(NamedTuple):
+    """A filter of a subscription: it passes messages by the value of one attribute."""
+
+    name: str
+    value: str
+    negated: bool
+
+    def matches(self, attributes: Mapping[str, str]) -> bool:
+        """Returns whether a message with these attributes passes.
+
+        One without the attribute passes only a negated filter.
+        """
+        return (attributes.get(self.name) == self.value) != self.negated
+
+
+_FILTER = re.compile(r'(?P<negated>NOT )?attributes\.(?P<name>slot|lane) = "(?P<value>[^"]*)"')
+
+
+def parse_filter(text: str) -> AttributeFilter | None:
+    """Reads a filter of this module. None: the text is empty, and every message passes.
+
+    Pub/Sub knows many more. Other brokers pass what we use ourselves.
+
+    Raises:
+        BadInput: the filter has none of the forms that this module makes.
+    """
+    if not text:
+        return None
+    match = _FILTER.fullmatch(text)
+    if match is None or (match["negated"] and text != INTERACTIVE_FILTER):
+        raise BadInput(
+            f'the filter {text!r} is not known here; known are attributes.slot = "…", '
+            f'attributes.lane = "…" and {INTERACTIVE_FILTER}',
+            field="filter",
+        )
+    return AttributeFilter(match["name"], match["value"], match["negated"] is not None)
+
+
+async def make_jobs(admin: Admin, model: str) -> None:
+    """Creates the topics of a model's jobs and dead letters with their subscriptions.
+
+    These are one for each priority, and one that keeps the dead letters. What exists is not
+    changed.
+
+    Raises:
+        PenstockError: as the admin's calls do.
+    """
+    topics = jobs_topic_id(model), dead_letter_topic_id(model)
+    await _all(admin.ensure_topic(topic) for topic in topics)
+    await _all(
+        admin.ensure_subscription(subscription_id, settings)
+        for subscription_id, settings in jobs_subscriptions(model).items()
+    )
+
+
+def jobs_subscriptions(model: str) -> dict[str, SubscriptionSettings]:
+    """The subscriptions of a model's jobs and dead letters by id."""
+    jobs, dead = jobs_topic_id(model), dead_letter_topic_id(model)
+    return {
+        workers_subscription_id(model): _for_workers(jobs, dead, INTERACTIVE_FILTER),
+        batch_subscription_id(model): _for_workers(jobs, dead, BATCH_FILTER),
+        dead_letter_subscription_id(model): SubscriptionSettings(
+            dead, retention_s=DEAD_LETTER_RETENTION_S
+        ),
+    }
+
+
+def _for_workers(jobs: str, dead: str, priority_filter: str) -> SubscriptionSettings:
+    """The settings of one priority's subscription, equal for both priorities."""
+    return SubscriptionSettings(
+        jobs,
+        filter=priority_filter,
+        retention_s=JOB_RETENTION_S,
+        retry_min_s=RETRY_MIN_S,
+        retry_max_s=RETRY_MAX_S,
+        dead_letter_topic_id=dead,
+        max_delivery_attempts=MAX_DELIVERY_ATTEMPTS,
+    )
+
+
+async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: int = 0) -> None:
+    """Creates an inbox's topics with their subscriptions, unless they exist.
+
+    These are one subscription per slot, and one without a filter for direct replies.
+
+    Args:
+        admin: creates them. It bounds the calls in flight.
+        inbox: a number in the pool or the id of an instance.
+        slots: how many. A single slot needs no filter.
+        expires_after_s: the broker deletes subscriptions unused for this long. 0: never.
+
+    Raises:
+        PenstockError: as the admin's calls do.
+    """
+    topic_id, direct = inbox_topic_id(inbox), direct_id(inbox)
+    await _all(admin.ensure_topic(topic) for topic in (topic_id, direct))
+    subscriptions = {
+        direct: SubscriptionSettings(direct, expires_after_s=expires_after_s, is_reply=True)
+    } | {
+        slot_subscription_id(inbox, slot): SubscriptionSettings(
+            topic_id,
+            slot_filter(slot, slots),
+            expires_after_s=expires_after_s,
+            is_reply=True,
+        )
+        for slot in range(slots)
+    }
+    await _all(
+        admin.ensure_subscription(subscription_id, settings)
+        for subscription_id, settings in subscriptions.items()
+    )
+
+
+async def remove_inbox(admin: Admin, inbox: str, slots: int) -> None:
+    """Deletes an inbox. Topics and subscriptions that are gone already cause no error.
+
+    Raises:
+        PenstockError: as the admin's calls do.
+    """
+    topics = (inbox_topic_id(inbox), direct_id(inbox))
+    await _all(admin.delete_topic(topic) for topic in topics)
+    subscriptions = [direct_id(inbox), *(slot_subscription_id(inbox, n) for n in range(slots))]
+    await _all(admin.delete_subscription(name) for name in subscriptions)
+
+
+async def _all(calls: Iterable[Coroutine[Any, Any, bool]]) -> None:
+    try:
+        async with asyncio.TaskGroup() as group:
+            for call in calls:
+                group.create_task(call)
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures

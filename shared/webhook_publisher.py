@@ -6,9 +6,8 @@ import logging
 from collections.abc import Collection
 
 from shared.errors import PenstockError
-from shared.topics import WEBHOOKS_TOPIC_ID
 from shared.tracing.spans import current
-from shared.transport import Publisher
+from shared.transport import WEBHOOKS_TOPIC_ID, Publisher
 from shared.webhooks import (
     BatchEvent,
     BudgetEvent,

@@ -15,7 +15,7 @@ import redis
 from hypothesis import settings
 
 from api.idempotency.store import IdempotencyStore
-from api.limits.store import LimitStore
+from api.limits.accounts import LimitStore
 from infra.local.process import Process, free_port, listens
 from infra.local.reaper import child_marks
 from infra.local.redis_server import RedisServer

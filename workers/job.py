@@ -29,9 +29,14 @@ from shared.messages import (
 from shared.tasks import Result
 from shared.tasks.text import GenerationInput, TokenChunk
 from shared.tenants.plan import Priority
-from shared.topics import batch_subscription_id, jobs_topic_id, workers_subscription_id
 from shared.tracing.spans import STAGE, Attributes, SpanBlock, TraceContext, record, span
-from shared.transport import ReceivedMessage, Subscription
+from shared.transport import (
+    ReceivedMessage,
+    Subscription,
+    batch_subscription_id,
+    jobs_topic_id,
+    workers_subscription_id,
+)
 from shared.usage.row import Row, row_of
 from workers.models.base import Prepared, PreparedCustom, PreparedPrompt
 from workers.runtime.protocol import BatchResult, Call

@@ -34,7 +34,7 @@ from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.stores.redis_client import NO_REDIS
 from shared.tasks import Input, Result
-from shared.topics import direct_id, jobs_topic_id, make_inbox, make_jobs
+from shared.transport import direct_id, jobs_topic_id, make_inbox, make_jobs
 from shared.usage.row import Row
 from shared.usage.row_list import RowList
 from workers.job import WorkerInfo

@@ -29,8 +29,8 @@ from api.limits.limiter import Limiter
 from api.openai.endpoint import LineCaller, ReplyTools
 from api.predictions.creation import OWNER, PredictionSnapshot, digest_of, ids_of, version_of
 from api.predictions.service import GRACE_S, Predictions
-from shared.backoff import backoff
 from shared.charge import price_of, step_prices_of
+from shared.concurrency import backoff
 from shared.errors import Canceled, DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome, Receipt, RequestFacts
 from shared.predictions import Prediction, metrics_of

@@ -44,15 +44,14 @@ from api.inputs.storage import Storage, swept
 from api.inputs.url_fetcher import UrlFetcher
 from api.limits.limiter import open_limiter
 from api.predictions.service import Predictions
-from shared.backoff import backoff
 from shared.catalog import Catalog
+from shared.concurrency import backoff
 from shared.errors import PenstockError, Unavailable
 from shared.settings import ApiSettings
 from shared.stores.key_stores import key_store
-from shared.stores.objects import ObjectStore
+from shared.stores.objects import ObjectStore, UrlSigner
 from shared.stores.records import Records
 from shared.stores.redis_client import RedisLink, RedisStore, load_script
-from shared.stores.signed_urls import UrlSigner
 from shared.transport import Admin, Transport
 from shared.usage.row import RowSink
 from shared.webhook_publisher import WebhookPublisher

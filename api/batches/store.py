@@ -35,7 +35,7 @@ from api.batches.documents import (
 )
 from api.batches.names import ADMISSIONS, OPEN, RUNS, is_batch_id, owner_of
 from api.errors import NotFound
-from shared.backoff import backoff
+from shared.concurrency import backoff
 from shared.errors import BadInput, Overloaded, Unavailable
 from shared.stores.objects import ObjectStore, StoredObject
 

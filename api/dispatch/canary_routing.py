@@ -22,10 +22,10 @@ import msgspec
 
 from api import metrics
 from api.dispatch.request import InferenceRequest
-from shared.background import BackgroundTask
 from shared.canary.store import CanaryState
 from shared.canary.verdict import CanaryCounts, judge
 from shared.catalog import Catalog, Model
+from shared.concurrency import BackgroundTask
 from shared.errors import Unavailable
 from shared.stores.withdrawals import LiveWithdrawals, no_withdrawals
 

@@ -148,6 +148,7 @@ class Dispatcher:
         except asyncio.CancelledError:
             if not state.request.is_run_again():
                 state.cancel(ClientGone())
+                _count_items(state)
                 self._write_rows(state, is_delivered=False)
             raise
         except PenstockError as refused:
@@ -158,8 +159,9 @@ class Dispatcher:
         return state.response(partial(self._end, state), error)
 
     def _end(self, state: RequestState, response: InferenceResponse) -> None:
-        """Writes the rows of a request, once it is known whether its caller got the response."""
+        """Ends a request, once it is known whether its caller got the response."""
         if not (response.is_broken_off and state.request.is_run_again()):
+            _count_items(state)
             self._write_rows(state, is_delivered=response.is_delivered)
 
     async def _run_round(self, state: RequestState, pending: Sequence[int]) -> None:
@@ -348,19 +350,13 @@ class Dispatcher:
         )
 
     def _write_rows(self, state: RequestState, *, is_delivered: bool) -> None:
-        """Counts all items, and writes the rows that no worker writes."""
+        """Writes the rows of the items that no worker writes."""
         request = state.request
-        completions = [completion for completion in state.completions if completion is not None]
-        counts = Counter((one.outcome.receipt.cache, one.outcome.status) for one in completions)
-        counts_toward_slo = request.counts_toward_slo
-        for (cache, status), count in counts.items():
-            metrics.of_items(request.model.name, cache, status).inc(count)
-            if counts_toward_slo:
-                slo.count_ended(request.model.public_name, status, count)
         ours = [
             one.outcome
-            for one in completions
-            if not one.by_worker or (one.outcome.result is not None and not is_delivered)
+            for one in state.completions
+            if one is not None
+            and (not one.by_worker or (one.outcome.result is not None and not is_delivered))
         ]
         if not ours:
             return
@@ -372,6 +368,18 @@ class Dispatcher:
             if outcome.result is None:
                 row.attempt = None  # so of two rows without a result the worker's counts
             self._rows.write(row)
+
+
+def _count_items(state: RequestState) -> None:
+    """Counts the items of a request by how they ended."""
+    request = state.request
+    ended = [one.outcome for one in state.completions if one is not None]
+    counts = Counter((outcome.receipt.cache, outcome.status) for outcome in ended)
+    counts_toward_slo = request.counts_toward_slo
+    for (cache, status), count in counts.items():
+        metrics.of_items(request.model.name, cache, status).inc(count)
+        if counts_toward_slo:
+            slo.count_ended(request.model.public_name, status, count)
 
 
 async def _completed(

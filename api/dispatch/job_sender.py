@@ -43,9 +43,8 @@ from shared.messages import (
 )
 from shared.stores.objects import ObjectStore, stored_input
 from shared.stores.records import Records
-from shared.topics import jobs_topic_id
 from shared.tracing.spans import STAGE, Attributes, current, span
-from shared.transport import Publisher
+from shared.transport import Publisher, jobs_topic_id
 
 PUBLISH_LIMIT_S = 10.0
 LOOK_EVERY_S = 5.0

@@ -18,8 +18,8 @@ from uuid import uuid4
 
 from prometheus_client import Counter, Gauge
 
-from shared.backoff import backoff
 from shared.catalog_entry import Replies
+from shared.concurrency import backoff
 from shared.errors import (
     ConfigurationError,
     DeadlineExceeded,
@@ -37,8 +37,17 @@ from shared.messages import (
 )
 from shared.settings import ApiSettings
 from shared.stores.redis_client import Commands, RedisLink, load_script
-from shared.topics import direct_id, inbox_topic_id, make_inbox, remove_inbox, slot_subscription_id
-from shared.transport import Admin, ReceivedMessage, Subscriber, Subscription
+from shared.transport import (
+    Admin,
+    ReceivedMessage,
+    Subscriber,
+    Subscription,
+    direct_id,
+    inbox_topic_id,
+    make_inbox,
+    remove_inbox,
+    slot_subscription_id,
+)
 
 log = logging.getLogger(__name__)
 

@@ -60,8 +60,7 @@ from shared.charge import price_of, step_prices_of
 from shared.errors import BadInput, DeadlineExceeded, PenstockError
 from shared.predictions import Prediction
 from shared.settings import ApiSettings
-from shared.stores.objects import ObjectStore
-from shared.stores.signed_urls import UrlSigner
+from shared.stores.objects import ObjectStore, UrlSigner
 from shared.tasks import Input, Result
 from shared.tenants.plan import Caller
 

@@ -1,26 +1,286 @@
-"""The images that guide a drawing, of any kind: those of ControlNets and of IP-Adapters.
+"""What guides a drawing beside its prompt: ControlNets, IP-Adapters, and adapters (LoRA) by URL.
 
-Each kind has a module of its own. Endpoints know only this one.
+The words are those of diffusers' pipelines, and of Replicate's models. `control` and `ip_adapter`
+name one of the catalog. Endpoints know the two by `check_guides` and `with_guides`.
+
+An adapter may be named by the URL of its file, within what the catalog allows. The API fetches the
+file as it fetches any input by URL, and what it got has a digest from then on: the cache, the row
+and the worker know the adapter by it, whatever the URL gives later. A caller who writes `#sha256=…`
+behind the URL gets that file, or an error. What a tenant has fetched is remembered for the tenant
+alone. So nobody gets an adapter whose URL they can't open.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
+from pydantic import Field, model_validator
 
-from api.inputs.controls import CONTROL_FIELDS, CONTROL_IMAGE, check_control, prepare_control
-from api.inputs.image_fields import ImageFields
-from api.inputs.ip_adapters import (
-    IP_ADAPTER_FIELDS,
-    IP_ADAPTER_IMAGE,
-    check_ip_adapter,
-    prepare_ip_adapter,
+from api.bodies import (
+    MAX_PROMPT_CHARS,
+    MAX_SEED,
+    MAX_URL_CHARS,
+    SCHEDULER_CHOICE,
+    Body,
+    ClipSkip,
+    GuidanceRescale,
+    SchedulerName,
+    Upscale,
 )
+from api.errors import WrongField
 from api.inputs.source_images import ImageCaller, SourceImages
+from api.inputs.storage import owner_of
+from api.inputs.url_fetcher import FileRules
 from shared.catalog import Model
-from shared.tasks.image import ImageInput
+from shared.errors import BadInput
+from shared.image_entry import (
+    MAX_CONTROL_SCALE,
+    MAX_IP_ADAPTER_SCALE,
+    MAX_LORA_SCALE,
+    MIN_LORA_SCALE,
+)
+from shared.tasks.image import ControlInput, ImageInput, IpAdapterInput
+
+CONTROL_IMAGE = "control_image"
+_CONTROL_OPTIONS = (
+    CONTROL_IMAGE,
+    "controlnet_conditioning_scale",
+    "control_guidance_start",
+    "control_guidance_end",
+)
+CONTROL_FIELDS = ("control", *_CONTROL_OPTIONS)
+
+
+class ControlFields(Body):
+    """The fields of all bodies for images that are for ControlNets."""
+
+    control: str | None = Field(
+        None,
+        max_length=64,
+        description="The ControlNet of the model that guides the drawing, by its name.",
+    )
+    control_image: str | None = Field(
+        None,
+        description=(
+            "The image for `control`, in any size: a base64 data: URI, an https URL, "
+            "or the id or URL of a file or result of this API."
+        ),
+    )
+    controlnet_conditioning_scale: float | None = Field(
+        None,
+        ge=0,
+        le=MAX_CONTROL_SCALE,
+        description="How much `control` guides. Default: that of the catalog, mostly 1.",
+    )
+    control_guidance_start: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="The part of the steps after which `control` guides. Default: 0.",
+    )
+    control_guidance_end: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="The part of the steps until which `control` guides. Default: 1.",
+    )
+
+    @model_validator(mode="after")
+    def _is_for_a_control(self) -> ControlFields:
+        if self.control is None:
+            for name in _CONTROL_OPTIONS:
+                if getattr(self, name) is not None:
+                    raise WrongField(name, "is for control; name one")
+        if self.part[0] >= self.part[1]:
+            raise WrongField("control_guidance_start", "is not below control_guidance_end")
+        return self
+
+    @property
+    def part(self) -> tuple[float, float]:
+        """The part of the steps in which the control guides, from 0 to 1."""
+        start, end = self.control_guidance_start, self.control_guidance_end
+        return 0.0 if start is None else start, 1.0 if end is None else end
+
+
+def check_control(body: ControlFields, model: Model, *, has_picture: bool) -> None:
+    """Validates the control of a request for a model.
+
+    `has_picture`: its image came as a file of a form.
+
+    Raises:
+        BadInput: the model has no such control, or its image is missing.
+    """
+    controls = model.image.controls
+    if body.control is None:
+        if has_picture:
+            raise BadInput(f"{CONTROL_IMAGE}: is for control; name one", field=CONTROL_IMAGE)
+        return
+    if body.control not in controls:
+        accepted = f"; it has {', '.join(controls)}" if controls else "; leave it out"
+        reason = f"{model.name} has no control {body.control!r}{accepted}"
+        raise BadInput(f"control: {reason}", field="control")
+    if body.control_image is None and not has_picture:
+        raise BadInput(
+            f"{CONTROL_IMAGE}: give the image for control {body.control}", field=CONTROL_IMAGE
+        )
+
+
+async def prepare_control(
+    body: ControlFields,
+    data: bytes,
+    size: tuple[int, int] | None,
+    model: Model,
+    caller: ImageCaller,
+    images: SourceImages,
+) -> tuple[ControlInput, tuple[int, int]]:
+    """Returns the control of a request, which was checked, and the size of its image.
+
+    Args:
+        body: the fields.
+        data: the file of the image.
+        size: that of the image to draw. None: as the image, with the usual pixels of the model.
+        model: the model.
+        caller: who asks.
+        images: prepares images.
+
+    Raises:
+        BadInput: the file is not an image, or it is broken. Names `control_image`.
+    """
+    assert body.control is not None, "it was checked; this is a bug"
+    entry = model.image.controls[body.control]
+    image = await images.prepare(data, size, model.image, caller, field=CONTROL_IMAGE)
+    asked_scale = body.controlnet_conditioning_scale
+    scale = entry.scale if asked_scale is None else asked_scale
+    start, end = body.part
+    control = ControlInput(body.control, entry.version, image.image, scale, start, end)
+    return control, image.size
+
+
+IP_ADAPTER = "ip_adapter"
+IP_ADAPTER_IMAGE = "ip_adapter_image"
+_IP_ADAPTER_OPTIONS = (IP_ADAPTER_IMAGE, "ip_adapter_scale")
+IP_ADAPTER_FIELDS = (IP_ADAPTER, *_IP_ADAPTER_OPTIONS)
+
+
+class IpAdapterFields(Body):
+    """The fields of all bodies for images that are for IP-Adapters."""
+
+    ip_adapter: str | None = Field(
+        None,
+        max_length=64,
+        description="The IP-Adapter of the model that draws after an image, by its name.",
+    )
+    ip_adapter_image: str | None = Field(
+        None,
+        description=(
+            "The image for `ip_adapter`, in any size: a base64 data: URI, an https URL, "
+            "or the id or URL of a file or result of this API."
+        ),
+    )
+    ip_adapter_scale: float | None = Field(
+        None,
+        ge=0,
+        le=MAX_IP_ADAPTER_SCALE,
+        description="How much the image counts. Default: that of the catalog, mostly 1.",
+    )
+
+    @model_validator(mode="after")
+    def _is_for_an_ip_adapter(self) -> IpAdapterFields:
+        if self.ip_adapter is None:
+            for name in _IP_ADAPTER_OPTIONS:
+                if getattr(self, name) is not None:
+                    raise WrongField(name, "is for ip_adapter; name one")
+        return self
+
+
+def check_ip_adapter(body: IpAdapterFields, model: Model, *, has_picture: bool) -> None:
+    """Validates the IP-Adapter of a request for a model.
+
+    `has_picture`: its image came as a file of a form.
+
+    Raises:
+        BadInput: the model has no such IP-Adapter, or its image is missing.
+    """
+    known = model.image.ip_adapters
+    if body.ip_adapter is None:
+        if has_picture:
+            reason = "is for ip_adapter; name one"
+            raise BadInput(f"{IP_ADAPTER_IMAGE}: {reason}", field=IP_ADAPTER_IMAGE)
+        return
+    if body.ip_adapter not in known:
+        accepted = f"; it has {', '.join(known)}" if known else "; leave it out"
+        reason = f"{model.name} has no IP-Adapter {body.ip_adapter!r}{accepted}"
+        raise BadInput(f"{IP_ADAPTER}: {reason}", field=IP_ADAPTER)
+    if body.ip_adapter_image is None and not has_picture:
+        reason = f"give the image for ip_adapter {body.ip_adapter}"
+        raise BadInput(f"{IP_ADAPTER_IMAGE}: {reason}", field=IP_ADAPTER_IMAGE)
+
+
+async def prepare_ip_adapter(
+    body: IpAdapterFields, data: bytes, model: Model, caller: ImageCaller, images: SourceImages
+) -> IpAdapterInput:
+    """Returns the IP-Adapter of a request, which was checked.
+
+    Args:
+        body: the fields.
+        data: the file of the image.
+        model: the model.
+        caller: who asks.
+        images: prepares images.
+
+    Raises:
+        BadInput: the file is not an image, or it is broken. Names `ip_adapter_image`.
+    """
+    assert body.ip_adapter is not None, "it was checked; this is a bug"
+    entry, scale = model.image.ip_adapters[body.ip_adapter], body.ip_adapter_scale
+    image = await images.prepare_reference(data, caller, IP_ADAPTER_IMAGE)
+    return IpAdapterInput(
+        body.ip_adapter, entry.version, image, entry.scale if scale is None else scale
+    )
+
+
+class ImageFields(ControlFields, IpAdapterFields):
+    """How images are drawn. None: the default of the model."""
+
+    prompt: str = Field(min_length=1, max_length=MAX_PROMPT_CHARS)
+    negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS)
+    num_inference_steps: int | None = Field(None, ge=1)
+    guidance_scale: float | None = Field(None, ge=0, le=100)
+    seed: int | None = Field(
+        None, ge=0, le=MAX_SEED, description="Image i of a request uses seed + i."
+    )
+    scheduler: SchedulerName | None = Field(None, description=f"One {SCHEDULER_CHOICE[4:]}")
+    clip_skip: ClipSkip | None = Field(
+        None, description="How many of the last layers of CLIP do not read the prompt."
+    )
+    guidance_rescale: GuidanceRescale | None = Field(
+        None, description="How much of the contrast that guidance adds is taken back, 0.7 if any."
+    )
+    lora_weights: str | None = Field(
+        None,
+        max_length=MAX_URL_CHARS,
+        description=(
+            "An adapter of the model, by its name. Or the https URL of its file, if the model "
+            "takes any; with #sha256=DIGEST behind it, only the file of that digest."
+        ),
+    )
+    lora_scale: float | None = Field(
+        None,
+        ge=MIN_LORA_SCALE,
+        le=MAX_LORA_SCALE,
+        description="How strongly the adapter counts. Default: as the catalog says, mostly 1.",
+    )
+    upscale: Upscale | None = Field(
+        None,
+        description=(
+            "How many times as wide and high the image becomes, if the model has an upscaler: "
+            "2 or 4."
+        ),
+    )
+
 
 GUIDE_IMAGES = (CONTROL_IMAGE, IP_ADAPTER_IMAGE)
 """The fields that name their images. In forms they may be files."""
@@ -97,3 +357,50 @@ def _named(field: dict[str, Any], names: list[str]) -> dict[str, Any]:
     # Forms have no null.
     kinds = [kind | {"enum": names} for kind in field.get("anyOf", ())[:1]]
     return field | ({"anyOf": [*kinds, *field["anyOf"][1:]]} if kinds else {"enum": names})
+
+
+ADAPTER_FIELD = "lora_weights"
+ADAPTER_KEPT_S = 12 * 3600.0
+"""For so long, a file that has not changed is not loaded again. Stored inputs stay for days."""
+_DIGEST = re.compile(r"sha256=([0-9a-f]{64})")
+
+
+async def with_fetched_adapter(
+    image: ImageInput, model: Model, caller: ImageCaller, images: SourceImages
+) -> ImageInput:
+    """Returns the image, whose adapter is fetched if it is one by URL.
+
+    Raises:
+        BadInput: it can't be had from there, or has another digest. Names `lora_weights`.
+        Overloaded: too many files are being fetched.
+        Unavailable: the object store is out of reach.
+    """
+    chosen, urls = image.adapter, model.image.adapter_urls
+    if chosen is None or not chosen.url:
+        return image
+    assert urls is not None, "it was chosen among them; this is a bug"
+    url, expected = _split(chosen.url)
+    rules = FileRules(within=urls.allowed, max_bytes=urls.max_bytes, sha256=expected)
+    sha256, key = await images.fetch_for_workers(url, caller, ADAPTER_FIELD, rules, ADAPTER_KEPT_S)
+    if expected and sha256 != expected:
+        raise BadInput(
+            f"{ADAPTER_FIELD}: the file there has the digest sha256={sha256}, "
+            "not the one behind the #",
+            field=ADAPTER_FIELD,
+        )
+    digest, owner = f"sha256:{sha256}", owner_of(caller.tenant)
+    adapter = msgspec.structs.replace(
+        chosen, name=digest, version=digest, object_key=key, owner=owner, url=""
+    )
+    return msgspec.structs.replace(image, adapter=adapter)
+
+
+def _split(text: str) -> tuple[str, str]:
+    """The URL, and the digest behind it in hex. Empty: it has none."""
+    url, _, fragment = text.partition("#")
+    if not fragment:
+        return url, ""
+    if (digest := _DIGEST.fullmatch(fragment)) is None:
+        reason = "what is behind the # is not sha256= and 64 digits of 0-9, a-f"
+        raise BadInput(f"{ADAPTER_FIELD}: {reason}", field=ADAPTER_FIELD)
+    return url, digest[1]

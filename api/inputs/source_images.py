@@ -31,8 +31,7 @@ from api.inputs.url_fetcher import (
 from shared.blob import Blob
 from shared.errors import BadInput
 from shared.image_entry import ImageDefaults
-from shared.stores.objects import ObjectStore, object_key, stored_input
-from shared.stores.signed_urls import LinkInvalid, UrlSigner
+from shared.stores.objects import LinkInvalid, ObjectStore, UrlSigner, object_key, stored_input
 
 ACCEPTED = (
     "expected a data: URI, an https URL, or the id or URL of a file of this API (POST /v1/files)"

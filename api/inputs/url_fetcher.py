@@ -18,7 +18,7 @@ import secrets
 import ssl
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from email.message import Message
 from ipaddress import ip_network
@@ -32,6 +32,7 @@ from yarl import URL
 from api.bodies import MAX_URL_CHARS
 from api.errors import NotNow
 from shared.blob import INLINE_LIMIT_BYTES, Blob
+from shared.concurrency import FairPermits
 from shared.errors import (
     BadInput,
     ConfigurationError,
@@ -40,7 +41,6 @@ from shared.errors import (
     PenstockError,
     Unavailable,
 )
-from shared.fair_permits import FairPermits
 from shared.pinned_http import CONNECT_LIMIT_S, Resolve, pinned_session, resolve
 from shared.public_url import Reach, UrlForbidden, is_within, parse_public_url
 from shared.settings import ApiSettings
@@ -473,10 +473,14 @@ def _media_type(answer: ClientResponse) -> str:
 
 def _name_of(answer: ClientResponse, asked: str) -> str:
     """The name that the server gives, or else the last part of the path that was asked for."""
-    head = Message()
+    head, filename = Message(), None
     head["content-disposition"] = answer.headers.get("content-disposition", "")
-    path = head.get_filename() or unquote(URL(asked).raw_path)
-    return PurePosixPath(path.replace("\\", "/").replace("\0", "")).name[:255]
+    # Parts of a name with and without numbers, and some charsets, make the parser raise.
+    with suppress(TypeError, ValueError):
+        filename = head.get_filename()
+    path = filename or unquote(URL(asked).raw_path)
+    name = PurePosixPath(path.replace("\\", "/").replace("\0", "")).name[:255]
+    return name.encode(errors="replace").decode()  # a charset may give half a surrogate pair
 
 
 def _too_large(rules: FileRules) -> InputTooLarge:

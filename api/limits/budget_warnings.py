@@ -9,8 +9,8 @@ import time
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from api.limits.accounts import LimitStore
 from api.limits.counters import MonthCounter
-from api.limits.store import LimitStore
 from shared.errors import PenstockError, Unavailable
 from shared.tenants.plan import Plan
 from shared.transport import Publisher

@@ -17,12 +17,13 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from datetime import UTC, datetime
-from typing import ClassVar
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from api.limits.store import SLOTS_S, Answer, Ask, Kind, Standing
-
+Kind: TypeAlias = Literal["window", "month", "slots"]
+SLOTS_S = 30
+"""Slots and registrations of an instance that died are free after this time."""
 LEASE_S = 0.25
 """LEASE_BUCKETS of take.lua: a window covers what may still be used of what was taken in it."""
 BLOCK_S = 0.25
@@ -34,6 +35,54 @@ ROUNDING_USD = 1e-9
 """Sums of doubles, as in take.lua."""
 ALONE = -1.0
 """The period of what was taken while Redis was away."""
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """A request by an instance to one limit."""
+
+    key: str
+    kind: Kind
+    limit: float
+    need: float
+    """The need of the request. 0: only to give back. For slots: the total number to hold."""
+    extra: float = 0.0
+    """An additional amount, if the limit is far from full."""
+    returns: list[tuple[float, float]] = []
+    """Periods, and the unused amounts taken in them. Negative: used in addition."""
+    held: float = -1.0
+    """For a budget: the part of the used amount that this instance may give back, `need` included.
+    Negative: as reported before."""
+    month: float = 0
+    """For a budget: the month in which the request arrived. 0: the current one."""
+    operation: str = ""
+    """GROUP/NAME of what a next process would begin anew. All that it had reserved comes back."""
+    used: float = 0.0
+    """By the operation, however often it was begun."""
+    owner: str = ""
+    """The process that took what `returns` says without Redis. Empty: this one."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The result of one ask. If one of several does not fit, none is granted."""
+
+    granted: float
+    used: float
+    """By all instances, in the current window or month."""
+    period: float
+    fits: bool
+    retry_ms: float
+    """Until there is room for `need`. 0 of a month: as soon as enough of `held` comes back."""
+    reset_ms: float
+    """Until nothing is used any more."""
+    held: float = 0.0
+    """For a month: the part of `used` that all instances may give back. The rest is spent."""
+
+
+class Standing(NamedTuple):
+    """The place of an instance among those that count."""
+
+    rank: int
+    instances: int
 
 
 class Counter(ABC):

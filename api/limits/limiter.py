@@ -22,11 +22,20 @@ from typing import Self
 
 import msgspec
 
-from api.limits.accounts import Account, Accounts
+from api.limits.accounts import Account, Accounts, AnswerLost, LimitStore
 from api.limits.budget_warnings import BudgetWarnings
-from api.limits.counters import ALONE, LEASE_S, Counter, MonthCounter
+from api.limits.counters import (
+    ALONE,
+    LEASE_S,
+    SLOTS_S,
+    Answer,
+    Ask,
+    Counter,
+    Kind,
+    MonthCounter,
+    Standing,
+)
 from api.limits.messages import Need, headers_of, refusal
-from api.limits.store import SLOTS_S, Answer, AnswerLost, Ask, Kind, LimitStore, Standing
 from shared.errors import Unavailable
 from shared.tasks.base import Unit
 from shared.tenants.plan import Caller

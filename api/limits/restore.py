@@ -22,8 +22,8 @@ from datetime import UTC, datetime
 from importlib import resources
 from typing import Any, NamedTuple
 
-from api.limits.counters import ROUNDING_USD, month_of
-from api.limits.store import Ask, LimitStore
+from api.limits.accounts import LimitStore
+from api.limits.counters import ROUNDING_USD, Ask, month_of
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.reports.budgets import budgets_usd
 from shared.settings import ApiSettings, read_settings

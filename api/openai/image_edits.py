@@ -22,8 +22,13 @@ from api.errors import WrongField
 from api.http.openapi import inference_body, inference_responses, streamed
 from api.http.request import ApiRequest, open_request, while_connected
 from api.http.upload_form import closed_form
-from api.inputs.adapters_by_url import with_fetched_adapter
-from api.inputs.guides import GUIDE_IMAGES, check_guides, guide_urls, with_guides
+from api.inputs.guides import (
+    GUIDE_IMAGES,
+    check_guides,
+    guide_urls,
+    with_fetched_adapter,
+    with_guides,
+)
 from api.inputs.image_codec import data_of_uri
 from api.inputs.source_images import ACCEPTED
 from api.openai.images import (

@@ -2,8 +2,8 @@
 
 https://platform.openai.com/docs/api-reference/images-streaming
 
-The request is a prediction, whose previews (shared/stores/previews.py) and record say all of it. So
-a reader that comes back with the id of an event, to any instance, gets what it has not.
+The request is a prediction, whose record and previews (shared/stores/record_state.py) say all of
+it. So a reader that comes back with the id of an event, to any instance, gets what it has not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from api.predictions.generation_stream import HEARTBEAT, HEARTBEAT_BESIDE_IDS, H
 from api.tasks.image import images_in
 from shared.catalog import Model
 from shared.errors import BadInput, DeadlineExceeded, PenstockError
-from shared.stores.previews import Preview
+from shared.stores.record_state import Preview
 from shared.tasks.image import ImageResult
 
 Drawn = TypeVar("Drawn")

@@ -26,9 +26,14 @@ from api.http.fast_route import StreamedRoute
 from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses, streamed
 from api.http.request import ApiRequest, open_request, while_connected
 from api.http.upload_form import MAX_EDIT_FIELDS, form_asks_for_stream
-from api.inputs.adapters_by_url import with_fetched_adapter
-from api.inputs.guides import GUIDE_IMAGES, check_guides, guide_urls, with_guides
-from api.inputs.image_fields import ImageFields
+from api.inputs.guides import (
+    GUIDE_IMAGES,
+    ImageFields,
+    check_guides,
+    guide_urls,
+    with_fetched_adapter,
+    with_guides,
+)
 from api.inputs.source_images import ImageCaller, SourceImages
 from api.inputs.storage import StorageQuota
 from api.openai.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
@@ -52,7 +57,7 @@ from shared.errors import BadInput, PenstockError, Unavailable
 from shared.messages import ItemOutcome
 from shared.predictions import EVENTS_TYPE, MEDIA_TYPES
 from shared.stores.objects import ObjectStore, object_key
-from shared.stores.previews import Preview
+from shared.stores.record_state import Preview
 from shared.tasks import Input
 from shared.tasks.custom import CustomInput
 from shared.tasks.image import ImageInput, ImageResult, ImagesResult

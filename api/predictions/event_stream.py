@@ -50,8 +50,8 @@ from shared.predictions import (
     printed_of,
     step_output_of,
 )
-from shared.stores.previews import Preview
-from shared.stores.signed_urls import UrlSigner
+from shared.stores.objects import UrlSigner
+from shared.stores.record_state import Preview
 from shared.tasks.custom import CustomResult, StreamedFile, read_elements, streamed_key
 from shared.tasks.text import TokenLogprob
 

@@ -28,7 +28,7 @@ from api.dispatch.request import InferenceRequest
 from api.errors import KeyReused, NotFound
 from api.limits.limited_request import Hold
 from api.predictions.creation import Creation, PredictionSnapshot, version_of
-from shared.background import BackgroundTask
+from shared.concurrency import BackgroundTask
 from shared.errors import (
     BadInput,
     DeadlineExceeded,
@@ -50,10 +50,8 @@ from shared.predictions import (
     is_checked,
     record_of,
 )
-from shared.stores.previews import Preview
-from shared.stores.record_state import Record
+from shared.stores.record_state import Preview, QueuePosition, Record
 from shared.stores.records import Records
-from shared.stores.waiting_line import QueuePosition
 from shared.stores.webhook_log import WebhookAttempt
 from shared.stores.withdrawals import withdrawn_error
 from shared.tasks import Result

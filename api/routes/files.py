@@ -51,7 +51,7 @@ from api.replicate import models as replicate_models
 from api.replicate.replies import FileReply
 from shared.errors import BadInput
 from shared.predictions import MEDIA_TYPES
-from shared.stores.signed_urls import VALID_S
+from shared.stores.objects import LINK_VALID_S
 
 
 class FileForm(Body):
@@ -381,7 +381,7 @@ async def get_object(
     fetching = dependencies.result_fetcher.fetch(key, type, time.time() + MAX_LINK_S)
     data = await while_connected(request.receive, fetching)
     headers = {
-        "cache-control": f"private, max-age={VALID_S}, immutable",
+        "cache-control": f"private, max-age={LINK_VALID_S}, immutable",
         "x-content-type-options": "nosniff",
         # A class of one's own may give a page, which is not to act as one of ours.
         "content-security-policy": "sandbox; default-src 'none'",

@@ -18,8 +18,7 @@ from api.http.request import ApiRequest, authenticate
 from shared.errors import BadInput
 from shared.reports.budgets import read_budgets
 from shared.reports.definitions import ROWS_KEPT_DAYS, Report, ask, reports
-from shared.reports.plots import drawings
-from shared.reports.runner import ReportResult
+from shared.reports.runner import ReportResult, drawings
 
 Cell = str | int | float | bool | None
 """A cell of a table. Days and times are text in ISO 8601."""

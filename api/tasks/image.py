@@ -14,10 +14,15 @@ import msgspec
 from pydantic import Field, field_validator, model_validator
 
 from api.errors import WrongField
-from api.inputs.adapters_by_url import with_fetched_adapter
 from api.inputs.codec_protocol import UNPADDED, Padding
-from api.inputs.guides import check_guides, guide_urls, show_guides, with_guides
-from api.inputs.image_fields import ImageFields
+from api.inputs.guides import (
+    ImageFields,
+    check_guides,
+    guide_urls,
+    show_guides,
+    with_fetched_adapter,
+    with_guides,
+)
 from api.inputs.source_images import FetchedFile, ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs
 from shared.after_image import input_of

@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from api.usage.rows import UsageLine, UsageQuery, UsageRows
+from shared.concurrency import FairPermits
 from shared.errors import Overloaded
-from shared.fair_permits import FairPermits
 from shared.reports.definitions import Report, ReportQuestion
 from shared.reports.runner import ReportResult, ReportRunner, translated_errors
 from shared.usage.bigquery import open_client
@@ -34,7 +34,7 @@ Answer = TypeVar("Answer")
 class QueryPermits:
     """Who asks BigQuery now, and who waits for it.
 
-    Alone, a tenant runs two queries and leaves two threads (shared/fair_permits.py).
+    Alone, a tenant runs two queries and leaves two threads (shared/concurrency.py).
     """
 
     def __init__(self) -> None:

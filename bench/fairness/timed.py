@@ -50,8 +50,15 @@ from shared.stores.records import Records
 from shared.tasks import Input
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.tenants.plan import Priority
-from shared.topics import inbox_topic_id, jobs_topic_id, make_inbox, slot_subscription_id
-from shared.transport import ReceivedMessage, Subscription, Transport
+from shared.transport import (
+    ReceivedMessage,
+    Subscription,
+    Transport,
+    inbox_topic_id,
+    jobs_topic_id,
+    make_inbox,
+    slot_subscription_id,
+)
 from shared.usage.row import Row, RowSink
 from workers.job import WorkerInfo
 from workers.jobs.completion import Completion

@@ -31,7 +31,7 @@ from models.shapes.fine_tuning import noised, rate
 from models.shapes.judge import overlap, silhouette
 from models.shapes.score import GUIDANCE, STEPS, Asked, held_out
 from models.shapes.world import Scene, sample_scene
-from workers.models.image.canny import edges
+from workers.models.image.preprocessing import edges
 
 PIPELINE = Path(__file__).parents[2] / "models" / "shapes" / "pipeline"
 LOW, HIGH = 100, 200

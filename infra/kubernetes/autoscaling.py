@@ -23,7 +23,7 @@ from typing import Any
 
 from infra.kubernetes.deployment import Deployment
 from shared.catalog import Model, WorkerGroup
-from shared.topics import batch_subscription_id, workers_subscription_id
+from shared.transport import batch_subscription_id, workers_subscription_id
 
 MAX_UTILIZATION = 0.9
 """The target share of workers' time spent on batches, if only workers report their load."""
@@ -183,7 +183,7 @@ class TriggerQueries:
     def _item_s(self, model: Model) -> str:
         """PromQL: the time of an item in full-worker seconds.
 
-        Spare is what others could have used for nothing (shared/step_time.py). Workers
+        Spare is what others could have used for nothing (shared/service_rate.py). Workers
         report seconds of their processes.
         """
         # Workers of earlier releases, which have one model, do not label it.

@@ -33,7 +33,7 @@ from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.settings import ApiSettings, Settings, read_settings
 from shared.stores.objects import ObjectStore
-from shared.topics import WEBHOOKS_SUBSCRIPTION_ID, direct_id, slot_subscription_id
+from shared.transport import WEBHOOKS_SUBSCRIPTION_ID, direct_id, slot_subscription_id
 
 
 async def check_inboxes(settings: ApiSettings, limit_s: float) -> None:

@@ -12,24 +12,25 @@ import time
 from collections.abc import Callable
 
 from infra.reports.tables import create_tables
-from shared.backoff import backoff
 from shared.brokers import admin_of
 from shared.catalog import Catalog
 from shared.catalog_file import read_catalog
+from shared.concurrency import backoff
 from shared.errors import Unavailable
 from shared.settings import ApiSettings
-from shared.topics import (
+from shared.transport import (
     DEAD_LETTER_RETENTION_S,
     DEAD_LETTER_RETRY_S,
     WEBHOOK_RETRY_S,
     WEBHOOKS_SUBSCRIPTION_ID,
     WEBHOOKS_TOPIC_ID,
+    Admin,
+    SubscriptionSettings,
     dead_letter_push_subscription_id,
     dead_letter_topic_id,
     make_inbox,
     make_jobs,
 )
-from shared.transport import Admin, SubscriptionSettings
 
 PUSH_LIMIT_S = 60
 """Time limit of a function for one message."""

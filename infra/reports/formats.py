@@ -19,8 +19,7 @@ from typing import Any
 from infra.text_table import table
 from shared.errors import BadInput
 from shared.reports.invoice import plain_cell
-from shared.reports.plots import Drawing, drawings
-from shared.reports.runner import USD_PER_TIB, ReportResult
+from shared.reports.runner import USD_PER_TIB, Drawing, ReportResult, drawings
 
 Formatted = Callable[[Sequence[ReportResult]], bytes]
 _DUCKDB_TYPES = {

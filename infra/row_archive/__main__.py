@@ -19,7 +19,7 @@ from prometheus_client import Counter, start_http_server
 
 from infra.row_archive.archive import ArchivedDays, RowArchive, RowArchiveSettings
 from infra.row_archive.loads import BigQueryLoader
-from shared.backoff import backoff
+from shared.concurrency import backoff
 from shared.errors import ConfigurationError, Unavailable
 from shared.logs import configure_logs
 from shared.settings import read_settings

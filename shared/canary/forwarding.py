@@ -12,8 +12,7 @@ import msgspec
 
 from shared.catalog import CANARY_SUFFIX
 from shared.messages import Job, decode_job, encode_job
-from shared.topics import jobs_topic_id
-from shared.transport import Publisher, ReceivedMessage
+from shared.transport import Publisher, ReceivedMessage, jobs_topic_id
 
 
 class JobMessage(NamedTuple):

@@ -22,7 +22,7 @@ from google.auth.transport.requests import Request
 from google.pubsub_v1.types import pubsub
 from grpc import StatusCode, aio
 
-from shared.backoff import backoff, jittered
+from shared.concurrency import backoff, jittered
 from shared.errors import BadInput, ConfigurationError, Overloaded, PenstockError, Unavailable
 from shared.transport import SmoothedDuration
 

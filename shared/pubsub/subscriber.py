@@ -11,7 +11,7 @@ from typing import Any
 
 from grpc import StatusCode, aio
 
-from shared.backoff import backoff, jittered
+from shared.concurrency import backoff, jittered
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.pubsub.channel import (
     AckQueue,

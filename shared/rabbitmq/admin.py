@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 from aiormq import Channel
 
-from shared.backoff import backoff
+from shared.concurrency import backoff
 from shared.errors import BadInput, Unavailable
 from shared.rabbitmq.broker_url import broker_url
 from shared.rabbitmq.connection import BROKEN, BrokerConnection, translate

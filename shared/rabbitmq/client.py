@@ -25,7 +25,7 @@ import aiormq
 from aiormq import spec
 from aiormq.abc import DeliveredMessage
 
-from shared.backoff import backoff
+from shared.concurrency import backoff
 from shared.errors import BadInput, InputTooLarge, Overloaded, PenstockError, Unavailable
 from shared.rabbitmq.broker_url import broker_url
 from shared.rabbitmq.connection import BROKEN, MAX_PAUSE_S, BrokerConnection, translate

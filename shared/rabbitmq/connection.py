@@ -10,7 +10,7 @@ import aiormq
 from aiormq import Channel, Connection
 from yarl import URL
 
-from shared.backoff import backoff
+from shared.concurrency import backoff
 from shared.errors import BadInput, ConfigurationError, PenstockError, Unavailable
 from shared.rabbitmq.waits import ANSWER_LIMIT_S, CLOSE_LIMIT_S, only_own_cancellation
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from aiormq import Channel
 from aiormq.abc import DeliveredMessage
 
-from shared.backoff import backoff
+from shared.concurrency import backoff
 from shared.errors import BadInput, ConfigurationError, PenstockError, Unavailable
 from shared.rabbitmq.connection import BROKEN, MAX_PAUSE_S, translate
 from shared.rabbitmq.properties import message_of

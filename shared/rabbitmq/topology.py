@@ -19,7 +19,7 @@ from aiormq import Channel
 
 from shared.rabbitmq.connection import BROKEN, BrokerConnection, translate
 from shared.rabbitmq.waits import ChannelWaits, close_channel
-from shared.topics import parse_filter
+from shared.transport import parse_filter
 
 FILTERED = ("slot", "lane")
 """The attributes that filters of ours use."""

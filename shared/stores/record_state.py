@@ -1,13 +1,31 @@
-"""The state of a record, as Redis has it: a hash, read as `Record`."""
+"""What the record of a prediction tells while it is not over: its state, its place in line, images.
+
+A record is a hash in Redis, read as `Record`.
+
+Workers start a tenant's predictions by deadline, so the line of those that wait is in that order.
+How many other tenants have waiting is not for this tenant to know, but it shows in the pace at
+which the line moves. That is measured from one look to the next. So it is known only while somebody
+looks.
+
+Previews of images that are being drawn are in a Redis stream for each prediction. A reader of a
+prediction's events says that it watches, again and again. Workers learn of it when they report
+progress, and draw nothing for predictions that nobody watches. Streams are bounded and expire, so
+unlike records they have no part in a budget.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import msgspec
 
+from shared.errors import Unavailable
 from shared.messages import ItemOutcome, ReplyBody, decode_reply_body, encode_reply_body
+from shared.stores.redis_client import Commands, load_script
 
 State = Literal["starting", "processing", "succeeded", "failed", "canceled"]
 
@@ -108,3 +126,131 @@ def record_from_fields(fields: Mapping[str, bytes]) -> Record:
     record.document = document
     record.reply = None if reply is None else decode_reply_body(reply)
     return record
+
+
+MIN_LEFT = 1.0
+"""The minimum number of predictions that left the line for an estimate."""
+
+_POSITION = load_script("shared/stores/record_position.lua")
+
+
+class QueuePosition(NamedTuple):
+    """Position in the queue: `position` counts from 1."""
+
+    position: int
+    estimated_s: float | None
+    """Seconds until a worker takes it, at the pace of the last half minute. None: not known."""
+
+
+class WaitingLines:
+    """The lines of all tenants.
+
+    Args:
+        commands: reach Redis.
+        prefix: starts every key.
+    """
+
+    def __init__(self, commands: Commands, prefix: str) -> None:
+        self._commands = commands
+        self._prefix = prefix
+
+    def key_of(self, tenant: str, model: str) -> str:
+        """The line of this tenant's predictions for this model."""
+        return f"{self._prefix}waiting:{model}:{tenant}"
+
+    def pace_key_of(self, tenant: str, model: str) -> str:
+        """Returns the key that holds the pace of that line."""
+        return f"{self._prefix}waiting-pace:{model}:{tenant}"
+
+    async def position(
+        self, record: str, tenant: str, model: str, deadline_s: float
+    ) -> QueuePosition | None:
+        """Returns the position of the prediction with this record. None if it does not wait.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        keys = (
+            f"{self._prefix}record:{record}",
+            self.key_of(tenant, model),
+            self.pace_key_of(tenant, model),
+        )
+        reply = await self._commands.run_script(_POSITION, keys, time.time(), deadline_s)
+        if not reply:
+            return None
+        position, left, seconds = int(reply[0]), float(reply[1]), float(reply[2])
+        estimated_s = round(position * seconds / left, 3) if left >= MIN_LEFT else None
+        return QueuePosition(position, estimated_s)
+
+
+WATCHED_S = 5
+"""The time after a reader said that it watches for which previews are drawn."""
+PREVIEWS_KEPT_S = 120
+MAX_PREVIEWS = 16
+"""Previews of one prediction. Each has some kilobytes."""
+
+_ADD_PREVIEW = load_script("shared/stores/preview_add.lua")
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """An image of an item between two steps.
+
+    `cursor` is its id in the stream. `image` is a WebP.
+    """
+
+    cursor: str
+    index: int
+    step: int
+    steps: int
+    image: bytes
+
+
+class PreviewStore:
+    """The previews of all predictions.
+
+    Args:
+        commands: reach Redis.
+        prefix: starts every key.
+    """
+
+    def __init__(self, commands: Commands, prefix: str) -> None:
+        self._commands = commands
+        self._prefix = prefix
+
+    def keys_of(self, record: str) -> tuple[str, str]:
+        """The keys that belong to a record: who watches it, and its stream."""
+        return f"{self._prefix}watched:{record}", f"{self._prefix}previews:{record}"
+
+    async def watch(self, record: str) -> None:
+        """Has previews drawn for the next seconds.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        watched, _ = self.keys_of(record)
+        await self._commands.run("SET", watched, 1, "EX", WATCHED_S)
+
+    async def after(self, record: str, cursor: str) -> list[Preview]:
+        """The previews after `cursor`, or all that are kept if it is empty.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        _, stream = self.keys_of(record)
+        entries = await self._commands.run("XRANGE", stream, f"({cursor}" if cursor else "-", "+")
+        return [_preview(cursor.decode(), fields) for cursor, fields in entries]
+
+    async def add(self, record: str, index: int, step: int, steps: int, image: bytes) -> None:
+        """Adds a preview. Never raises: a preview may get lost."""
+        _, stream = self.keys_of(record)
+        keys = (f"{self._prefix}record:{record}", stream)
+        with contextlib.suppress(Unavailable):
+            await self._commands.run_script(
+                _ADD_PREVIEW, keys, MAX_PREVIEWS, PREVIEWS_KEPT_S, index, step, steps, image
+            )
+
+
+def _preview(cursor: str, fields: dict[bytes, bytes]) -> Preview:
+    index, step, steps = (int(fields[name]) for name in (b"index", b"step", b"steps"))
+    return Preview(cursor, index, step, steps, fields[b"image"])

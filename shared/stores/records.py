@@ -42,13 +42,14 @@ from shared.messages import PrintedLogs
 from shared.retention import BUDGET_BYTES
 from shared.stores.fetched_urls import FetchedUrls
 from shared.stores.flow_runs import FlowRuns
-from shared.stores.previews import PreviewStore
 from shared.stores.record_state import (
     Claim,
     Finish,
+    PreviewStore,
     Record,
     ReleasedClaim,
     State,
+    WaitingLines,
     receipts_of,
     record_from_fields,
 )
@@ -60,7 +61,6 @@ from shared.stores.redis_client import (
     load_script,
 )
 from shared.stores.token_streams import TokenStreams
-from shared.stores.waiting_line import WaitingLines
 from shared.stores.webhook_log import WebhookLog
 
 log = logging.getLogger(__name__)

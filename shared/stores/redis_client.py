@@ -29,7 +29,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
-from shared.backoff import backoff
+from shared.concurrency import backoff
 from shared.errors import ConfigurationError, Unavailable
 
 

@@ -21,8 +21,8 @@ from typing import Self
 import msgspec
 from prometheus_client import Counter, Gauge
 
-from shared.background import BackgroundTask
 from shared.catalog import Model
+from shared.concurrency import BackgroundTask
 from shared.errors import ModelWithdrawn, Unavailable, UndecodableMessage
 from shared.stores.redis_client import NO_REDIS, RedisLink, RedisStore, load_script
 

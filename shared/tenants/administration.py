@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from shared.backoff import backoff
+from shared.concurrency import backoff
 from shared.errors import BadInput, ConfigurationError, PenstockError, Unavailable
 from shared.tenants.api_key import (
     ID_LENGTH,

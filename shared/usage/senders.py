@@ -20,8 +20,7 @@ import msgspec
 
 from shared.settings import Settings
 from shared.stores.objects import ObjectStore
-from shared.usage.bigquery import WRITTEN, BigQuerySender
-from shared.usage.spool import LEVEL, Fields
+from shared.usage.bigquery import LEVEL, WRITTEN, BigQuerySender, Fields
 
 MEDIA_TYPE = "application/gzip"
 SUFFIX = ".jsonl.gz"

@@ -32,12 +32,12 @@ from typing import NamedTuple, Self
 import msgspec
 from prometheus_client import Counter, Gauge
 
-from shared.backoff import backoff
+from shared.concurrency import backoff
 from shared.errors import Unavailable
 from shared.settings import SPOOL_MAX_BYTES
+from shared.usage.bigquery import Fields, Segment, Spool
 from shared.usage.row import Row
 from shared.usage.senders import RowSender
-from shared.usage.spool import Fields, Segment, Spool
 from shared.usage.worker_hour import WorkerHour
 
 

@@ -12,9 +12,9 @@ import redis
 
 from api.http.auth import ApiKeys
 from api.inputs.storage import Storage
-from api.limits.store import LimitStore
+from api.limits.accounts import LimitStore
 from shared.stores.cache import ResultCache
-from shared.stores.signed_urls import UrlSigner
+from shared.stores.objects import UrlSigner
 
 SCRIPT = "tests/api/moved_clock.lua"
 CLOCKED = (ApiKeys, ResultCache, Storage, UrlSigner)

@@ -11,7 +11,7 @@ from PIL import Image
 
 from shared.blob import INLINE_LIMIT_BYTES
 from shared.errors import PenstockError
-from shared.stores.signed_urls import VALID_S, UrlSigner
+from shared.stores.objects import LINK_VALID_S, UrlSigner
 from shared.tasks.image import ImageInput
 from tests.api.fake_worker import MAX_PROMPT_WORDS, png_of
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest
@@ -176,7 +176,7 @@ def test_link_expires_after_an_hour() -> None:
     now_s = [1000.0]
     url_signer = UrlSigner("secret", clock=lambda: now_s[0])
     query = dict(httpx.URL(url_signer.path("a", "image/png")).params)
-    now_s[0] += VALID_S - 1
+    now_s[0] += LINK_VALID_S - 1
     url_signer.check("a", query["type"], int(query["expires"]), query["signature"])
     now_s[0] += 1
     with pytest.raises(PenstockError, match="expired"):

@@ -17,8 +17,7 @@ from api.dispatch.model_window import Elsewhere, ModelWindow, PublishWindow, dig
 from api.fair_room import Demand
 from shared.catalog_entry import Batch
 from shared.errors import DeadlineExceeded
-from shared.flow_control import held_messages
-from shared.service_rate import ServiceRate
+from shared.service_rate import ServiceRate, held_messages
 from shared.tasks.base import FirstGuesses
 from tests.api.dispatcher_harness import running_dispatcher
 from tests.api.harness import WRITER

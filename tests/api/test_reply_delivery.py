@@ -14,7 +14,7 @@ from infra.local.redis_server import RedisServer
 from shared.catalog_entry import Replies
 from shared.errors import ConfigurationError, DeadlineExceeded, Unavailable
 from shared.in_memory_broker import InMemoryBroker
-from shared.topics import make_inbox
+from shared.transport import make_inbox
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest
 from tests.api.inboxes import Broker, counted, in_memory, next_inbox, until
 from tests.limits import WAIT_LIMIT_S

@@ -13,7 +13,7 @@ from api.dispatch.reply_inbox import PendingReply, ReplyInbox
 from shared.errors import BadInput, ConfigurationError, Unavailable
 from shared.in_memory_broker import InMemoryBroker
 from shared.stores.redis_client import NO_REDIS
-from shared.topics import make_inbox
+from shared.transport import make_inbox
 from tests.api.inboxes import Broker, counted, embedded, in_memory, next_inbox
 from tests.limits import WAIT_LIMIT_S
 

@@ -12,7 +12,7 @@ import pytest
 
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Cache
-from shared.topics import workers_subscription_id
+from shared.transport import workers_subscription_id
 from shared.usage.row import Row
 from tests.api.fake_worker import FakeWorker
 from tests.api.harness import ApiUnderTest, running_api, settings_for

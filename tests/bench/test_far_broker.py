@@ -15,7 +15,7 @@ import pytest
 from bench.fairness.timed import BrokerSite, servers
 from bench.far_worker import Broker, FarLoad, Link, far_site, kill_with_full_hand, measure
 from infra.local.stack_processes import RabbitServer
-from shared.flow_control import MAX_AHEAD_S
+from shared.service_rate import MAX_AHEAD_S
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.slow(about_s=150)

@@ -20,7 +20,7 @@ from shared.errors import ModelWithdrawn, Unavailable
 from shared.messages import RequestFacts
 from shared.stores.withdrawals import LiveWithdrawals, Withdrawal, WithdrawalStore
 from shared.tasks.embedding import TextInput
-from shared.topics import jobs_topic_id
+from shared.transport import jobs_topic_id
 from tests.canary.world import CANARY, MODEL, running_world
 
 pytestmark = pytest.mark.anyio

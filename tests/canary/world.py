@@ -27,7 +27,7 @@ from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.tasks.embedding import EmbeddingResult
-from shared.topics import dead_letter_subscription_id
+from shared.transport import dead_letter_subscription_id
 from shared.usage.row import Row
 from tests.api.fake_worker import FakeWorker
 from tests.api.harness import ApiUnderTest, running_api, settings_for

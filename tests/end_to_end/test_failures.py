@@ -19,8 +19,13 @@ from infra.local.stack import Stack
 from shared.brokers import admin_of, transport_of
 from shared.messages import Envelope, ReplyBody, decode_reply
 from shared.pubsub.admin import PubSubAdmin
-from shared.topics import dead_letter_subscription_id, jobs_topic_id
-from shared.transport import ReceivedMessage, Subscriber, SubscriptionSettings
+from shared.transport import (
+    ReceivedMessage,
+    Subscriber,
+    SubscriptionSettings,
+    dead_letter_subscription_id,
+    jobs_topic_id,
+)
 from tests.end_to_end.conftest import EMBEDDER, KEY
 from tests.end_to_end.rows import Rows, eventually
 from tests.faults.world import model_processes

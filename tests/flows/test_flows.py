@@ -11,8 +11,7 @@ import pytest
 import redis
 
 from shared.tenants.plan import Limits, Plan
-from shared.topics import WEBHOOKS_TOPIC_ID
-from shared.transport import SubscriptionSettings
+from shared.transport import WEBHOOKS_TOPIC_ID, SubscriptionSettings
 from shared.usage.row import Row
 from tests.flows.models import CHECK, JOIN, NO_WORDS, SPLIT
 from tests.flows.world import World, world

@@ -12,7 +12,7 @@ import pytest
 from infra.reports.tables import create_tables
 from shared.pubsub.admin import PubSubAdmin
 from shared.settings import Settings, read_settings
-from shared.topics import make_inbox
+from shared.transport import make_inbox
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.slow

@@ -27,7 +27,7 @@ from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
 from shared.stores.records import Records
 from shared.tasks.embedding import TextInput
-from shared.topics import dead_letter_topic_id, make_jobs, workers_subscription_id
+from shared.transport import dead_letter_topic_id, make_jobs, workers_subscription_id
 from tests.limits import WAIT_LIMIT_S
 
 ENTRY = """models:

@@ -14,7 +14,7 @@ from infra.local.provision_servers import provision
 from shared.catalog_file import read_catalog
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
-from shared.topics import (
+from shared.transport import (
     WEBHOOKS_TOPIC_ID,
     batch_subscription_id,
     dead_letter_subscription_id,

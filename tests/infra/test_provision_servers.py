@@ -16,7 +16,7 @@ from shared.catalog_file import read_catalog
 from shared.errors import Unavailable
 from shared.pubsub.admin import PubSubAdmin
 from shared.settings import Settings, read_settings
-from shared.topics import WEBHOOKS_SUBSCRIPTION_ID, workers_subscription_id
+from shared.transport import WEBHOOKS_SUBSCRIPTION_ID, workers_subscription_id
 from tests.bigquery_client import connected
 from tests.limits import WAIT_LIMIT_S
 

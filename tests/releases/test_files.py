@@ -41,7 +41,7 @@ from shared.stores.cache import ENTRY_SCHEMA, ResultCache
 from shared.stores.records import Records
 from shared.tenants.directory import Document, decode_document, encode_document
 from shared.tenants.plan import Limits, Plan, Rates
-from shared.usage.spool import Fields
+from shared.usage.bigquery import Fields
 from shared.usage.writer import RowWriter
 from shared.webhooks import (
     decode_batch_event,

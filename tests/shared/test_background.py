@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from shared.background import BackgroundTask
+from shared.concurrency import BackgroundTask
 
 pytestmark = pytest.mark.anyio
 

@@ -16,8 +16,16 @@ from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
 from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
-from shared.topics import BATCH_FILTER, INTERACTIVE_FILTER, slot_filter
-from shared.transport import Admin, ReceivedMessage, Subscription, SubscriptionSettings, Transport
+from shared.transport import (
+    BATCH_FILTER,
+    INTERACTIVE_FILTER,
+    Admin,
+    ReceivedMessage,
+    Subscription,
+    SubscriptionSettings,
+    Transport,
+    slot_filter,
+)
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.receiving import take
 

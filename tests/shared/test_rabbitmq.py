@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 from infra.local.process import Process, free_port
 from infra.local.stack_processes import RabbitServer, find_rabbitmq_server
 from pubsub_emulator import parse_filter
-from shared import topics
+from shared import transport
 from shared.errors import BadInput, ConfigurationError, Unavailable
 from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.broker_url import broker_url
 from shared.rabbitmq.client import RabbitTransport
 from shared.rabbitmq.subscriber import AckRuns
 from shared.rabbitmq.topology import binding_key, delays_between, message_keys
-from shared.topics import BATCH_FILTER, INTERACTIVE_FILTER, slot_filter
-from shared.transport import SubscriptionSettings
+from shared.transport import BATCH_FILTER, INTERACTIVE_FILTER, SubscriptionSettings, slot_filter
 from tests.limits import WAIT_LIMIT_S
 from tests.rabbitmq import needs_rabbitmq
 from tests.shared.receiving import take
@@ -347,7 +346,7 @@ FILTERS = ["", INTERACTIVE_FILTER, BATCH_FILTER, *(slot_filter(slot, 8) for slot
 def test_routing_keys_agree_with_filters(attributes: dict[str, str], text: str) -> None:
     matching = parse_filter(text)
     passes = matching is None or matching.matches(attributes)
-    wanted = topics.parse_filter(text)
+    wanted = transport.parse_filter(text)
     assert (wanted is None or wanted.matches(attributes)) == passes
     assert (binding_key("topic", text) in message_keys("topic", attributes)) == passes
 

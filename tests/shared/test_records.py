@@ -25,8 +25,15 @@ from hypothesis.stateful import (
 from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
 from shared.messages import PrintedLogs, ReplyBody, record_id
-from shared.stores.previews import KEPT_S, MAX_KEPT
-from shared.stores.record_state import OVER, Claim, Finish, ReleasedClaim, State
+from shared.stores.record_state import (
+    MAX_PREVIEWS,
+    OVER,
+    PREVIEWS_KEPT_S,
+    Claim,
+    Finish,
+    ReleasedClaim,
+    State,
+)
 from shared.stores.records import Records
 from tests.limits import WAIT_LIMIT_S
 from tests.tiers import examples
@@ -271,14 +278,14 @@ async def test_previews_are_bounded_and_expire(records: Records, redis_url: str)
     assert not await records.progress("req_1", 1, 20)
     await previews.watch("req_1")
     assert await records.progress("req_1", 2, 20)
-    for step in range(MAX_KEPT + 5):
+    for step in range(MAX_PREVIEWS + 5):
         await previews.add("req_1", 0, step, 99, b"image")
     kept = await previews.after("req_1", "")
-    assert [one.step for one in kept] == list(range(5, MAX_KEPT + 5))
+    assert [one.step for one in kept] == list(range(5, MAX_PREVIEWS + 5))
     assert await previews.after("req_1", kept[-2].cursor) == [kept[-1]]
     async with redis.asyncio.Redis.from_url(redis_url) as client:
         for key in previews.keys_of("req_1"):
-            assert 0 < await client.ttl(key) <= KEPT_S
+            assert 0 < await client.ttl(key) <= PREVIEWS_KEPT_S
 
 
 async def test_place_in_line_is_by_deadline_among_the_tenants_own(records: Records) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.usage.spool import Fields, Segment, Spool
+from shared.usage.bigquery import Fields, Segment, Spool
 from shared.usage.writer import Journal, RowWriter, fields_of
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import row

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from infra.local.process import free_port
-from shared.usage.spool import Spool
+from shared.usage.bigquery import Spool
 from shared.usage.writer import BATCH_ROWS
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import Server, row, segments, writer, writer_to

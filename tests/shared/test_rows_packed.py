@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.usage import spool as spools
-from shared.usage.spool import Spool
+from shared.usage import bigquery as spools
+from shared.usage.bigquery import Spool
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import DATASET, Server, row, writer
 

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from shared.settings import SPOOL_MAX_BYTES
-from shared.usage.spool import Fields, Segment, Spool
+from shared.usage.bigquery import Fields, Segment, Spool
 from shared.usage.writer import Journal, RowBatch
 from tests.tiers import examples
 

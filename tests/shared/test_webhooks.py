@@ -8,8 +8,7 @@ import pytest
 
 from shared.errors import BadInput, ConfigurationError, UndecodableMessage
 from shared.in_memory_broker import InMemoryBroker
-from shared.topics import WEBHOOKS_SUBSCRIPTION_ID, WEBHOOKS_TOPIC_ID
-from shared.transport import SubscriptionSettings
+from shared.transport import WEBHOOKS_SUBSCRIPTION_ID, WEBHOOKS_TOPIC_ID, SubscriptionSettings
 from shared.webhook_publisher import WebhookPublisher
 from shared.webhooks import (
     WebhookEvent,

@@ -20,7 +20,7 @@ from shared.slo import ENDS
 from shared.stores.cache import ResultCache
 from shared.stores.records import LATE_LOOK_S
 from shared.tasks.embedding import EmbeddingResult
-from shared.topics import WEBHOOKS_SUBSCRIPTION_ID, inbox_topic_id
+from shared.transport import WEBHOOKS_SUBSCRIPTION_ID, inbox_topic_id
 from shared.webhooks import decode_webhook_event
 from tests.limits import PATIENCE, WAIT_LIMIT_S
 from tests.workers.worker_harness import MODEL, WorkerHarness, running_worker

@@ -8,8 +8,8 @@ from typing import cast
 
 import pytest
 
-from shared.flow_control import MAX_AHEAD_S
 from shared.messages import Job
+from shared.service_rate import MAX_AHEAD_S
 from shared.transport import ReceivedMessage, SmoothedDuration, Subscription
 from workers.job import PulledJob, QueuedItem
 from workers.worker import FlowControl

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shared.in_memory_broker import InMemoryBroker
-from shared.topics import inbox_topic_id, jobs_topic_id
+from shared.transport import inbox_topic_id, jobs_topic_id
 from tests.gated_link import gated_redis
 from tests.workers.worker_harness import MODEL, running_worker
 

@@ -9,9 +9,9 @@ from prometheus_client import REGISTRY
 from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
 from shared.messages import decode_reply_batch, decode_reply_body, is_reply_batch
-from shared.topics import inbox_topic_id, workers_subscription_id
+from shared.transport import inbox_topic_id, workers_subscription_id
 from tests.workers.worker_harness import MODEL, WorkerHarness, running_worker
-from workers.jobs import replies
+from workers.jobs import registry
 
 pytestmark = pytest.mark.anyio
 NAMES = ("a", "b", "c", "d")
@@ -108,7 +108,7 @@ async def test_slots_do_not_share(redis_url: str, tmp_path: Path) -> None:
 async def test_a_message_has_a_bound(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replies, "MAX_REPLY_BATCH_BYTES", 600)
+    monkeypatch.setattr(registry, "MAX_REPLY_BATCH_BYTES", 600)
     async with running_worker(redis_url, tmp_path) as harness:
         assert sorted(await compute_together(harness)) == list(NAMES)
         assert sizes(harness) != [4]

@@ -28,15 +28,15 @@ from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.tasks.embedding import EmbeddingResult, TextInput
-from shared.topics import (
+from shared.transport import (
     BATCH_FILTER,
+    SubscriptionSettings,
     batch_subscription_id,
     inbox_topic_id,
     jobs_topic_id,
     slot_subscription_id,
     workers_subscription_id,
 )
-from shared.transport import SubscriptionSettings
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.worker_harness import RowList
 from workers.job import WorkerInfo

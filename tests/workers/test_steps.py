@@ -21,7 +21,7 @@ from shared.in_memory_broker import InMemoryBroker
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, record_id
 from shared.tasks.text import GenerationInput, GenerationResult, TokenChunk
 from shared.tenants.plan import Priority
-from shared.topics import inbox_topic_id
+from shared.transport import inbox_topic_id
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.speller import FIRST_LETTERS, SpellerPreparer
 from tests.workers.worker_harness import WorkerHarness, running_worker

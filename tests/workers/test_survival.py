@@ -16,12 +16,12 @@ from shared.errors import BadInput, ModelFailed
 from shared.messages import ReplyBody, encode_reply_body, failure
 from shared.tasks import Input
 from shared.tasks.image import ImageResult
-from shared.topics import (
+from shared.transport import (
     WEBHOOKS_SUBSCRIPTION_ID,
+    ReceivedMessage,
     dead_letter_subscription_id,
     workers_subscription_id,
 )
-from shared.transport import ReceivedMessage
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.worker_harness import (
     LARGE_IMAGE,

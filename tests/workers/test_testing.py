@@ -15,7 +15,7 @@ from shared.in_memory_broker import InMemoryBroker
 from shared.tasks import Input, Result
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.tasks.text import GenerationInput, GenerationResult, TokenChunk
-from shared.topics import batch_subscription_id, workers_subscription_id
+from shared.transport import batch_subscription_id, workers_subscription_id
 from tests.workers.worker_harness import MODEL, LetterPreparer
 from workers.models.base import OnStep, PreparedItem, PreparedPrompt, PreparedText, StepEnd
 from workers.testing import running_worker

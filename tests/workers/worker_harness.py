@@ -39,17 +39,18 @@ from shared.tasks import Input, Result
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.tasks.image import ImageResult
 from shared.tenants.plan import Priority
-from shared.topics import (
+from shared.tracing.spans import TraceContext
+from shared.transport import (
     WEBHOOKS_SUBSCRIPTION_ID,
     WEBHOOKS_TOPIC_ID,
+    ReceivedMessage,
+    SubscriptionSettings,
     inbox_topic_id,
     jobs_topic_id,
     make_jobs,
     slot_subscription_id,
     workers_subscription_id,
 )
-from shared.tracing.spans import TraceContext
-from shared.transport import ReceivedMessage, SubscriptionSettings
 from shared.usage.row import Row
 from tests.limits import WAIT_LIMIT_S
 from tests.waiting import until

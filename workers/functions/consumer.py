@@ -19,7 +19,7 @@ from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
 from shared.rabbitmq.subscriber import QueueSubscription
 from shared.rabbitmq.topology import delays_between
-from shared.topics import (
+from shared.transport import (
     DEAD_LETTER_RETRY_S,
     WEBHOOK_RETRY_S,
     WEBHOOKS_SUBSCRIPTION_ID,

@@ -44,9 +44,8 @@ from shared.messages import (
 )
 from shared.stores.record_state import Finish
 from shared.stores.records import Records
-from shared.topics import WEBHOOKS_TOPIC_ID, dead_letter_topic_id
 from shared.tracing.spans import STAGE, Attributes, span
-from shared.transport import Publisher, ReceivedMessage
+from shared.transport import WEBHOOKS_TOPIC_ID, Publisher, ReceivedMessage, dead_letter_topic_id
 from shared.usage.row import Row, row_of
 from shared.webhook_publisher import WebhookPublisher
 

@@ -18,7 +18,7 @@ from prometheus_client import Counter, Gauge
 
 from shared.errors import PenstockError, Unavailable
 from shared.stores.redis_client import RedisLink, RedisStore, load_script
-from shared.usage.spool import Fields
+from shared.usage.bigquery import Fields
 from shared.usage.webhook_delivery import WebhookDelivery
 from shared.usage.writer import fields_by_name
 from shared.webhooks import WebhookUrlForbidden

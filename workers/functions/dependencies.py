@@ -14,12 +14,12 @@ from contextlib import AsyncExitStack
 from shared.brokers import transport_of
 from shared.catalog_file import read_catalog
 from shared.errors import Unavailable
+from shared.stores.objects import UrlSigner
 from shared.stores.records import Records
-from shared.stores.signed_urls import UrlSigner
 from shared.transport import ReceivedMessage
+from shared.usage.bigquery import Fields
 from shared.usage.row import Row
 from shared.usage.senders import TABLE, sender_of
-from shared.usage.spool import Fields
 from shared.usage.webhook_delivery import TABLE as WEBHOOK_DELIVERIES
 from shared.usage.writer import fields_of
 from workers.functions.dead_letter import DeadLetters

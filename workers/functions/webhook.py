@@ -29,9 +29,9 @@ from shared.errors import PenstockError, Unavailable, UndecodableMessage
 from shared.pinned_http import CONNECT_LIMIT_S, Resolve, pinned_session, resolve
 from shared.predictions import Prediction, body_of, decode_document, decode_end
 from shared.public_url import ANYWHERE, PUBLIC, UrlForbidden
+from shared.stores.objects import UrlSigner
 from shared.stores.record_state import Record
 from shared.stores.records import Records
-from shared.stores.signed_urls import UrlSigner
 from shared.stores.webhook_log import WebhookAttempt
 from shared.tracing.spans import STAGE, Attributes, current, read_attributes, span
 from shared.transport import ReceivedMessage

@@ -25,8 +25,7 @@ from shared.errors import PenstockError
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, encode_job
 from shared.stores.objects import ObjectStore
 from shared.tasks.custom import CustomInput, CustomResult
-from shared.topics import jobs_topic_id
-from shared.transport import Publisher
+from shared.transport import Publisher, jobs_topic_id
 from workers.job import PulledJob
 from workers.models.base import IsClose
 

@@ -24,8 +24,13 @@ from shared.catalog import Model
 from shared.errors import BadInput, Canceled, PenstockError, Unavailable, error_for_code
 from shared.messages import ItemOutcome
 from shared.stores.records import Records
-from shared.topics import batch_subscription_id, workers_subscription_id
-from shared.transport import Publisher, Subscriber, Subscription
+from shared.transport import (
+    Publisher,
+    Subscriber,
+    Subscription,
+    batch_subscription_id,
+    workers_subscription_id,
+)
 from workers import metrics
 from workers.job import PulledJob
 from workers.jobs.canary_comparison import COMPUTED, RevisionComparison

@@ -1,18 +1,41 @@
-"""The jobs that a worker holds for one model: each is acked, handed back, or still in progress."""
+"""The jobs that a worker holds for one model, and what the broker hears of them.
+
+Each is acked, handed back, or still in progress. Replies that end together and go to the same inbox
+share messages, if the instance takes that: the broker then carries, and bills, one message instead
+of many, and the instance receives one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterable
-from typing import Any
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from typing import Any, Literal
 
+from shared.errors import BadInput, PenstockError, UndecodableMessage
+from shared.messages import (
+    MAX_REPLY_BATCH_BYTES,
+    Envelope,
+    ReplyBody,
+    decode_leniently,
+    encode_reply_batch,
+    encode_reply_body,
+    error_item,
+    reply_attributes,
+)
 from shared.stores.record_state import ReleasedClaim
 from shared.stores.records import Records
-from shared.transport import SmoothedDuration
+from shared.tracing.spans import read_attributes, set_current
+from shared.transport import (
+    Publisher,
+    ReceivedMessage,
+    SmoothedDuration,
+    Subscription,
+    dead_letter_topic_id,
+)
 from workers import metrics
-from workers.job import PulledJob
+from workers.job import PulledJob, reply_span
 
 log = logging.getLogger(__name__)
 
@@ -121,3 +144,138 @@ class JobRegistry:
     def _check_idle(self) -> None:
         if not self._jobs and not self._tasks:
             self._idle.set()
+
+
+EncodedReply = tuple[Envelope, bytes]
+"""The job, and the body of its reply as `encode_reply_body` wrote it."""
+
+REASON_LIMIT_BYTES = 1000
+"""An attribute has at most 1,024."""
+
+
+class ReplyPublisher:
+    """Publishes replies, refusals and dead letters of one model.
+
+    Args:
+        model: the name of the model.
+        worker: the name of this worker.
+        publisher: sends the messages.
+    """
+
+    def __init__(self, model: str, worker: str, publisher: Publisher) -> None:
+        self._model = model
+        self._worker = worker
+        self._publisher = publisher
+
+    async def publish(self, envelope: Envelope, body: bytes) -> bool:
+        """Publishes a reply, as `encode_reply_body` wrote it, and waits until the broker has it.
+
+        Returns False if the inbox no longer exists. A job without an inbox needs no reply.
+
+        Raises:
+            PenstockError: the broker did not take it.
+        """
+        if not envelope.inbox:
+            return True
+        try:
+            with reply_span(envelope.inbox):
+                attributes = reply_attributes(envelope.request_id, envelope.part, envelope.slot)
+                await self._publisher.publish(envelope.inbox, body, attributes)
+        except BadInput as error:
+            return _refused(envelope.inbox, error)
+        return True
+
+    async def publish_all(self, replies: Sequence[EncodedReply]) -> list[bool | PenstockError]:
+        """Publishes replies for one inbox, and waits until the broker has them.
+
+        Returns of each what `publish` would return or raise. Replies in one message share its fate.
+        """
+        sent: list[bool | PenstockError] = []
+        publishing = [self._publish_some(some) for some in _messages_of(replies)]
+        for outcomes in await asyncio.gather(*publishing):
+            sent += outcomes
+        return sent
+
+    async def _publish_some(self, replies: Sequence[EncodedReply]) -> list[bool | PenstockError]:
+        """Publishes what goes into one message."""
+        envelope, body = replies[0]
+        try:
+            if len(replies) == 1:
+                return [await self.publish(envelope, body)]
+            data, attributes = encode_reply_batch(
+                [(one.request_id, one.part, encoded) for one, encoded in replies], envelope.slot
+            )
+            await self._publisher.publish(envelope.inbox, data, attributes)
+        except BadInput as error:
+            return [_refused(envelope.inbox, error)] * len(replies)
+        except PenstockError as error:
+            return [error] * len(replies)
+        return [True] * len(replies)
+
+    async def publish_dead_letter(self, message: ReceivedMessage, reason: str) -> None:
+        """Copies `message` to the dead letters, with the reason it failed.
+
+        Raises:
+            PenstockError: the broker did not take it.
+        """
+        attributes = {**message.attributes, "penstock_reason": _shortened(reason)}
+        await self._publisher.publish(dead_letter_topic_id(self._model), message.data, attributes)
+
+    async def refuse(
+        self, message: ReceivedMessage, error: UndecodableMessage, subscription: Subscription
+    ) -> None:
+        """Ends a message that is not a job of this model. Replies if the attributes name an inbox.
+
+        The dead-letter function ends its record and writes its row. Runs as a task of its own.
+        """
+        set_current(read_attributes(message.attributes))
+        facts = {"message_id": message.message_id, "reason": error.message}
+        log.warning("message is not a job", extra=facts)
+        metrics.UNDECODABLE.inc()
+        envelope = decode_leniently(message.attributes)
+        try:
+            if envelope is not None:
+                reason = error_item(error)
+                body = ReplyBody([], reason, self._worker, replied_at_s=time.time())
+                await self.publish(envelope, encode_reply_body(body))
+            await self.publish_dead_letter(message, error.message)
+        except PenstockError as failed:
+            facts = {"message_id": message.message_id, "reason": failed.message}
+            log.warning("refusal not sent", extra=facts)
+            subscription.nack(message)
+            return
+        subscription.ack(message)
+
+
+def _shortened(reason: str) -> str:
+    return reason.encode(errors="replace")[:REASON_LIMIT_BYTES].decode(errors="ignore")
+
+
+def _refused(inbox: str, error: BadInput) -> Literal[False]:
+    """Notes that an API instance and its inbox are gone.
+
+    Handing their jobs back would repeat them forever.
+    """
+    log.warning("inbox refused a reply", extra={"inbox": inbox, "reason": error.message})
+    metrics.REPLIES_REFUSED.inc()
+    return False
+
+
+def _messages_of(replies: Sequence[EncodedReply]) -> Iterator[list[EncodedReply]]:
+    """The replies of each message, in their order."""
+    some: list[EncodedReply] = []
+    size_bytes = 0
+    for envelope, body in replies:
+        size_bytes += len(body)
+        if some and not (_share(some[0][0], envelope) and size_bytes <= MAX_REPLY_BATCH_BYTES):
+            yield some
+            some, size_bytes = [], len(body)
+        some.append((envelope, body))
+    if some:
+        yield some
+
+
+def _share(first: Envelope, other: Envelope) -> bool:
+    """Returns whether the replies of two jobs of one inbox may share a message."""
+    takes_batches = bool(first.inbox and first.replies and other.replies)
+    return takes_batches and first.slot == other.slot

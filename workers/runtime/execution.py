@@ -18,7 +18,7 @@ from typing import cast
 from shared.catalog import Model
 from shared.errors import Canceled, ModelFailed, PenstockError
 from shared.messages import PrintedLogs
-from shared.step_time import StepTime
+from shared.service_rate import StepTime
 from shared.tasks import Result
 from workers.models.base import (
     ClassReporter,

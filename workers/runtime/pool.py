@@ -13,8 +13,8 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from shared.backoff import backoff
 from shared.catalog import Model
+from shared.concurrency import backoff
 from shared.cores import usable_cores
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from workers.models.backend import Backend

@@ -265,7 +265,7 @@ class ItemEnded(msgspec.Struct, tag="ended"):
 class Spare(msgspec.Struct, tag="spare"):
     """The spare seconds of the steps of batch `number` since the last message of this kind.
 
-    More items could have been computed in them for nothing (shared/step_time.py).
+    More items could have been computed in them for nothing (shared/service_rate.py).
     """
 
     number: int

@@ -26,7 +26,7 @@ from infra.planning.item_load import batch_items
 from shared.catalog import Model, WorkerGroup
 from shared.catalog_entry import Gpu
 from shared.errors import ConfigurationError
-from shared.flow_control import held_messages, messages_ahead, refill_s
+from shared.service_rate import held_messages, messages_ahead, refill_s
 
 
 def servers_needed(
@@ -115,7 +115,7 @@ class Workers:
     answer_s: float
     """Seconds from request to answer at the peak, without hits: network, mean wait, one batch."""
     held_jobs: int
-    """Jobs of a priority that one of its processes holds at most (shared/flow_control.py)."""
+    """Jobs of a priority that one of its processes holds at most (shared/service_rate.py)."""
     most_busy: float
     """Share of its time that it can compute, however much work there is. Below 1 if it would have
     to hold more than it may, because the broker is too far.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from infra.kubernetes.deployment import GpuType, gpu_class
 from infra.planning.deploy.platform_variables import INBOX_STRIDE, Platform
 from shared.catalog import Model
-from shared.topics import (
+from shared.transport import (
     WEBHOOKS_SUBSCRIPTION_ID,
     WEBHOOKS_TOPIC_ID,
     batch_subscription_id,

@@ -32,9 +32,9 @@ from shared.messages import (
     encode_reply_body,
 )
 from shared.tasks import Input, Result
-from shared.topics import direct_id, inbox_topic_id
+from shared.transport import direct_id, inbox_topic_id
+from shared.usage.bigquery import LEVEL, Fields
 from shared.usage.row import row_of
-from shared.usage.spool import LEVEL, Fields
 from shared.usage.writer import fields_of
 
 HOURS = 730.0

@@ -21,7 +21,8 @@ from infra.planning.simulation.promql import PromQuery
 from infra.planning.simulation.recorder import Recorder
 from infra.planning.simulation.rules import AutoscalerRules, Trigger, WorkerRules
 from infra.planning.simulation.scenario import Cluster
-from infra.planning.simulation.service import Service, SharedService
+from infra.planning.simulation.service import Service
+from infra.planning.simulation.shared_service import SharedService
 from infra.planning.simulation.timeseries import TimeSeries
 from infra.planning.simulation.worker import SimulatedWorker, Steps
 from shared.errors import ConfigurationError

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from infra.kubernetes.deployment import Deployment
 from infra.kubernetes.overlay import write_overlay
+from infra.planning.item_load import check_work
+from infra.planning.simulation.scenario import Scenario
 from shared.catalog import Catalog, WorkerGroup
+from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
 from shared.kubernetes_names import slug
 
@@ -308,3 +311,54 @@ def _merged(base: Any, patch: Any, *, by_name: bool) -> Any:
 
 def _is_named(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(one, dict) and "name" in one for one in value)
+
+
+Rules = Mapping[str, Mapping[str, WorkerRules]]
+"""Rules by region and model."""
+
+
+def deployed_rules(scenario: Scenario, models_file: Path | None = None) -> tuple[Catalog, Rules]:
+    """The catalog of a scenario, and the rules that would be deployed for it.
+
+    Raises:
+        ConfigurationError: the catalog can't be read, or a model of the scenario is missing.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-simulate-") as folder:
+        path = models_file or scenario.catalog
+        if not isinstance(path, Path):
+            entries: dict[str, Any] = {"models": list(path)}
+            if scenario.workers:
+                entries["workers"] = list(scenario.workers)
+            path = Path(folder) / "models.yaml"
+            path.write_text(yaml.safe_dump(entries), encoding="utf-8")
+        catalog = read_catalog(path)
+        known = {model.name: model for model in catalog.models}
+        for name, load in scenario.models.items():
+            if name not in known:
+                raise ConfigurationError(f"models: {name!r} is not in the catalog", field="models")
+            check_work(known[name], load, f"models.{name}")
+        deployments = {region: _deployment(scenario, region) for region in scenario.regions}
+        return catalog, {
+            region: read_rules(catalog, path, deployment)
+            for region, deployment in deployments.items()
+        }
+
+
+def _deployment(scenario: Scenario, region: str) -> Deployment:
+    """The deployment of a region. What does not change the rules is made up."""
+    return Deployment(
+        project="simulated",
+        region=region,
+        namespace="penstock",
+        dataset="simulated",
+        objects_url="gs://simulated",
+        redis_url="redis://10.0.0.2",
+        records_url="redis://10.0.0.2",
+        redis_cidrs=("10.0.0.0/29",),
+        models=tuple(scenario.models),
+        spot=scenario.cluster.spot,
+        overflow=None,
+        compute_classes=False,
+        image="penstock-worker:simulated",
+        buffer=scenario.cluster.buffer,
+    )

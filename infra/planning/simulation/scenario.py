@@ -66,11 +66,11 @@ class ScenarioBroker(Entry):
     """Lease of a job that a worker holds (PubSubTransport.subscribe), renewed after each third."""
     round_trip_s: Seconds = 0.0
     """From a worker to its broker and back. The permit of a job that ends is used again after two
-    of them (shared/flow_control.py). 0: at once. The time of one request is `api.trip_s`.
+    of them (shared/service_rate.py). 0: at once. The time of one request is `api.trip_s`.
     """
     batches_held: int | None = Field(None, ge=1)
     """Full batches that a worker holds at any distance. None: what workers do, which is two near
-    the broker, and as much more as the distance asks for (shared/flow_control.py).
+    the broker, and as much more as the distance asks for (shared/service_rate.py).
     """
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import simpy
 
 from infra.planning.simulation.api_site import SimulatedJob
-from shared.flow_control import HeldAhead
-from shared.step_time import StepTime
+from shared.service_rate import HeldAhead, StepTime
 
 BUSY_FADE_S = 30.0
 """Equals FADE_S of workers/metrics.py."""

@@ -7,23 +7,20 @@ collectors bring them: at intervals, late, and not always. Parts are found by mo
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import simpy
-import yaml
 
-from infra.kubernetes.deployment import Deployment, gpu_class, read_gpu_types
+from infra.kubernetes.deployment import gpu_class, read_gpu_types
 from infra.kubernetes.placement import processes_of
 from infra.planning.autoscaled import gpu_nodes, most_workers
 from infra.planning.deploy.platform_variables import GeneralNodes
 from infra.planning.deploy.prices import Prices, read_prices
-from infra.planning.item_load import batch_items, check_work
+from infra.planning.item_load import batch_items
 from infra.planning.simulation.api_site import ApiSite, SimulatedJob
 from infra.planning.simulation.fleet import Fleet
 from infra.planning.simulation.hpa import SYNC_S
@@ -40,7 +37,13 @@ from infra.planning.simulation.promql import PromQuery, vector
 from infra.planning.simulation.recorder import GpuSample, ModelRecord, Recorder, RequestEnd, Sample
 from infra.planning.simulation.replicas import Autoscaler, SimulatedDeployment
 from infra.planning.simulation.result import FleetCost, SimulationResult
-from infra.planning.simulation.rules import AlertRules, WorkerRules, read_alert, read_rules
+from infra.planning.simulation.rules import (
+    AlertRules,
+    Rules,
+    WorkerRules,
+    deployed_rules,
+    read_alert,
+)
 from infra.planning.simulation.scenario import (
     Event,
     GpuFailure,
@@ -54,15 +57,14 @@ from infra.planning.simulation.scenario import (
     SpotLoss,
     StockOut,
 )
-from infra.planning.simulation.service import Service, SharedService
+from infra.planning.simulation.service import Service
+from infra.planning.simulation.shared_service import SharedService
 from infra.planning.simulation.streams import Arrivals, arrival_times, peak_per_s
 from infra.planning.simulation.timeseries import TimeSeries
 from infra.planning.simulation.worker import Steps
 from shared.catalog import Catalog, Model
-from shared.catalog_file import read_catalog
-from shared.errors import ConfigurationError
 from shared.settings import ApiSettings
-from shared.topics import batch_subscription_id, workers_subscription_id
+from shared.transport import batch_subscription_id, workers_subscription_id
 
 SiteKey = tuple[str, str]
 """Model and region."""
@@ -332,9 +334,6 @@ MARGIN_S = 60.0
 """Series are kept for longer than queries look back."""
 MIN_SAMPLE_S = 5.0
 
-Rules = Mapping[str, Mapping[str, WorkerRules]]
-"""Rules by region and model."""
-
 
 def simulate(
     scenario: Scenario, *, models_file: Path | None = None, rules: Rules | None = None
@@ -353,53 +352,6 @@ def simulate(
     world = World(scenario, catalog, rules or deployed, read_prices())
     world.env.run(until=scenario.duration_s)
     return world.result()
-
-
-def deployed_rules(scenario: Scenario, models_file: Path | None = None) -> tuple[Catalog, Rules]:
-    """The catalog of a scenario, and the rules that would be deployed for it.
-
-    Raises:
-        ConfigurationError: the catalog can't be read, or a model of the scenario is missing.
-    """
-    with tempfile.TemporaryDirectory(prefix="penstock-simulate-") as folder:
-        path = models_file or scenario.catalog
-        if not isinstance(path, Path):
-            entries: dict[str, Any] = {"models": list(path)}
-            if scenario.workers:
-                entries["workers"] = list(scenario.workers)
-            path = Path(folder) / "models.yaml"
-            path.write_text(yaml.safe_dump(entries), encoding="utf-8")
-        catalog = read_catalog(path)
-        known = {model.name: model for model in catalog.models}
-        for name, load in scenario.models.items():
-            if name not in known:
-                raise ConfigurationError(f"models: {name!r} is not in the catalog", field="models")
-            check_work(known[name], load, f"models.{name}")
-        deployments = {region: _deployment(scenario, region) for region in scenario.regions}
-        return catalog, {
-            region: read_rules(catalog, path, deployment)
-            for region, deployment in deployments.items()
-        }
-
-
-def _deployment(scenario: Scenario, region: str) -> Deployment:
-    """The deployment of a region. What does not change the rules is made up."""
-    return Deployment(
-        project="simulated",
-        region=region,
-        namespace="penstock",
-        dataset="simulated",
-        objects_url="gs://simulated",
-        redis_url="redis://10.0.0.2",
-        records_url="redis://10.0.0.2",
-        redis_cidrs=("10.0.0.0/29",),
-        models=tuple(scenario.models),
-        spot=scenario.cluster.spot,
-        overflow=None,
-        compute_classes=False,
-        image="penstock-worker:simulated",
-        buffer=scenario.cluster.buffer,
-    )
 
 
 class World:

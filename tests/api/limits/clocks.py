@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import redis
 
+from api.limits.accounts import LimitStore
 from api.limits.limiter import Limiter
-from api.limits.store import LimitStore
 from tests.limits import REDIS_LIMIT_S
 
 CLOCK = "tests/api/limits/now.lua"

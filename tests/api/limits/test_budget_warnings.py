@@ -9,12 +9,12 @@ from contextlib import AsyncExitStack
 import pytest
 
 from api.errors import BudgetExceeded, BudgetReserved
+from api.limits.accounts import LimitStore
 from api.limits.budget_warnings import BudgetWarnings
 from api.limits.limiter import Limiter, RequestDemand
-from api.limits.store import LimitStore
 from shared.errors import Unavailable
 from shared.tenants.plan import Caller, Limits, Plan
-from shared.topics import WEBHOOKS_TOPIC_ID
+from shared.transport import WEBHOOKS_TOPIC_ID
 from shared.webhooks import BudgetEvent, decode_budget_event
 from tests.api.limits.clocks import CLOCK, Clock
 from tests.limits import REDIS_LIMIT_S

@@ -13,9 +13,10 @@ import pytest
 import redis.asyncio
 
 from api.errors import ClientGone
+from api.limits.accounts import LimitStore
+from api.limits.counters import Answer, Ask
 from api.limits.limited_request import HeldLimits, Hold, LimitedRequest
 from api.limits.limiter import Limiter
-from api.limits.store import Answer, Ask, LimitStore
 from api.predictions.follower import ENDING_S, PredictionFollower
 from shared.catalog_entry import Price
 from shared.errors import Unavailable

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from api.errors import ClientGone, RateLimited
+from api.limits.accounts import LimitStore
 from api.limits.counters import month_of
 from api.limits.limited_request import Hold, LimitedRequest, highest_cost_usd
 from api.limits.limiter import Limiter
-from api.limits.store import LimitStore
 from api.predictions.follower import PredictionFollower
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Generation, Price

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from api.errors import BudgetExceeded, BudgetReserved, RateLimited, headers_for
+from api.limits.accounts import LimitStore
+from api.limits.counters import Answer, Ask, Standing
 from api.limits.limiter import Limiter, RequestDemand, Reservation
-from api.limits.store import Answer, Ask, LimitStore, Standing
 from infra.local.redis_server import RedisServer
 from shared.errors import Unavailable
 from shared.tenants.plan import Caller, Limits, OnOutage, Plan, Rates
@@ -456,7 +457,7 @@ async def test_plan_says_what_becomes_of_a_budget_that_is_not_known(
 async def test_totals_are_bounded_and_the_unknown_is_not_nothing(
     redis_url: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.limits.store.MAX_TOTALS", 3)
+    monkeypatch.setattr("api.limits.accounts.MAX_TOTALS", 3)
     async with limiters(redis_url, clock, 2) as (one, other):
         for number in range(5):
             caller = Caller(tenant=f"t{number}", plan=Plan(budget_usd_per_month=1.0))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from api.errors import BudgetExceeded, RateLimited
+from api.limits.counters import Answer
 from api.limits.limiter import Limiter, RequestDemand, Reservation
-from api.limits.store import Answer
 from shared.errors import Unavailable
 from shared.tenants.plan import Caller, Limits, Plan
 from tests.api.limits.clocks import Clock, limiters

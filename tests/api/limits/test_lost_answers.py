@@ -13,8 +13,9 @@ import pytest
 import redis.asyncio
 
 from api.errors import RateLimited
+from api.limits.accounts import LimitStore
+from api.limits.counters import Ask
 from api.limits.limiter import Limiter, RequestDemand, Reservation
-from api.limits.store import Ask, LimitStore
 from shared.errors import Unavailable
 from shared.tenants.plan import Caller, Plan
 from tests.api.limits.clocks import CLOCK, Clock

@@ -12,7 +12,8 @@ import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api.limits.store import SLOTS_S, Answer, Ask, Kind, LimitStore
+from api.limits.accounts import LimitStore
+from api.limits.counters import SLOTS_S, Answer, Ask, Kind
 from shared.stores.redis_client import load_script
 from tests.api.limits.clocks import CLOCK, Clock
 from tests.limits import REDIS_LIMIT_S

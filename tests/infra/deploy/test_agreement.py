@@ -35,8 +35,7 @@ from pubsub_emulator import parse_filter
 from shared.catalog_file import read_catalog
 from shared.messages import Envelope, Reply, ReplyBody, encode_reply
 from shared.tenants.plan import PRIORITIES, Priority
-from shared.topics import batch_subscription_id, workers_subscription_id
-from shared.transport import SubscriptionSettings
+from shared.transport import SubscriptionSettings, batch_subscription_id, workers_subscription_id
 from tests.infra.deploy.manifests import Objects, of_kind, pod, settings_of
 from tests.infra.deploy.manifests import workers as deployments
 from tests.infra.deploy.terraform import PROJECT, Plan, api_container, api_settings

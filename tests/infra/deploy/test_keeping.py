@@ -12,7 +12,7 @@ import pytest
 from api.inputs import storage
 from shared.catalog_file import read_catalog
 from shared.settings import ApiSettings
-from shared.stores import signed_urls as links
+from shared.stores.objects import LINK_VALID_S
 from tests.infra.deploy.terraform import Plan, api_settings
 
 DAY_S = 86_400
@@ -53,7 +53,7 @@ def test_results_outlive_cache_and_predictions(kept_s: dict[str, int], plan: Pla
     prediction_keep_s = int(api_settings(plan, "europe-west4")["PENSTOCK_PREDICTION_KEEP_S"] or 0)
     for model in read_catalog(Path("models.yaml")).models:
         pointed_to_s = (
-            model.cache.ttl_s + model.deadline.longest_s + max(prediction_keep_s, links.VALID_S)
+            model.cache.ttl_s + model.deadline.longest_s + max(prediction_keep_s, LINK_VALID_S)
         )
         assert kept_s["results"] >= pointed_to_s
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from shared.catalog_file import read_catalog
-from shared.topics import (
+from shared.transport import (
     WEBHOOKS_TOPIC_ID,
     batch_subscription_id,
     dead_letter_topic_id,

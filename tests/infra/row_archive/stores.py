@@ -15,8 +15,8 @@ import duckdb
 from infra.row_archive.archive import RowArchive
 from shared.errors import Unavailable
 from shared.stores.objects import ObjectStore
+from shared.usage.bigquery import Fields
 from shared.usage.senders import incoming
-from shared.usage.spool import Fields
 
 
 class KilledError(BaseException):

@@ -15,8 +15,8 @@ from infra.row_archive.archive import CALLS, PASS_OBJECTS, RowArchive
 from infra.row_archive.loads import RowLoader
 from shared.errors import Unavailable
 from shared.stores.objects import ObjectStore
+from shared.usage.bigquery import Fields
 from shared.usage.senders import ObjectSender, incoming
-from shared.usage.spool import Fields
 from tests.infra.row_archive.stores import (
     FragileStore,
     KilledError,

@@ -22,9 +22,8 @@ from shared.errors import Unavailable
 from shared.reports.definitions import ReportQuestion, reports
 from shared.reports.runner import ReportRunner
 from shared.stores.objects import ObjectStore
-from shared.usage.bigquery import BigQuerySender
+from shared.usage.bigquery import BigQuerySender, Fields
 from shared.usage.senders import ObjectSender
-from shared.usage.spool import Fields
 from tests.bigquery_client import connected, rows_of
 from tests.infra.reports import generated
 from tests.infra.row_archive.stores import archive_all, row

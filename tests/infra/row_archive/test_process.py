@@ -17,8 +17,8 @@ from infra.local.process import answers, free_port
 from infra.row_archive.archive import RowArchive
 from shared.settings import environment_with
 from shared.stores.objects import ObjectStore
+from shared.usage.bigquery import Fields
 from shared.usage.senders import ObjectSender
-from shared.usage.spool import Fields
 from tests.bigquery_client import connected, rows_of
 from tests.infra.row_archive.stores import archive_all, row
 from tests.infra.running_up import wait_until

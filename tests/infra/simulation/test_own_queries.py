@@ -10,7 +10,7 @@ from infra.kubernetes.autoscaling import TriggerQueries, own_prometheus
 from infra.planning.simulation.promql import PromQuery
 from infra.planning.simulation.timeseries import TimeSeries
 from shared.catalog_file import read_catalog
-from shared.topics import batch_subscription_id, workers_subscription_id
+from shared.transport import batch_subscription_id, workers_subscription_id
 
 MODEL = read_catalog(Path("models.yaml")).find("stable-diffusion-tiny")
 GUESS_S = MODEL.definition.first_guesses.item_s

@@ -6,7 +6,8 @@ import pytest
 
 from infra.planning.deploy.prices import read_prices
 from infra.planning.simulation.promql import PromQuery
-from infra.planning.simulation.world import World, deployed_rules
+from infra.planning.simulation.rules import deployed_rules
+from infra.planning.simulation.world import World
 from tests.infra.simulation.worlds import scenario
 
 SEEN = PromQuery("count(penstock_worker_busy_ratio{lane='interactive'})")

@@ -14,9 +14,10 @@ from infra.planning.deploy.platform_variables import Platform
 from infra.planning.deploy.prices import Prices
 from infra.planning.deploy.rates import DemandRates, ModelRate
 from infra.planning.simulation.result import FlowSummary, RunSummary
+from infra.planning.simulation.rules import deployed_rules
 from infra.planning.simulation.scenario import read_scenario, scenario_of
 from infra.planning.simulation.show import text
-from infra.planning.simulation.world import deployed_rules, simulate
+from infra.planning.simulation.world import simulate
 from shared.errors import ConfigurationError
 from tests.infra.simulation.worlds import ENTRY
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from infra.planning.deploy.prices import read_prices
 from infra.planning.deploy.sizing import erlang_c, mean_wait_s
 from infra.planning.simulation.result import SimulationResult
+from infra.planning.simulation.rules import deployed_rules
 from infra.planning.simulation.scenario import Scenario
-from infra.planning.simulation.world import World, deployed_rules, simulate
+from infra.planning.simulation.world import World, simulate
 from tests.infra.simulation.worlds import scenario
 from tests.tiers import examples
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from openai import OpenAI
 
-from shared.topics import WEBHOOKS_TOPIC_ID
+from shared.transport import WEBHOOKS_TOPIC_ID
 from shared.webhook_publisher import WebhookPublisher
 from shared.webhooks import BudgetEvent, encode_budget_event, tenant_secrets
 from tests.workers.functions.conftest import SECRETS

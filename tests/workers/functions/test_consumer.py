@@ -19,8 +19,12 @@ from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
 from shared.rabbitmq.topology import delays_between
 from shared.settings import environment_with
-from shared.topics import WEBHOOKS_SUBSCRIPTION_ID, WEBHOOKS_TOPIC_ID
-from shared.transport import ReceivedMessage, SubscriptionSettings
+from shared.transport import (
+    WEBHOOKS_SUBSCRIPTION_ID,
+    WEBHOOKS_TOPIC_ID,
+    ReceivedMessage,
+    SubscriptionSettings,
+)
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from workers.functions.consumer import FunctionConsumer, MessageSource
 

@@ -11,7 +11,7 @@ import pytest
 from infra import bigquery
 from infra.local.process import free_port
 from shared.errors import Unavailable
-from shared.usage.spool import Fields
+from shared.usage.bigquery import Fields
 from shared.usage.webhook_delivery import TABLE, WebhookDelivery
 from shared.webhooks import WebhookUrlForbidden
 from tests.clock import Clock

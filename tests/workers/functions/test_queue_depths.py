@@ -16,7 +16,7 @@ from infra.local.stack_processes import RabbitServer
 from shared.catalog_file import read_catalog
 from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
-from shared.topics import jobs_topic_id, workers_subscription_id
+from shared.transport import jobs_topic_id, workers_subscription_id
 from tests.limits import WAIT_LIMIT_S
 from workers.functions.consumer import MESSAGES, QueueDepths
 

@@ -22,8 +22,12 @@ from shared.pubsub.client import PubSubTransport
 from shared.stores.record_state import Record
 from shared.stores.records import Records
 from shared.tasks.embedding import TextInput
-from shared.topics import dead_letter_topic_id, jobs_topic_id, workers_subscription_id
-from shared.transport import SubscriptionSettings
+from shared.transport import (
+    SubscriptionSettings,
+    dead_letter_topic_id,
+    jobs_topic_id,
+    workers_subscription_id,
+)
 from shared.webhooks import EventName, WebhookEvent, encode_webhook_event
 from tests.limits import WAIT_LIMIT_S
 

@@ -15,9 +15,7 @@ from shared.errors import BadInput
 from shared.image_entry import Control, ImageDefaults
 from shared.tasks.image import ControlInput, ImageInput
 from workers.models.base import PreparedImage
-from workers.models.image.canny import edges
-from workers.models.image.control_maps import map_of
-from workers.models.image.preprocessing import ImagePreparer
+from workers.models.image.preprocessing import ImagePreparer, edges, map_of
 
 Pixels = npt.NDArray[np.uint8]
 

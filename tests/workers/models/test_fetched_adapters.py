@@ -9,7 +9,7 @@ import pytest
 from shared.errors import BadInput
 from shared.image_entry import AdapterUrls
 from shared.stores.objects import ObjectStore, object_key
-from workers.models.image.fetched_adapters import ABANDONED_S, FetchedAdapters
+from workers.models.image.resident_adapters import ABANDONED_S, FetchedAdapters
 
 pytestmark = pytest.mark.anyio
 KIB = 1024

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from workers.models.base import PreparedImage
-from workers.models.image.codec import encode_all, sources_on, to_host
+from workers.models.image.vae import encode_all, sources_on, to_host
 
 pytestmark = pytest.mark.slow
 

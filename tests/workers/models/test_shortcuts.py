@@ -19,8 +19,8 @@ from tests.workers.models.conftest import TinyPipeline
 from tests.workers.models.test_image import FROM_IMAGE, TEXT, pixels
 from tests.workers.models.test_image_masks import MASKED
 from tests.workers.models.test_image_steps import difference, prepared, run
-from workers.models.image.controls import UnetCall
-from workers.models.image.deep_cache import DeepCache
+from workers.models.image.guides import UnetCall
+from workers.models.image.stable_diffusion import DeepCache
 from workers.models.image.stepped import SteppedImageModel
 
 # Some schedulers of diffusers go between torch and numpy 2 in an old way.

@@ -19,9 +19,8 @@ import numpy as np
 import torch
 
 from workers.models.base import PreparedImage
-from workers.models.image.codec import sources_on
 from workers.models.image.family import Family, denoiser_of
-from workers.models.image.vae import own_type
+from workers.models.image.vae import own_type, sources_on
 
 
 @dataclass(slots=True, eq=False)

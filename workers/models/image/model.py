@@ -21,25 +21,68 @@ import torch
 
 from shared.blob import Blob
 from shared.catalog import Model
-from shared.diffusion_schedulers import OWN_SCHEDULER, SCHEDULERS
+from shared.diffusion_schedulers import OWN_SCHEDULER, SCHEDULER_NAMES, SCHEDULERS
 from shared.errors import BadInput, ConfigurationError, ModelFailed, PenstockError
 from shared.settings import ModelSettings, read_settings
 from shared.tasks import Result
 from shared.tasks.image import ImageResult
 from workers.models.base import OnStep, OutOfMemory, PreparedImage, PreparedItem, RgbImage
 from workers.models.device import Device, memory_errors
-from workers.models.image.codec import encode_all, sources_on, to_host
 from workers.models.image.compilation import cheapest_cover, only_what_is_compiled
-from workers.models.image.encodings import KeptEncodings
 from workers.models.image.families import load_family
-from workers.models.image.family import Encoded, Family
+from workers.models.image.family import Encoded, Family, KeptEncodings
 from workers.models.image.masks import is_trained_with_masks
-from workers.models.image.options import OptionCheck
 from workers.models.image.pipeline import draws_text, load_pipelines
 from workers.models.image.plan import capability_of, plan_for
-from workers.models.image.preview import draw_previews
-from workers.models.image.vae import own_type, spare_memory
+from workers.models.image.vae import (
+    draw_previews,
+    encode_all,
+    own_type,
+    sources_on,
+    spare_memory,
+    to_host,
+)
 from workers.models.kernel_store import KernelStore
+
+
+class OptionCheck:
+    """Checks the options of items against a pipeline.
+
+    Args:
+        pipeline: the one for text. One of no known family takes negative prompts, or ignores them.
+    """
+
+    def __init__(self, pipeline: Any) -> None:
+        self._pipeline = pipeline
+        self._family = load_family(pipeline)
+        self._schedulers = _schedulers_of(pipeline.scheduler)
+
+    def refusal(self, item: PreparedImage) -> BadInput | None:
+        """Returns why the pipeline can't draw an item. None if it can."""
+        if item.scheduler not in self._schedulers:
+            known = " or ".join(map(repr, self._schedulers))
+            return BadInput(f"this model takes only scheduler {known}", field="scheduler")
+        takes = {"negative_prompt"} if self._family is None else self._family.options
+        for name in ("negative_prompt", "clip_skip", "guidance_rescale"):
+            if getattr(item, name) and name not in takes:
+                return BadInput(f"{name}: this model takes none; leave it out", field=name)
+        if self._family is None:
+            return None
+        if item.clip_skip:
+            most = self._family.max_clip_skip(self._pipeline)
+            if item.clip_skip > most:
+                reason = f"clip_skip {item.clip_skip} is above {most}, the most of this model"
+                return BadInput(reason, field="clip_skip")
+        return self._family.refusal(self._pipeline, item)
+
+
+def _schedulers_of(own: Any) -> tuple[str, ...]:
+    """The names of requests that stand for a scheduler which can take the place of `own`."""
+    if isinstance(own, diffusers.FlowMatchEulerDiscreteScheduler):
+        return (OWN_SCHEDULER, "euler")
+    is_flow = own.config.get("prediction_type") == "flow_prediction"
+    return SCHEDULER_NAMES if "beta_start" in own.config and not is_flow else (OWN_SCHEDULER,)
+
 
 KEPT_BYTES = 64 * 1024 * 1024
 """Device memory for the cache of prompts.

@@ -27,19 +27,30 @@ from shared.tasks import Result
 from shared.tasks.text import TokenChunk
 from workers.models.base import OutOfMemory, PreparedImage, PreparedItem, RgbImage, StepEnd
 from workers.models.device import memory_errors
-from workers.models.image.codec import sources_on, to_host
-from workers.models.image.controls import Added, Controls, ControlStart, UnetCall
-from workers.models.image.deep_cache import DeepCache
 from workers.models.image.families import load_family
 from workers.models.image.family import Family
 from workers.models.image.folders_beside import control_folders, ip_adapter_files
-from workers.models.image.ip_adapters import IpAdapters, IpAdapterStart
+from workers.models.image.guides import (
+    Added,
+    Controls,
+    ControlStart,
+    IpAdapters,
+    IpAdapterStart,
+    UnetCall,
+)
 from workers.models.image.masks import MaskedStart, pasted, start_masked
 from workers.models.image.model import ImageModel
 from workers.models.image.pipeline import inpainting
-from workers.models.image.preview import draw_previews
 from workers.models.image.resident_adapters import Applied, ResidentAdapters
-from workers.models.image.vae import decode, own_type, spare_memory
+from workers.models.image.stable_diffusion import DeepCache
+from workers.models.image.vae import (
+    decode,
+    draw_previews,
+    own_type,
+    sources_on,
+    spare_memory,
+    to_host,
+)
 
 log = logging.getLogger(__name__)
 

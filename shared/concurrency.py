@@ -1,0 +1,127 @@
+"""Concurrent work in one process: tasks beside requests, pauses between attempts, fair permits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class BackgroundTask:
+    """Runs a coroutine that never returns. If it ends before `stop`, that is logged as a bug.
+
+    Args:
+        work: what it does, for the log.
+        run: makes the coroutine.
+    """
+
+    def __init__(self, work: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._work = work
+        self._run = run
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Starts it in the running event loop."""
+        self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(self._ended)
+
+    async def stop(self) -> None:
+        """Ends it and waits for its end. Does nothing if it was not started."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            facts = {"work": self._work}
+            log.critical("work ended; this is a bug", extra=facts, exc_info=task.exception())
+
+
+def backoff(first_s: float = 0.1, longest_s: float = 10.0) -> Iterator[float]:
+    """Yields the pause before each further attempt, in seconds.
+
+    Each pause is drawn at random between zero and a bound, so that clients that failed together
+    do not come back together. After a success, start over with a new iterator.
+
+    Args:
+        first_s: the bound of the first pause. It doubles with each pause.
+        longest_s: the bound never exceeds this.
+    """
+    bound_s = min(first_s, longest_s)
+    while True:
+        yield random.uniform(0.0, bound_s)
+        bound_s = min(2 * bound_s, longest_s)
+
+
+def jittered(period_s: float) -> float:
+    """Returns `period_s`, up to a tenth shorter, so that timers started together drift apart."""
+    return period_s * random.uniform(0.9, 1.0)
+
+
+class FairPermits:
+    """A bounded number of permits, such as the threads of a client that blocks, by owner.
+
+    An owner starts if more permits are free than it has. So alone it has half of them and leaves
+    half, and it takes several owners at their worst to hold all. Those who wait take turns by
+    owner.
+
+    Args:
+        permits: how many there are.
+    """
+
+    def __init__(self, permits: int) -> None:
+        self._permits = permits
+        self._running: Counter[str] = Counter()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    async def take(self, owner: str) -> None:
+        """Waits for a permit. `give` must follow, unless this raises."""
+        if not self._waiting and self._may_start(owner):
+            self._running[owner] += 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        self._start_next()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it had its turn at the same moment
+                self.give(owner)
+            else:
+                self._leave(owner, turn)
+                self._start_next()
+            raise
+
+    def give(self, owner: str) -> None:
+        """Gives a permit back."""
+        self._running[owner] -= 1
+        if not self._running[owner]:
+            del self._running[owner]
+        self._start_next()
+
+    def _may_start(self, owner: str) -> bool:
+        return self._running[owner] < self._permits - self._running.total()
+
+    def _start_next(self) -> None:
+        """Gives permits while anybody who waits may have one, to the owner that waits longest."""
+        while (owner := next(filter(self._may_start, self._waiting), None)) is not None:
+            turn = self._waiting[owner].popleft()
+            if self._waiting[owner]:
+                self._waiting.move_to_end(owner)
+            else:
+                del self._waiting[owner]
+            if not turn.cancelled():
+                self._running[owner] += 1
+                turn.set_result(None)
+
+    def _leave(self, owner: str, turn: asyncio.Future[None]) -> None:
+        turns = self._waiting.get(owner)
+        if turns is not None and turn in turns:
+            turns.remove(turn)
+            if not turns:
+                del self._waiting[owner]
