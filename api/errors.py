@@ -234,6 +234,7 @@ ERROR_MAPPINGS = {
     "request_headers_too_large": ErrorMapping(431, "invalid_request_error"),
     "canceled": ErrorMapping(499, "invalid_request_error"),
     "model_failed": ErrorMapping(500, "server_error", retry=False),
+    "schema_not_matched": ErrorMapping(500, "server_error", retry=False),
     "internal": ErrorMapping(500, "server_error"),
     "model_withdrawn": ErrorMapping(503, "server_error", retry=False),
     "unavailable": ErrorMapping(503, "server_error"),

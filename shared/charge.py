@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from shared.catalog import Model
-from shared.errors import Canceled
+from shared.errors import BadInput, Canceled, SchemaNotMatched
 from shared.messages import ItemOutcome, Receipt, failure
 
 SHARED = frozenset({"memory", "redis", "joined"})
@@ -21,6 +21,8 @@ computed.
 """
 ENDED_BY_CALLER = frozenset({"canceled", "expired"})
 """Statuses of items that their caller canceled, or gave too little time."""
+BROKEN_BY_CALLER = frozenset({BadInput.code, SchemaNotMatched.code})
+"""Codes of errors that follow from what was asked for."""
 
 
 class ItemPrice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -100,6 +102,15 @@ def device_share_of(model: Model) -> float:
     return 1 / model.gpu.share
 
 
+def is_ended_by_caller(outcome: ItemOutcome) -> bool:
+    """Returns whether an item has no result because of its caller.
+
+    A schema may be such that a text fails with its last token, after all of it was read.
+    """
+    is_broken = outcome.error is not None and outcome.error.code in BROKEN_BY_CALLER
+    return is_broken or outcome.status in ENDED_BY_CALLER
+
+
 def as_delivered(outcomes: Sequence[ItemOutcome], *, is_delivered: bool) -> list[ItemOutcome]:
     """Returns the outcomes that the caller got. Row, header and budget are charged by them.
 
@@ -123,9 +134,9 @@ def charged_share(price: ItemPrice, outcome: ItemOutcome) -> float:
 
     An item that was not delivered costs nothing, whatever was computed for it. An item that was
     computed and delivered costs its price. A result from the cache, or from an identical item in
-    flight, costs `cached_share` of it. A generation that was canceled or ran out of time after its
-    reader got tokens costs these and its prompt, and one of a model of one's own the price of its
-    item. All of it is multiplied by the share that the request pays.
+    flight, costs `cached_share` of it. A generation that was canceled, ran out of time or broke the
+    caller's own schema after its reader got tokens costs these and its prompt, and one of a model
+    of one's own the price of its item. All of it is multiplied by the share that the request pays.
     """
     if not _is_delivered(outcome):
         return 0.0
@@ -147,7 +158,7 @@ def charged_work(price: ItemPrice, outcome: ItemOutcome) -> float:
 def _is_delivered(outcome: ItemOutcome) -> bool:
     """Returns whether the caller got what the receipt counts. Our failures are never charged."""
     return outcome.status == "succeeded" or (
-        outcome.receipt.is_delivered_in_part and outcome.status in ENDED_BY_CALLER
+        outcome.receipt.is_delivered_in_part and is_ended_by_caller(outcome)
     )
 
 

@@ -10,6 +10,7 @@ PenstockError
 ├── DeadlineExceeded         the answer came, or would come, too late
 ├── Canceled                 no caller wants the answer any more
 ├── ModelFailed              the model could not compute this item
+│   └── SchemaNotMatched     its text is not what the caller's JSON schema asks for
 ├── ModelWithdrawn           an operator has stopped this revision of the model
 ├── Unavailable              a required service (broker, store) is out of reach
 ├── UndecodableMessage       a message on a topic is not a job or reply
@@ -124,6 +125,12 @@ class ModelFailed(PenstockError):
     public_by_default = None
 
 
+class SchemaNotMatched(ModelFailed):
+    """What the model wrote does not match the JSON schema of the request."""
+
+    code = "schema_not_matched"
+
+
 class ModelWithdrawn(PenstockError):
     """The operator has withdrawn this revision of the model."""
 
@@ -159,6 +166,7 @@ _ON_THE_WIRE = (
     DeadlineExceeded,
     Canceled,
     ModelFailed,
+    SchemaNotMatched,
     ModelWithdrawn,
     Unavailable,
     UndecodableMessage,

@@ -133,6 +133,8 @@ def is_public(address: Address) -> bool:
             return is_public(address.ipv4_mapped)
         if address.sixtofour is not None and not is_public(address.sixtofour):
             return False
+        if address.is_site_local:  # fec0::/10, which is_global knows nothing of: RFC 3879
+            return False
     # NAT64 (64:ff9b::/96), which may lead anywhere, is reserved.
     return address.is_global and not (
         address.is_multicast or address.is_reserved or address.is_unspecified

@@ -21,6 +21,7 @@ import msgspec
 
 from api import metrics
 from api.errors import KeyInUse, KeyReused
+from api.fair_room import FairRoom, OneItem
 from api.idempotency.store import IdempotencyStore
 from shared.blob import INLINE_LIMIT_BYTES
 from shared.concurrency import backoff
@@ -34,7 +35,7 @@ STORED_STATUSES = frozenset({*range(200, 300), 400, 422})
 FIRST_POLL_S, MAX_POLL_S = 0.05, 0.25
 """Pauses between two reads of a key that another instance has claimed."""
 MAX_WAITING = 1000
-"""Maximum number of requests that wait for others at a time."""
+"""The room for requests that wait for others at a time. Tenants share it."""
 RENEWALS_PER_LEASE = 4
 CLOSE_LIMIT_S = 1.0
 
@@ -99,8 +100,12 @@ class IdempotencyService:
         self._objects = objects
         self._running: dict[str, _Running] = {}
         self._any_running = asyncio.Event()
-        self.waiting = 0
-        """Number of requests that wait for others."""
+        self._room = FairRoom(MAX_WAITING)
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that wait for others."""
+        return self._room.total
 
     async def __aenter__(self) -> Self:
         self._renewing = asyncio.create_task(self._renew())
@@ -131,7 +136,7 @@ class IdempotencyService:
 
         Raises:
             KeyReused: the key belongs to another request.
-            KeyInUse: the other request is not done after `wait_s`, or too many requests wait.
+            KeyInUse: the other request is not done after `wait_s`, or too many of the tenant wait.
             Unavailable: Redis is out of reach, or the stored response can't be read.
         """
         ends_s, pauses = _now_s() + wait_s, backoff(FIRST_POLL_S, MAX_POLL_S)
@@ -151,7 +156,8 @@ class IdempotencyService:
                 raise KeyReused
             if (left_s := ends_s - _now_s()) <= 0:
                 raise KeyInUse
-            if (response := await self._wait(running, left_s, next(pauses))) is not None:
+            waiting = self._wait(request.tenant, running, left_s, next(pauses))
+            if (response := await waiting) is not None:
                 return response, True
 
     async def _start(
@@ -168,19 +174,20 @@ class IdempotencyService:
         return task.result(), False
 
     async def _wait(
-        self, running: _Running | None, left_s: float, pause_s: float
+        self, tenant: str, running: _Running | None, left_s: float, pause_s: float
     ) -> StoredResponse | None:
         """Waits for a response that is computed here, or pauses if another instance computes it."""
-        if self.waiting >= MAX_WAITING:
+        place = OneItem(tenant)
+        if self._room.turns_to_wait(place):
             raise KeyInUse
-        self.waiting += 1
+        self._room.take(place)
         try:
             if running is None:
                 await asyncio.sleep(min(pause_s, left_s))
                 return None
             await asyncio.wait([running.task], timeout=left_s)
         finally:
-            self.waiting -= 1
+            self._room.release(place)
         if (
             not running.task.done()
             or running.task.cancelled()

@@ -18,7 +18,7 @@ import secrets
 import ssl
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from email.message import Message
 from ipaddress import ip_network
@@ -473,10 +473,14 @@ def _media_type(answer: ClientResponse) -> str:
 
 def _name_of(answer: ClientResponse, asked: str) -> str:
     """The name that the server gives, or else the last part of the path that was asked for."""
-    head = Message()
+    head, filename = Message(), None
     head["content-disposition"] = answer.headers.get("content-disposition", "")
-    path = head.get_filename() or unquote(URL(asked).raw_path)
-    return PurePosixPath(path.replace("\\", "/").replace("\0", "")).name[:255]
+    # Parts of a name with and without numbers, and some charsets, make the parser raise.
+    with suppress(TypeError, ValueError):
+        filename = head.get_filename()
+    path = filename or unquote(URL(asked).raw_path)
+    name = PurePosixPath(path.replace("\\", "/").replace("\0", "")).name[:255]
+    return name.encode(errors="replace").decode()  # a charset may give half a surrogate pair
 
 
 def _too_large(rules: FileRules) -> InputTooLarge:

@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import re
 import sys
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import count
+from itertools import accumulate, count
 from pathlib import PurePath
 from typing import cast
 
@@ -234,8 +235,10 @@ def _rename(page: OcrPage, names: Mapping[str, str]) -> None:
 
     page.markdown = _ID_REFERENCE.sub(renamed, page.markdown)
     scores = page.confidence_scores and page.confidence_scores.word_confidence_scores
-    for word in scores or ():
-        word.start_index += sum(shift for at, shift in shifts if at < word.start_index)
+    before = [0, *accumulate(shift for _, shift in shifts)]
+    places = [at for at, _ in shifts]
+    for word in scores or ():  # a page may have as many references as words
+        word.start_index += before[bisect_left(places, word.start_index)]
     for image in page.images:
         image.id = names[image.id]
     for table in page.tables or ():

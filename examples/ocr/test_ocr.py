@@ -48,8 +48,10 @@ pytestmark = pytest.mark.slow(about_s=200)
 IS_LONG = "OCR_SCAN_PAGES" in os.environ
 REPORT_PAGES = 38 if IS_LONG else 12
 SCAN_PAGES = int(os.environ.get("OCR_SCAN_PAGES", "4"))
-SCAN_LINES = None if IS_LONG else 14
-"""Of a scanned page. A whole one takes seconds. OCR_SCAN_PAGES=40 tries a long scan of those."""
+SCAN_LINES = None if IS_LONG else 8
+"""Of a scanned page. A whole one takes long. OCR_SCAN_PAGES=40 tries a long scan of those."""
+IMAGE_LINES, IMAGE_HEIGHT_PX = 5, 400
+"""Of the upper part of a page that is sent as an image of each kind."""
 PAGE_USD, CACHED_SHARE = 0.001, 0.1
 QUICK = ("encrypted", "cut", "many-pages", "gigapixel", "tiff-bomb", "object-stream")
 """Those of the hostile files whose end the client waits for."""
@@ -106,9 +108,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "scan.pdf": scan_of(report(scanned)),
         "table.pdf": report([few], has_table=True),
         "image.pdf": image_pdf(),
-        "other.pdf": scan_of(report([scanned[0], few])),
+        "other.pdf": scan_of(report([scanned[0], few[:SCAN_LINES]])),
     }
-    images = images_of(report([few]))
+    shown = few[:IMAGE_LINES]
+    images = [one.crop((0, 0, one.width, IMAGE_HEIGHT_PX)) for one in images_of(report([shown]))]
     for name in ("page.png", "page.jpeg", "page.webp"):
         written[name] = image_file(images, name.partition(".")[2].upper())
     written["pages.tiff"] = image_file(images * 2, "TIFF")
@@ -120,7 +123,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "report": text,
         "scan": scanned,
         "table": TABLE,
-        "image_lines": few,
+        "image_lines": shown,
         "images": ["page.png", "page.jpeg", "page.webp", "pages.tiff"],
         "hostile": {name: hostile[name][1] for name in QUICK},
         "page_usd": PAGE_USD,

@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -220,12 +220,29 @@ class ClusterDoctor:
         """The settings of the deployed processes, from the ConfigMaps of a Deployment's pods."""
         for deployment in self._deployments:
             settings: dict[str, str] = {}
-            for name in _references(_pod_spec(deployment))["configmap"]:
-                if self._exists("configmap", name):
-                    settings |= self.kubectl.read("configmap", name).get("data", {})
+            names = _references(_pod_spec(deployment))["configmap"] & self._configmaps
+            if names:
+                found = self.kubectl.read("configmap", *sorted(names))
+                # Of several names kubectl makes a list.
+                for one in found.get("items", [found]):
+                    settings |= one.get("data", {})
             if "PENSTOCK_PROJECT" in settings:
                 return settings
         return {}
+
+    @cached_property
+    def _wanted(self) -> dict[str, set[str]]:
+        """The names of the Secrets and ConfigMaps that pods can't start without, by kind."""
+        references = [_references(_pod_spec(one)) for one in self._deployments]
+        return {
+            kind: {name for one in references for name in one[kind]}
+            for kind in ("secret", "configmap")
+        }
+
+    @cached_property
+    def _configmaps(self) -> set[str]:
+        """Those of the wanted ConfigMaps that exist."""
+        return self._existing("configmap", self._wanted["configmap"])
 
     def _keda(self) -> Iterator[Diagnosis]:
         scaled = self.kubectl.items("hpa")
@@ -383,13 +400,9 @@ class ClusterDoctor:
 
     def _named(self) -> Iterator[Diagnosis]:
         """Secrets and ConfigMaps that pods name. Their contents stay where they are."""
-        wanted: dict[str, set[str]] = {"secret": set(), "configmap": set()}
-        for deployment in self._deployments:
-            for kind, names in _references(_pod_spec(deployment)).items():
-                wanted[kind] |= names
-        for kind, names in wanted.items():
-            there = [name for name in sorted(names) if self._exists(kind, name)]
-            for name in sorted(names - set(there)):
+        for kind, names in self._wanted.items():
+            there = self._configmaps if kind == "configmap" else self._existing(kind, names)
+            for name in sorted(names - there):
                 if kind == "secret":
                     command = f"create secret generic {name} --from-…=…"
                     fix = f"{self.kubectl.shown(command)} (docs/how-to/self-hosting.md)"
@@ -398,8 +411,12 @@ class ClusterDoctor:
                 yield Diagnosis(f"{kind}s", f"{name} is missing", fix)
             yield Diagnosis(f"{kind}s", f"{len(there)} of {len(names)} that pods name exist")
 
-    def _exists(self, kind: str, name: str) -> bool:
-        return bool(self.kubectl.run("get", kind, name, "-o", "name", "--ignore-not-found").strip())
+    def _existing(self, kind: str, names: Collection[str]) -> set[str]:
+        """Asks for all names in one call: each has its price."""
+        if not names:
+            return set()
+        words = ("get", kind, *sorted(names), "-o", "name", "--ignore-not-found")
+        return {line.partition("/")[2] for line in self.kubectl.run(*words).split()}
 
     def _images(self) -> Iterator[Diagnosis]:
         """Looks for images of Artifact Registry, which may be gone though pods still run."""

@@ -356,7 +356,9 @@ def _is_document(given: CustomInput) -> bool:
 
 
 def _pages_of(document: CustomInput) -> CustomResult:
-    """What is read in a "document": a text with a page in each line. "image" is one."""
+    """What is read in a "document": a text with a page in each line. "image" is one, and "crowded"
+    has many references and words beside it.
+    """
     (file,) = document.files
     assert file.data is not None, "a small one"
     lines, values = file.data.decode().splitlines(), document.values
@@ -370,9 +372,11 @@ def _pages_of(document: CustomInput) -> CustomResult:
     for index in chosen:
         page: dict[str, Any] = {"index": index, "markdown": lines[index], "images": []}
         page["dimensions"] = {"dpi": 150, "height": 1650, "width": 1275}
-        if lines[index] == "image":
-            page["markdown"] = "![img-0.jpeg](img-0.jpeg) below"
-            words = [{"text": "below", "confidence": 0.5, "start_index": 26}]
+        if lines[index] in ("image", "crowded"):
+            below, many = ("below", 1) if lines[index] == "image" else ("[a](a) " * 40_000, 8_000)
+            page["markdown"] = f"![img-0.jpeg](img-0.jpeg) {below}"
+            places_of_words = range(26, 26 + 35 * many, 35)
+            words = [{"text": "a", "confidence": 0.5, "start_index": at} for at in places_of_words]
             scores = {"average_page_confidence_score": 0.5, "minimum_page_confidence_score": 0.5}
             page["confidence_scores"] = scores | {"word_confidence_scores": words}
             corners = {"top_left_x": 1, "top_left_y": 2, "bottom_right_x": 3, "bottom_right_y": 4}

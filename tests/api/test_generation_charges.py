@@ -141,6 +141,29 @@ async def test_a_text_that_is_deleted_at_its_end_counts_as_charged(
         assert await used_tokens(api) == row.tokens
 
 
+async def test_a_text_that_its_own_schema_fails_costs_what_was_read(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with served(redis_url, tmp_path) as (api, harness):
+        charged = 0
+        endings = (("%", "schema_not_matched"), ("#", "invalid_input"), ("$", None))
+        for before, (sign, code) in enumerate(endings):
+            body = BODY | {"prompt": f"{sign}bc", "max_tokens": 1000}
+            streamed = await api.http.post("/v1/completions", json=body, headers=ACME)
+            *texts, error = (
+                json.loads(line.removeprefix("data: "))
+                for line in streamed.text.splitlines()
+                if line.startswith("data: {")
+            )
+            assert error["error"]["code"] == (code or "model_failed")
+            text = "".join(one["choices"][0]["text"] for one in texts)
+            assert text, "it was read before it failed"
+            row = [one for one in harness.rows if one.status == "failed"][before]
+            assert row.cost_usd == pytest.approx((3 * 2 + len(text) * 6) / 1e6 if code else 0)
+            charged += 3 + len(text) if code else 0
+            assert await used_tokens(api) == charged + 2 * before  # what it has used itself
+
+
 async def test_a_stream_that_nobody_reads_any_more_costs_what_went_out(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

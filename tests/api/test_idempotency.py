@@ -436,6 +436,35 @@ async def test_crowd_of_waiters_is_bounded(redis_url: str, monkeypatch: pytest.M
         assert sum(isinstance(result, tuple) for result in results) >= 3
 
 
+async def test_the_crowd_of_one_tenant_leaves_room_for_others(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.idempotency.service.MAX_WAITING", 8)
+    done = asyncio.Event()
+
+    async def compute() -> StoredResponse:
+        await done.wait()
+        return StoredResponse(200, {}, 2, b"ok")
+
+    store = IdempotencyStore(redis_url, keep_s=60, lease_s=5)
+    async with store, IdempotencyService(store, ObjectStore("memory://")) as idempotency:
+
+        async def ask(tenant: str) -> tuple[StoredResponse, bool]:
+            request = IdempotentRequest(f"of {tenant}", tenant, "f")
+            return await idempotency.run(request, compute, WAIT_LIMIT_S)
+
+        crowd = [asyncio.create_task(ask("acme")) for _ in range(20)]
+        await asyncio.wait(crowd, return_when="FIRST_EXCEPTION")
+        quiet = [asyncio.create_task(ask("brick")) for _ in range(2)]
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while idempotency.waiting < 9 and not any(one.done() for one in quiet):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        done.set()
+        assert [is_replayed for _, is_replayed in await asyncio.gather(*quiet)] == [False, True]
+        refused = await asyncio.gather(*crowd, return_exceptions=True)
+        assert sum(isinstance(one, KeyInUse) for one in refused) == 20 - 1 - 8
+
+
 async def test_closing_frees_what_is_under_way(redis_url: str) -> None:
     computing = asyncio.Event()
 

@@ -155,6 +155,23 @@ async def test_files_of_a_class_are_fetched_at_the_same_time_each_once(
     assert files.asked == {"/notes": 1, "/x": 1}
 
 
+async def test_a_name_that_can_not_be_read_is_that_of_the_path_or_readable(
+    api: ApiUnderTest, files: FileServer
+) -> None:
+    names = {
+        "filename*=a; filename*0=b": "a.txt",
+        "filename*=undefined''b.txt": "a.txt",
+        "filename*=idna''xn--%00": "a.txt",
+        "filename*=unicode_escape''b%5Cud800.txt": "b?.txt",
+        "filename*=utf-7''b%2B2AA-.txt": "b?.txt",
+    }
+    for number, (given, name) in enumerate(names.items()):
+        path = f"/{number}/a.txt"
+        url = files.add(path, b"a", "text/plain", content_disposition=f"attachment; {given}")
+        found = await given_to_class(api, file=url)
+        assert [place.name for place in found.places] == [name], given
+
+
 async def test_a_large_file_goes_to_the_object_store(
     api: ApiUnderTest, files: FileServer, tmp_path: Path
 ) -> None:
@@ -206,6 +223,7 @@ FORBIDDEN = [
     ("https://[::ffff:10.0.0.1]/", "not public"),
     ("https://[fe80::1%25eth0]/", "not public"),
     ("https://[64:ff9b::7f00:1]/", "not public"),
+    ("https://[fec0::1]/", "not public"),
     ("https://localhost/", "not public"),
     ("https://receiver/", "has no domain"),
     ("https://1.2.3.400/", "neither a name nor an address"),

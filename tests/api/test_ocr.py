@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,17 @@ async def test_images_are_numbered_from_page_to_page(api: ApiUnderTest) -> None:
         assert page["markdown"] == f"![{name}]({name}) below"
         (word,) = page["confidence_scores"]["word_confidence_scores"]
         assert page["markdown"][word["start_index"] :] == "below"
+
+
+async def test_a_page_with_many_references_and_words_takes_no_time(api: ApiUnderTest) -> None:
+    data = base64.b64encode(b"\n".join([b"image"] * 10 + [b"crowded"])).decode()
+    document = {"document_url": f"data:application/pdf;base64,{data}"}
+    before_s = time.process_time()
+    page = (await asked(api, document=document)).json()["pages"][-1]
+    assert time.process_time() - before_s < 5, "all other callers of this API wait meanwhile"
+    words = page["confidence_scores"]["word_confidence_scores"]
+    assert len(words) == 8000
+    assert {page["markdown"][word["start_index"] :][:6] for word in words} == {"[a](a)"}
 
 
 async def test_as_a_prediction_each_page_is_an_event(api: ApiUnderTest) -> None:

@@ -34,6 +34,7 @@ UNDELIVERABLE = [
     "https://[::ffff:10.0.0.1]/",
     "https://[fe80::1%25eth0]/",
     "https://[64:ff9b::7f00:1]/",
+    "https://[fec0::1]/",
     "https://localhost/",
     "https://LOCALHOST./",
     "https://app.localhost/",

@@ -4,7 +4,8 @@
 
 Prompts that begin with these signs are special. `!`: the step fails. `†`: the process dies once the
 item has two letters. `~`: with company the device has too little memory. `?`: refused. `=`: the
-item has `FIRST_LETTERS` letters at once, and no more before one without this sign is done.
+item has `FIRST_LETTERS` letters at once, and no more before one without this sign is done. With the
+last letter: `%`: the text breaks its schema. `#`: its schema goes no further. `$`: the model fails.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shared.errors import BadInput
+from shared.errors import BadInput, ModelFailed, PenstockError, SchemaNotMatched
 from shared.tasks import Input
 from shared.tasks.text import GenerationInput, GenerationResult, TokenChunk
 from workers.models.base import OutOfMemory, PreparedItem, PreparedPrompt, StepEnd
@@ -77,6 +78,13 @@ class _Generation:
         return GenerationResult(text, "length", read + len(text), read, len(text), self.computed)
 
 
+_ENDS: dict[str, PenstockError] = {
+    "%": SchemaNotMatched("the text does not match"),
+    "#": BadInput("make the schema simpler", field="response_format"),
+    "$": ModelFailed("no numbers for this text"),
+}
+
+
 class Speller:
     """The model."""
 
@@ -117,7 +125,7 @@ class Speller:
             if len(text.letters) < text.item.max_tokens:
                 text.write()
             if len(text.letters) >= text.item.max_tokens:
-                end.results[slot] = text.result
+                end.results[slot] = _ENDS.get(text.prompt[0]) or text.result
         for slot in end.results:
             self._is_one_done |= not _waits(self._texts.pop(slot))
         return end

@@ -30,7 +30,7 @@ import msgspec
 from shared import slo
 from shared.blob import INLINE_LIMIT_BYTES, RESULTS, Blob, content_digest
 from shared.catalog import Model
-from shared.charge import ENDED_BY_CALLER
+from shared.charge import ENDED_BY_CALLER, is_ended_by_caller
 from shared.concurrency import backoff
 from shared.errors import (
     Canceled,
@@ -177,7 +177,7 @@ def is_streamed(item: Item) -> bool:
 
 
 async def with_delivered(streams: TokenStreams, pulled: PulledJob, body: ReplyBody) -> ReplyBody:
-    """Ends the delivery of a job's canceled and late generations. Receipts count what was read.
+    """Ends the delivery of generations that their callers ended. Receipts count what was read.
 
     Args:
         streams: have the tokens.
@@ -191,7 +191,7 @@ async def with_delivered(streams: TokenStreams, pulled: PulledJob, body: ReplyBo
     ended = [
         outcome.index
         for outcome in body.outcomes
-        if outcome.index in streamed and outcome.status in ENDED_BY_CALLER
+        if outcome.index in streamed and _is_charged_as_read(outcome, streamed[outcome.index])
     ]
     if not ended:
         return body
@@ -203,6 +203,12 @@ async def with_delivered(streams: TokenStreams, pulled: PulledJob, body: ReplyBo
             for one in body.outcomes
         ],
     )
+
+
+def _is_charged_as_read(outcome: ItemOutcome, item: Item) -> bool:
+    """Returns whether what was read is charged. A class may find late that an input is wrong."""
+    is_text = isinstance(item.input, GenerationInput)
+    return outcome.status in ENDED_BY_CALLER or (is_text and is_ended_by_caller(outcome))
 
 
 def _counted(

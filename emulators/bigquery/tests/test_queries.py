@@ -129,6 +129,13 @@ def test_columns_without_a_name_get_bigquery_s(client: bigquery.Client) -> None:
     assert [field.name for field in schema] == ["f0_", "two", "f1_", "a"]
 
 
+def test_a_rounded_number_may_be_rounded_again(client: bigquery.Client) -> None:
+    """Each call wrote the one within out thirty times, and two of them did not come to an end."""
+    rounded = "ROUND(TRUNC(ROUND(x / 3, 4) / 3, 3) / 3, 2)"
+    sql = f"SELECT {rounded} FROM UNNEST([100.0, NULL]) AS x ORDER BY x DESC"
+    assert rows_of(client, sql) == [(3.7,), (None,)]
+
+
 def test_a_finished_query_can_be_read_by_its_hidden_table(client: bigquery.Client) -> None:
     job = client.query("SELECT 1 AS a")
     job.result(timeout=WAIT_LIMIT_S)

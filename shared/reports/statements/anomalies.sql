@@ -42,17 +42,18 @@ WITH once AS (
     )
   QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1
 ),
+midnights AS (
+  SELECT tenant, received_at, status, cost_usd, TIMESTAMP(DATE(received_at, @tz), @tz) AS midnight
+  FROM once
+),
 -- Hours count from midnight on clocks of the zone, some of which are off by half an hour.
 placed AS (
   SELECT
     tenant,
-    TIMESTAMP_ADD(
-      TIMESTAMP(DATE(received_at, @tz), @tz),
-      INTERVAL DIV(TIMESTAMP_DIFF(received_at, TIMESTAMP(DATE(received_at, @tz), @tz), SECOND), 3600) HOUR
-    ) AS hour,
+    TIMESTAMP_ADD(midnight, INTERVAL DIV(TIMESTAMP_DIFF(received_at, midnight, SECOND), 3600) HOUR) AS hour,
     cost_usd,
     status IN ('failed', 'expired') AS is_error
-  FROM once
+  FROM midnights
 ),
 used AS (
   SELECT 'all' AS scope, CAST(NULL AS STRING) AS tenant, hour, SUM(cost_usd) AS cost_usd, COUNTIF(is_error) AS errors
@@ -70,21 +71,18 @@ scopes AS (
   FROM used
   GROUP BY scope, tenant
 ),
-hours AS (
+weekdays AS (
   SELECT
     week,
-    hour,
-    EXTRACT(HOUR FROM hour AT TIME ZONE @tz) AS slot,
+    TIMESTAMP(DATE_SUB(@day, INTERVAL (7 * week) DAY), @tz) AS midnight,
     TIMESTAMP(DATE_SUB(@day, INTERVAL (7 * week - 1) DAY), @tz) AS day_end
   FROM UNNEST(GENERATE_ARRAY(0, 6)) AS week
+),
+hours AS (
+  SELECT week, hour, EXTRACT(HOUR FROM hour AT TIME ZONE @tz) AS slot, day_end
+  FROM weekdays
   CROSS JOIN UNNEST(
-    GENERATE_TIMESTAMP_ARRAY(
-      TIMESTAMP(DATE_SUB(@day, INTERVAL (7 * week) DAY), @tz),
-      TIMESTAMP_SUB(
-        LEAST(TIMESTAMP(DATE_SUB(@day, INTERVAL (7 * week - 1) DAY), @tz), @until), INTERVAL 1 MICROSECOND
-      ),
-      INTERVAL 1 HOUR
-    )
+    GENERATE_TIMESTAMP_ARRAY(midnight, TIMESTAMP_SUB(LEAST(day_end, @until), INTERVAL 1 MICROSECOND), INTERVAL 1 HOUR)
   ) AS hour
 ),
 figures AS (

@@ -56,12 +56,6 @@ def client(bigquery_endpoint: str) -> Iterator[bigquery.Client]:
         yield client
 
 
-@pytest.fixture
-def created(client: bigquery.Client) -> bigquery.Client:
-    usage.create(client, "penstock")
-    return client
-
-
 def insert(client: bigquery.Client, *rows: dict[str, Any]) -> None:
     assert client.insert_rows_json("penstock.rows", rows, row_ids=[None] * len(rows)) == []
 
@@ -88,11 +82,12 @@ def test_the_schema_and_the_row_agree() -> None:
 
 
 def test_the_table_is_made_as_described_and_making_it_again_changes_nothing(
-    created: bigquery.Client,
+    client: bigquery.Client,
 ) -> None:
-    insert(created, row("r1"))
-    usage.create(created, "penstock")
-    table = created.get_table("penstock.rows")
+    usage.create(client, "penstock")
+    insert(client, row("r1"))
+    usage.create(client, "penstock")
+    table = client.get_table("penstock.rows")
     assert (table.time_partitioning.type_, table.time_partitioning.field) == ("DAY", "received_at")
     assert table.time_partitioning.expiration_ms == 400 * 86_400_000
     assert (table.require_partition_filter, table.clustering_fields) == (
@@ -101,12 +96,12 @@ def test_the_table_is_made_as_described_and_making_it_again_changes_nothing(
     )
     assert [field.to_api_repr() for field in table.schema] == usage.schema()
     assert table.num_rows == 1
-    assert {item.table_id for item in created.list_tables("penstock")} == {
+    assert {item.table_id for item in client.list_tables("penstock")} == {
         *("anomalies", "daily_usage", "rows", "webhook_deliveries", "worker_hours"),
         *usage.views("p", "d"),
     }
     for name in usage.tables():
-        found = created.get_table(f"penstock.{name}")
+        found = client.get_table(f"penstock.{name}")
         assert [field.to_api_repr() for field in found.schema] == usage.schema(name)
         assert found.require_partition_filter
         wanted = usage.table_options(name)["timePartitioning"]
@@ -130,7 +125,7 @@ def test_an_older_table_is_brought_up_to_date(client: bigquery.Client) -> None:
     assert (found.num_rows, found.require_partition_filter) == (2, True)
 
 
-def test_every_field_of_a_row_arrives(created: bigquery.Client) -> None:
+def test_every_field_of_a_row_arrives(empty: bigquery.Client) -> None:
     full: dict[str, Any] = {
         field.name: {str: "x", int: 7, float: NOW_S, bool: True}[
             next(iter(set(get_args(hint) or (hint,)) - {type(None)}))
@@ -140,8 +135,8 @@ def test_every_field_of_a_row_arrives(created: bigquery.Client) -> None:
         )
     }
     sent = fields_of(Row(**full))
-    insert(created, sent)
-    (kept,) = created.query("SELECT * FROM penstock.rows WHERE received_at > '2020-01-01'").result(
+    insert(empty, sent)
+    (kept,) = empty.query("SELECT * FROM penstock.rows WHERE received_at > '2020-01-01'").result(
         timeout=WAIT_LIMIT_S
     )
     shown = {
@@ -151,27 +146,27 @@ def test_every_field_of_a_row_arrives(created: bigquery.Client) -> None:
     assert shown == {name: round(v, 6) if name.endswith("_at") else v for name, v in sent.items()}
 
 
-def test_a_row_written_twice_counts_once(created: bigquery.Client) -> None:
-    insert(created, row("r1", attempt=1, tokens=3), row("r1", attempt=2), row("r2"), row("r2"))
+def test_a_row_written_twice_counts_once(empty: bigquery.Client) -> None:
+    insert(empty, row("r1", attempt=1, tokens=3), row("r1", attempt=2), row("r2"), row("r2"))
     sql = (
         "SELECT row_id, status, attempt FROM penstock.rows_deduplicated"
         " WHERE received_at > '2020-01-01' ORDER BY 1"
     )
-    assert rows_of(created, sql) == [("r1:0", "succeeded", 2), ("r2:0", "succeeded", 1)]
+    assert rows_of(empty, sql) == [("r1:0", "succeeded", 2), ("r2:0", "succeeded", 1)]
     with pytest.raises(BadRequest, match="partition elimination"):
-        rows_of(created, "SELECT * FROM penstock.rows_deduplicated")
+        rows_of(empty, "SELECT * FROM penstock.rows_deduplicated")
     for name in ("usage", "slowest"):
-        assert len(report(created, name)) in (0, 1)
-    assert report(created, "usage")[0]["items"] == 2
+        assert len(report(empty, name)) in (0, 1)
+    assert report(empty, "usage")[0]["items"] == 2
 
 
-def test_a_row_that_says_nothing_was_delivered_counts(created: bigquery.Client) -> None:
+def test_a_row_that_says_nothing_was_delivered_counts(empty: bigquery.Client) -> None:
     """Whether it comes first or last. Of several the worker's counts, which knows more."""
     worker = {"cost_usd": 0.5, "charged_share": 1.0, "tokens": 3, "inference_ms": 1.5}
     api = {"attempt": None, "status": "canceled", "cost_usd": 0.0, "charged_share": 0.0}
     canceled = {"attempt": 2, "status": "canceled", "cost_usd": 0.0, "steps_saved": 7}
     insert(
-        created,
+        empty,
         row("r1", **worker, replied_at_s=NOW_S + 1),
         row("r1", **api, replied_at_s=NOW_S),
         row("r2", **api, replied_at_s=NOW_S + 1),
@@ -183,33 +178,33 @@ def test_a_row_that_says_nothing_was_delivered_counts(created: bigquery.Client) 
         "SELECT row_id, status, attempt, steps_saved FROM penstock.rows_deduplicated"
         " WHERE received_at > '2020-01-01' ORDER BY 1"
     )
-    assert rows_of(created, sql) == [
+    assert rows_of(empty, sql) == [
         ("r1:0", "canceled", None, None),
         ("r2:0", "canceled", None, None),
         ("r3:0", "canceled", 2, 7),
     ]
-    [line] = report(created, "usage")
+    [line] = report(empty, "usage")
     assert (line["items"], line["cost_usd"]) == (3, 0)
-    [invoiced] = report(created, "tenants")
+    [invoiced] = report(empty, "tenants")
     assert invoiced["cost_usd"] == 0
 
 
 def test_the_id_of_a_prediction_that_comes_again_after_an_hour_counts_again(
-    created: bigquery.Client,
+    empty: bigquery.Client,
 ) -> None:
     insert(
-        created,
+        empty,
         row("own_1", received_at_s=NOW_S - 4000, cost_usd=0.25),
         row("own_1", cost_usd=0.25),
     )
-    lines = report(created, "usage", NOW_S - 5000)
+    lines = report(empty, "usage", NOW_S - 5000)
     assert (sum(line["items"] for line in lines), sum(line["cost_usd"] for line in lines)) == (
         2,
         0.5,
     )
 
 
-def test_usage_adds_up_by_day_tenant_and_model(created: bigquery.Client) -> None:
+def test_usage_adds_up_by_day_tenant_and_model(empty: bigquery.Client) -> None:
     computed = {
         "cache": "miss",
         "tokens": 10,
@@ -226,9 +221,9 @@ def test_usage_adds_up_by_day_tenant_and_model(created: bigquery.Client) -> None
         row("h2", cache="memory", cost_usd=0.0),
     ]
     others = [row("o1", tenant="other"), row("o2", received_at_s=NOW_S - 3 * 86_400)]
-    insert(created, *rows, *hits, *others)
+    insert(empty, *rows, *hits, *others)
     today = dt.datetime.fromtimestamp(NOW_S, dt.UTC).date()
-    found = report(created, "usage")
+    found = report(empty, "usage")
     assert [(line["day"], line["tenant"], line["items"]) for line in found] == [
         (today, "acme", 102),
         (today, "other", 1),
@@ -248,18 +243,18 @@ def test_usage_adds_up_by_day_tenant_and_model(created: bigquery.Client) -> None
         25.0,
     )
     assert acme["device_s"] == pytest.approx(100 * 1.0 * 0.5 / 4)
-    assert len(report(created, "usage", NOW_S - 4 * 86_400)) == 3
+    assert len(report(empty, "usage", NOW_S - 4 * 86_400)) == 3
 
 
-def test_refused_requests_are_counted_apart_from_items(created: bigquery.Client) -> None:
+def test_refused_requests_are_counted_apart_from_items(empty: bigquery.Client) -> None:
     items = [row(f"r{n}", cache="memory", total_ms=10.0, tokens=5) for n in range(4)]
     refused = [
         row(f"f{n}", status="refused", total_ms=0.1, error_code="overloaded", cost_usd=0.0)
         for n in range(6)
     ]
     unknown = row("u", status="refused", model="", error_code="invalid_input")
-    insert(created, *items, *refused, unknown)
-    lines = {line["model"]: line for line in report(created, "usage")}
+    insert(empty, *items, *refused, unknown)
+    lines = {line["model"]: line for line in report(empty, "usage")}
     known = lines["m"]
     assert (known["items"], known["refused"], known["requests"], known["succeeded"]) == (
         4,
@@ -274,13 +269,11 @@ def test_refused_requests_are_counted_apart_from_items(created: bigquery.Client)
         0.0,
     )
     assert (lines[""]["items"], lines[""]["refused"], lines[""]["hit_percent"]) == (0, 1, None)
-    found = {
-        (line["model"], line["error_code"]): line["items"] for line in report(created, "errors")
-    }
+    found = {(line["model"], line["error_code"]): line["items"] for line in report(empty, "errors")}
     assert found == {("m", "overloaded"): 6, ("", "invalid_input"): 1}
 
 
-def test_report_equals_the_same_sums_in_exact_arithmetic(created: bigquery.Client) -> None:
+def test_report_equals_the_same_sums_in_exact_arithmetic(empty: bigquery.Client) -> None:
     """Charged tokens times the price are the cost, to the last digits of a double, whoever writes
     the rows.
     """
@@ -325,8 +318,8 @@ def test_report_equals_the_same_sums_in_exact_arithmetic(created: bigquery.Clien
             # As a writer of an older release leaves it: what was charged was charged in full.
             one.charged_share = drawn.choice([one.charged_share, None])
         sent.append(fields_of(one))
-    insert(created, *sent)
-    found = {line["tenant"]: line for line in report(created, "usage")}
+    insert(empty, *sent)
+    found = {line["tenant"]: line for line in report(empty, "usage")}
     for tenant in ("acme", "other"):
         line = found[tenant]
         assert line["tokens"] == tokens[tenant]
@@ -334,13 +327,13 @@ def test_report_equals_the_same_sums_in_exact_arithmetic(created: bigquery.Clien
         assert line["cost_usd"] == pytest.approx(float(charged[tenant] * price), rel=1e-12)
 
 
-def test_errors_are_shown_by_code_with_their_share(created: bigquery.Client) -> None:
+def test_errors_are_shown_by_code_with_their_share(empty: bigquery.Client) -> None:
     failed = [
         row(f"f{n}", status="failed", error_code="model_failed", attempt=n + 1) for n in range(2)
     ]
     late = row("e1", status="expired", error_code="deadline_exceeded", tenant="other")
-    insert(created, row("ok"), *failed, late, row("x", model="fine"))
-    lines = report(created, "errors")
+    insert(empty, row("ok"), *failed, late, row("x", model="fine"))
+    lines = report(empty, "errors")
     assert [
         (line["error_code"], line["items"], line["percent_of_model"], line["most_attempts"])
         for line in lines
@@ -350,17 +343,17 @@ def test_errors_are_shown_by_code_with_their_share(created: bigquery.Client) -> 
     ]
 
 
-def test_the_slowest_come_first(created: bigquery.Client) -> None:
-    insert(created, *(row(f"r{n}", total_ms=float(n)) for n in range(60)), row("none"))
-    lines = report(created, "slowest")
+def test_the_slowest_come_first(empty: bigquery.Client) -> None:
+    insert(empty, *(row(f"r{n}", total_ms=float(n)) for n in range(60)), row("none"))
+    lines = report(empty, "slowest")
     assert [line["total_ms"] for line in lines] == [float(n) for n in range(59, 9, -1)]
 
 
-def test_batches_are_counted_from_their_items(created: bigquery.Client) -> None:
+def test_batches_are_counted_from_their_items(empty: bigquery.Client) -> None:
     batch = {"started_at_s": NOW_S, "batch_wait_ms": 2.0, "inference_ms": 30.0, "worker": "w"}
     of_three = [row(f"a{n}", batch_size=3, **batch) for n in range(3)]
-    insert(created, *of_three, row("b", batch_size=1, **batch), row("hit", cache="redis"))
-    (line,) = report(created, "batches")
+    insert(empty, *of_three, row("b", batch_size=1, **batch), row("hit", cache="redis"))
+    (line,) = report(empty, "batches")
     assert (line["items"], line["batches"], line["items_per_batch"], line["workers"]) == (
         4,
         2.0,
@@ -371,13 +364,13 @@ def test_batches_are_counted_from_their_items(created: bigquery.Client) -> None:
 
 
 def test_items_of_ones_own_models_are_one_line_whatever_each_weighs(
-    created: bigquery.Client,
+    empty: bigquery.Client,
 ) -> None:
     """Else an invoice has a line for each item that took another time."""
     known = {"task": "custom", "charged_share": 1.0, "price_version": "1", "cache": "none"}
     for number, usd in enumerate((0.25, 0.5, 0.75)):
         charge = {"work": number + 1, "list_price_usd": usd, "cost_usd": usd}
-        insert(created, row(f"r{number}", **known, **charge))
-    (line,) = report(created, "invoice")
+        insert(empty, row(f"r{number}", **known, **charge))
+    (line,) = report(empty, "invoice")
     assert (line["unit"], line["quantity"], line["unit_price_usd"]) == ("items", 3, 500_000.0)
     assert line["amount_usd"] == 1.5

@@ -5,7 +5,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import diffusers
 import msgspec
@@ -145,22 +145,27 @@ def opened(blob: Blob | None) -> Image.Image:
     return Image.open(io.BytesIO(blob.data or b""))
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "part"), [("euler", (0.0, 1.0)), ("heun", (0.2, 0.7))], ids=["whole", "part"]
-)
-@pytest.mark.parametrize("way", ["text", "image", "mask"])
-@pytest.mark.parametrize("xl", [False, True], ids=["sd", "sdxl"])
-def test_images_are_those_of_plain_diffusers(
+class RandomTiny(NamedTuple):
+    """A pipeline of random weights with a control, ours and diffusers'."""
+
+    family: str
+    way: str
+    model: SteppedImageModel
+    preparer: Preparer
+    plain: Any
+
+
+@pytest.fixture(scope="module", params=KINDS, ids="-".join)
+def random_tiny(
+    request: pytest.FixtureRequest,
     catalog: Catalog,
     tiny_folder: Path,
-    tmp_path: Path,
-    xl: bool,
-    way: str,
-    scheduler: str,
-    part: tuple[float, float],
-) -> None:
-    folder = write_tiny(tmp_path / "tiny", tiny_folder, xl=xl, trained=False)
-    if (xl, way) == (True, "mask"):
+    tmp_path_factory: pytest.TempPathFactory,
+) -> RandomTiny:
+    family, way = request.param
+    tmp_path = tmp_path_factory.mktemp("controls")
+    folder = write_tiny(tmp_path / "tiny", tiny_folder, xl=family == "sdxl", trained=False)
+    if (family, way) == ("sdxl", "mask"):
         # This one of diffusers' pipelines does not know the statistics of latents.
         config = folder / "vae" / "config.json"
         without = {"latents_mean": None, "latents_std": None}
@@ -169,6 +174,24 @@ def test_images_are_those_of_plain_diffusers(
     model = model_for(entry, folder, "cpu")
     model.setup()
     assert isinstance(model, SteppedImageModel)
+    kind: Any = getattr(diffusers, KINDS[family, way])
+    options = {"add_watermarker": False} if family == "sdxl" else {}
+    parts = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True).components
+    net = diffusers.ControlNetModel.from_pretrained(tmp_path / "depth")
+    known = kind.__init__.__code__.co_varnames
+    parts = {name: value for name, value in parts.items() if name in known}
+    plain = kind(**parts, controlnet=net, **options)
+    plain.set_progress_bar_config(disable=True)
+    return RandomTiny(family, way, model, preparer_for(entry, folder), plain)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "part"), [("euler", (0.0, 1.0)), ("heun", (0.2, 0.7))], ids=["whole", "part"]
+)
+def test_images_are_those_of_plain_diffusers(
+    random_tiny: RandomTiny, scheduler: str, part: tuple[float, float]
+) -> None:
+    _, way, model, preparer, plain = random_tiny
     mask = box(16, 8, 48, 40)
     given = with_(
         {"text": TEXT, "image": FROM_IMAGE, "mask": MASKED}[way],
@@ -178,15 +201,7 @@ def test_images_are_those_of_plain_diffusers(
         control=control(scale=0.7, start=part[0], end=part[1]),
         **({"mask": as_png(mask), "strength": 0.6} if way == "mask" else {}),
     )
-    (ours,) = drawn(model, preparer_for(entry, folder), [given])
-    kind: Any = getattr(diffusers, KINDS["sdxl" if xl else "sd", way])
-    options = {"add_watermarker": False} if xl else {}
-    parts = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True).components
-    net = diffusers.ControlNetModel.from_pretrained(tmp_path / "depth")
-    known = kind.__init__.__code__.co_varnames
-    parts = {name: value for name, value in parts.items() if name in known}
-    plain = kind(**parts, controlnet=net, **options)
-    plain.set_progress_bar_config(disable=True)
+    (ours,) = drawn(model, preparer, [given])
     plain.scheduler = model._scheduler(scheduler)
     images: dict[str, Any] = {"image": opened(PICTURE)}
     if way != "text":

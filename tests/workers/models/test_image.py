@@ -2,8 +2,12 @@ import io
 import json
 import shutil
 from collections.abc import Sequence
+from functools import wraps
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
+import diffusers
 import msgspec
 import numpy as np
 import pytest
@@ -12,12 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from shared.blob import Blob
 from shared.catalog import Catalog
-from shared.diffusion_schedulers import SCHEDULER_NAMES
+from shared.diffusion_schedulers import SCHEDULER_NAMES, SCHEDULERS
 from shared.errors import BadInput, ConfigurationError, ModelFailed
 from shared.tasks import Input
 from shared.tasks.image import ImageInput, ImageResult
 from tests.workers.models.batches import model_for
 from workers.models.base import InferenceModel, PreparedImage, Preparer
+from workers.models.device import Device
+from workers.models.image.model import ImageModel
 
 # Some schedulers of diffusers go between torch and numpy 2 in an old way.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning")]
@@ -64,12 +70,24 @@ def pixels(result: ImageResult) -> np.ndarray:
         return np.asarray(image).astype(int)
 
 
+PROMPTS = ("a mill", "", "a long prompt about a river " * 9)
+PAIRS = tuple(combinations(PROMPTS, 2))
+
+
 @pytest.mark.parametrize("request_", [TEXT, FROM_IMAGE], ids=["text", "image"])
-@pytest.mark.parametrize("scheduler", SCHEDULER_NAMES)
+@pytest.mark.parametrize(
+    ("scheduler", "prompts"),
+    [(name, PAIRS[at % len(PAIRS)]) for at, name in enumerate(SCHEDULER_NAMES)],
+    ids=SCHEDULER_NAMES,
+)
 def test_a_job_gives_the_same_pixels_alone_or_in_a_batch(
-    tiny: InferenceModel, tiny_preparer: Preparer, scheduler: str, request_: ImageInput
+    tiny: InferenceModel,
+    tiny_preparer: Preparer,
+    scheduler: str,
+    prompts: Sequence[str],
+    request_: ImageInput,
 ) -> None:
-    prompts = ["a mill", "", "a long prompt about a river " * 9]
+    """With each two of some prompts: whether one is beside it, not how many, could matter."""
     inputs = [
         msgspec.structs.replace(request_, scheduler=scheduler, seed=seed, prompt=prompt)
         for seed, prompt in enumerate(prompts)
@@ -78,6 +96,31 @@ def test_a_job_gives_the_same_pixels_alone_or_in_a_batch(
     alone = [pixels(drawn(tiny, tiny_preparer, [value])[0]) for value in inputs]
     assert max(np.abs(one - other).max() for one, other in zip(together, alone, strict=True)) <= 1
     assert np.abs(together[0] - together[1]).max() > 8
+
+
+@pytest.mark.parametrize("name", ["dpm2", "euler_a"])
+def test_a_scheduler_is_made_once(
+    catalog: Catalog, tiny_folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of dpm2 takes half a second. Each image gets a copy that has drawn nothing."""
+    made: list[str] = []
+    kind = getattr(diffusers, SCHEDULERS[name].class_name)
+    usual = kind.__init__
+
+    @wraps(usual)
+    def counted(scheduler: Any, *given: Any, **named: Any) -> None:
+        made.append(name)
+        usual(scheduler, *given, **named)
+
+    model = ImageModel(
+        catalog.default("image"), tiny_folder, Device("cpu", threads=1, memory_fraction=1.0)
+    )
+    model.setup()
+    monkeypatch.setattr(kind, "__init__", counted)
+    first, second = model._scheduler(name), model._scheduler(name)
+    assert made == [name]
+    first.set_timesteps(4)
+    assert len(second.timesteps) > len(first.timesteps)
 
 
 def test_schedulers_differ(tiny: InferenceModel, tiny_preparer: Preparer) -> None:

@@ -23,6 +23,7 @@ from shared.catalog import Catalog, Model
 from shared.errors import BadInput, ConfigurationError
 from shared.tasks.image import ImageInput, ImageResult
 from tests.workers.models.conftest import TinyPipeline
+from tests.workers.models.plain_diffusers import plain_pipeline
 from tests.workers.models.test_image import FROM_IMAGE, TEXT, pixels, png
 from tests.workers.models.test_image_drawing import drawn, joining
 from tests.workers.models.test_image_masks import as_png, box, source_pixels
@@ -102,10 +103,7 @@ def plain(folder: Path, value: ImageInput) -> np.ndarray:
         given["negative_prompt"] = value.negative_prompt
     if value.clip_skip:
         given["clip_skip"] = value.clip_skip
-    index = json.loads((folder / "model_index.json").read_text())
-    left_out = {name: None for name, place in index.items() if place == [None, None]}
-    pipeline = kind.from_pretrained(folder, local_files_only=True, **left_out)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = plain_pipeline(kind, folder)
     latents = pipeline(
         value.prompt,
         width=value.width,

@@ -25,8 +25,16 @@ from shared.errors import BadInput, ConfigurationError
 from shared.tasks.image import ImageInput, ImageResult
 from tests.workers.models.batches import model_for
 from tests.workers.models.conftest import TinyPipeline
+from tests.workers.models.plain_diffusers import plain_pipeline
 from tests.workers.models.test_image import FROM_IMAGE, TEXT, pixels
-from tests.workers.models.test_image_steps import OTHERS, UNSTEADY, prepared, run
+from tests.workers.models.test_image_steps import (
+    OTHERS,
+    UNSTEADY,
+    Alone,
+    difference,
+    prepared,
+    run,
+)
 from workers.models.base import Preparer, SteppedModel
 from workers.models.device import Device
 from workers.models.image.model import ImageModel
@@ -64,16 +72,26 @@ def source_pixels(value: ImageInput) -> np.ndarray:
         return np.asarray(image.convert("RGB")).astype(int)
 
 
-def drawn_alone(model: SteppedModel, preparer: Preparer, value: ImageInput) -> np.ndarray:
+def result_alone(model: SteppedModel, preparer: Preparer, value: ImageInput) -> ImageResult:
     result = run(model, preparer, [(0, value)])[0]
     assert isinstance(result, ImageResult), result
-    return pixels(result)
+    return result
+
+
+def drawn_alone(model: SteppedModel, preparer: Preparer, value: ImageInput) -> np.ndarray:
+    return pixels(result_alone(model, preparer, value))
 
 
 @pytest.fixture(scope="session")
 def stepped(family: TinyPipeline) -> SteppedModel:
     assert isinstance(family.model, SteppedModel)
     return family.model
+
+
+@pytest.fixture(scope="session")
+def alone(family: TinyPipeline, stepped: SteppedModel) -> Alone:
+    """Draws images step by step. A whole batch takes no masks."""
+    return Alone(lambda value: result_alone(stepped, family.preparer, value))
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.6])
@@ -102,7 +120,7 @@ def test_gray_mixes_source_and_drawing(family: TinyPipeline, stepped: SteppedMod
 
 @pytest.mark.parametrize("schedulers", [SCHEDULER_NAMES[first::3] for first in range(3)], ids=str)
 def test_masked_and_unmasked_images_are_drawn_together_as_alone(
-    family: TinyPipeline, stepped: SteppedModel, schedulers: list[str]
+    family: TinyPipeline, stepped: SteppedModel, alone: Alone, schedulers: list[str]
 ) -> None:
     """Whichever schedulers are beside it, and whenever they come and go."""
     masked = [
@@ -120,10 +138,7 @@ def test_masked_and_unmasked_images_are_drawn_together_as_alone(
     arrivals = [*enumerate(masked), *((2 * step, value) for step, value in enumerate(OTHERS))]
     results = run(stepped, family.preparer, arrivals)
     for slot, (_, value) in enumerate(arrivals):
-        result = results[slot]
-        assert isinstance(result, ImageResult)
-        alone = drawn_alone(stepped, family.preparer, value)
-        assert np.abs(pixels(result) - alone).max() <= 1, value
+        assert difference(results[slot], alone(value)) <= 1, value
 
 
 def write_tiny(folder: Path, shipped: Path, *, xl: bool, trained: bool) -> Path:
@@ -147,32 +162,37 @@ def write_tiny(folder: Path, shipped: Path, *, xl: bool, trained: bool) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("strength", [1.0, 0.6])
-@pytest.mark.parametrize("scheduler", ["ddim", "euler", "dpmpp_2m", "heun"])
-@pytest.mark.parametrize("trained", [False, True], ids=["4", "9"])
-@pytest.mark.parametrize("xl", [False, True], ids=["sd", "sdxl"])
-def test_inside_of_the_mask_are_the_pixels_of_plain_diffusers(
+@pytest.fixture(scope="module", params=[(False, False), (False, True), (True, False), (True, True)])
+def random_tiny(
+    request: pytest.FixtureRequest,
     catalog: Catalog,
     tiny_folder: Path,
-    tmp_path: Path,
-    xl: bool,
-    trained: bool,
-    scheduler: str,
-    strength: float,
-) -> None:
-    """With a mask along the squares of the latents, which diffusers takes as we do."""
-    folder = write_tiny(tmp_path / "tiny", tiny_folder, xl=xl, trained=trained)
+    tmp_path_factory: pytest.TempPathFactory,
+) -> TinyPipeline:
+    """A pipeline of random weights of each family, with and without a UNet trained with masks."""
+    xl, trained = request.param
+    folder = write_tiny(tmp_path_factory.mktemp("masks"), tiny_folder, xl=xl, trained=trained)
     model = model_for(catalog.default("image"), folder, "cpu")
     model.setup()
+    return TinyPipeline(folder, preparer_for(catalog.default("image"), folder), model)
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.6])
+@pytest.mark.parametrize("scheduler", ["ddim", "euler", "dpmpp_2m", "heun"])
+def test_inside_of_the_mask_are_the_pixels_of_plain_diffusers(
+    random_tiny: TinyPipeline, scheduler: str, strength: float
+) -> None:
+    """With a mask along the squares of the latents, which diffusers takes as we do."""
+    folder, preparer, model = random_tiny
     assert isinstance(model, SteppedImageModel)
     mask = box(16, 8, 48, 40)
     value = msgspec.structs.replace(
         MASKED, mask=as_png(mask), scheduler=scheduler, strength=strength, guidance_scale=3.0
     )
-    ours = drawn_alone(model, preparer_for(catalog.default("image"), folder), value)
-    kind: Any = StableDiffusionXLInpaintPipeline if xl else StableDiffusionInpaintPipeline
-    plain = kind.from_pretrained(folder, local_files_only=True)
-    plain.set_progress_bar_config(disable=True)
+    ours = drawn_alone(model, preparer, value)
+    is_xl = (folder / "text_encoder_2").is_dir()
+    kind: Any = StableDiffusionXLInpaintPipeline if is_xl else StableDiffusionInpaintPipeline
+    plain = plain_pipeline(kind, folder)
     plain.scheduler = model._scheduler(scheduler)
     assert value.image is not None
     drawn = plain(

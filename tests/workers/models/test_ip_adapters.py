@@ -3,6 +3,7 @@
 import importlib.util
 import io
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -148,16 +149,23 @@ def test_images_without_an_ip_adapter_are_those_of_a_model_without_any(
         assert np.array_equal(one, other)
 
 
+@lru_cache(maxsize=4)
+def plain_with(folder: Path, ip_adapter: Path) -> Any:
+    """The pipeline of a folder with an IP-Adapter, as diffusers loads them."""
+    pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    pipeline.load_ip_adapter(
+        str(ip_adapter), subfolder="", weight_name=WEIGHT_NAME, local_files_only=True
+    )
+    return pipeline
+
+
 def by_diffusers(drawing: Drawing, folder: Path, ip_adapter: Path, value: ImageInput) -> np.ndarray:
     """The image that diffusers' pipeline draws with an IP-Adapter, alone."""
-    pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    pipeline = plain_with(folder, ip_adapter)
     more: dict[str, Any] = {"width": value.width, "height": value.height}
     if value.image is not None:
         pipeline = diffusers.AutoPipelineForImage2Image.from_pipe(pipeline)
         more = {"image": opened(value.image), "strength": value.strength}
-    pipeline.load_ip_adapter(
-        str(ip_adapter), subfolder="", weight_name=WEIGHT_NAME, local_files_only=True
-    )
     assert value.ip_adapter is not None
     pipeline.set_ip_adapter_scale(value.ip_adapter.scale)
     pipeline.set_progress_bar_config(disable=True)

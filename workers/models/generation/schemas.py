@@ -4,16 +4,21 @@ A grammar decides token by token, so it follows most of a schema, but not that t
 differ, or that one of several forms matches and no other. Such a schema is taken all the same. What
 the grammar leaves out is checked when the text has ended, and a text that breaks it fails.
 
-The size of a schema is bounded, because all texts of a batch pay for it at each token.
+The size of a schema is bounded, because all texts of a batch pay for it at each token. So is the
+work of the check, for which they wait: parts that refer to others twice, level after level, make a
+small schema take longer than a day.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import jsonschema_rs
 
@@ -26,16 +31,24 @@ MAX_CHARACTERS = 4096
 them. One of this length takes 2 ms at each token, and one of 60,000 takes 35 ms."""
 MAX_DEPTH = 100
 """Objects and lists of a schema within each other. The matcher takes 124."""
+MAX_MULTIPLES = 20_000
+"""The sum of all `multipleOf`, without decimal points and zeros at the end. A grammar has a state
+for each remainder, so it takes time and memory in proportion: this many 0.3 s, a million 28 s."""
+MAX_EVALUATIONS = 100_000
+"""Of parts of a schema, for one text. So many take about 0.1 s."""
+MAX_EXPLAINED = 5_000
+"""Evaluations after which a reason is found, which takes far longer than that there is one."""
 _BRACKETS = {"{": 1, "[": 1, "}": -1, "]": -1}
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _NOT_MATCHED = frozenset({"description", "title", "$comment", "$id", "$schema"})
 
 
 def check_size(json_schema: str) -> None:
-    """Checks the size of a schema.
+    """Checks the size of a schema, before anything is made of it.
 
     Raises:
-        ValueError: the schema, or a text in it, is too large or too deep, or it is not JSON.
+        ValueError: the schema, or a text or number in it, is too large or too deep, or it is not
+            JSON.
     """
     size_bytes = len(json_schema.encode())
     if size_bytes > MAX_BYTES:
@@ -44,7 +57,9 @@ def check_size(json_schema: str) -> None:
     depth = _depth(json_schema)
     if depth > MAX_DEPTH:
         raise ValueError(f"it is nested {depth} levels deep, and at most {MAX_DEPTH} are supported")
-    longest = max(map(_json_length, _matched_texts(json.loads(json_schema))), default=0)
+    schema = json.loads(json_schema)
+    _check_multiples(schema)
+    longest = max(map(_json_length, _matched_texts(schema)), default=0)
     if longest > MAX_CHARACTERS:
         raise ValueError(
             f"a constant, pattern or name in it has {longest} characters as JSON, and "
@@ -127,20 +142,231 @@ def read_schema(source: str, vocabulary: Vocabulary, *, is_call: bool) -> Gramma
         vocabulary.matcher(lenient)
     except ValueError as error:
         raise ValueError(_in_words(str(error))) from error
+    # Of any text, each part is evaluated once at least. Its own parts may multiply it.
+    evaluations = _Evaluations(json.loads(plain))
+    if any(evaluations.of(one, None) > MAX_EVALUATIONS for one in evaluations.schemas):
+        raise ValueError(f"{_TOO_MANY}; let fewer of its parts refer to the same ones")
     _validator(plain)
     return GrammarSchema(lenient, plain)
+
+
+_JOINS = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef"})
+"""With one of these several numbers may hold for one value."""
+
+
+def _check_multiples(schema: Any) -> None:
+    """Checks the numbers that others are to be multiples of.
+
+    Raises:
+        ValueError: they are too large.
+    """
+    schemas = list(_all_schemas(schema))
+    multiples = [one.get("multipleOf") for one in schemas]
+    numbers = [
+        one for one in multiples if isinstance(one, int | float) and not isinstance(one, bool)
+    ]
+    whole = [_digits_of(one) for one in numbers]
+    total = sum(whole)
+    if any(not _JOINS.isdisjoint(one) for one in schemas):
+        total = max(total, math.lcm(*whole))
+    if total > MAX_MULTIPLES:
+        raise ValueError(
+            "multipleOf: it has too many digits; without decimal points its numbers come to "
+            f"{min(total, 10**30):.3g}, and at most {MAX_MULTIPLES} are supported"
+        )
+
+
+def _digits_of(number: float) -> int:
+    """A number without its decimal point and zeros: 125 of 1.25 and of 1250."""
+    exact = Decimal(str(number))
+    if not exact.is_finite():
+        return 0
+    return int("".join(map(str, exact.as_tuple().digits)).rstrip("0") or 0)
+
+
+_TOO_MANY = f"comparing a text with it takes more than {MAX_EVALUATIONS} evaluations of its parts"
 
 
 def why_not_matched(text: str, schema: str) -> str:
     """Returns why a JSON text does not match a schema. Empty: it does."""
     try:
-        _validator(schema).validate(json.loads(text))
+        value, read = json.loads(text), json.loads(schema)
+        count = _Evaluations(read).of(read, value)
+        if count > MAX_EVALUATIONS:
+            return _TOO_MANY
+        validator = _validator(schema)
+        if count > MAX_EXPLAINED:
+            return "" if validator.is_valid(value) else "it has a part that the schema excludes"
+        validator.validate(value)
     except jsonschema_rs.ValidationError as error:
         path = "".join(f"/{part}" for part in error.schema_path)
         return f"{error.message[:200]} (#{path} of the schema)"
+    except RecursionError:
+        return "it is nested too deep"
     except ValueError as error:
         return str(error)
     return ""
+
+
+class _Part(NamedTuple):
+    """A part of a schema that a value is compared with, and how often."""
+
+    schema: Mapping[str, Any]
+    value: Any
+    times: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return id(self.schema), id(self.value)
+
+
+_SAME_LISTS, _SAME_NAMED = ("allOf", "anyOf", "oneOf"), ("dependentSchemas", "dependencies")
+_SAME = ("not", "if", "then", "else")
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+_OF_VALUES = ("additionalProperties", "unevaluatedProperties")
+_OF_ELEMENTS = ("items", "additionalItems", "unevaluatedItems", "contains")
+_ANYTHING: dict[str, Any] = {}
+_UNEVALUATED = frozenset({"unevaluatedProperties", "unevaluatedItems"})
+
+
+class _Evaluations:
+    """Bounds how many evaluations of its parts it takes to compare a value with a schema.
+
+    No part is taken to be skipped, and a reference to refer to all that it may, so it is at most
+    too high. Each part counts once for each way to it, but is visited once for each value.
+
+    Args:
+        schema: the schema, parsed.
+    """
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        self.schemas = list(_all_schemas(schema))
+        """All that may be schemas in it."""
+        self._roots = [schema, *(one for one in self.schemas if "$id" in one)]
+        self._named: dict[str, list[Mapping[str, Any]]] = {}
+        for one in self.schemas:
+            for keyword in ("$anchor", "$dynamicAnchor", "$id"):
+                if isinstance(name := one.get(keyword), str):
+                    self._named.setdefault(_last_name(name), []).append(one)
+        self._known: dict[tuple[int, int], int | None] = {}
+        """Evaluations by schema and value. None: they are being counted."""
+
+    def of(self, schema: Mapping[str, Any], value: Any) -> int:
+        """Returns the evaluations for a value. More than MAX_EVALUATIONS: they were not counted."""
+        waiting = [_Part(schema, value, 1)]
+        while waiting:
+            part = waiting[-1]
+            if self._known.get(part.key) is not None:
+                waiting.pop()
+                continue
+            parts = list(itertools.islice(self._parts(part), MAX_EVALUATIONS))
+            left = [one for one in parts if self._known.get(one.key) is None]
+            is_endless = any(one.key in self._known for one in left)  # it comes back to itself
+            if is_endless or max(len(parts), len(self._known)) >= MAX_EVALUATIONS:
+                return MAX_EVALUATIONS + 1
+            if left:
+                self._known[part.key] = None
+                waiting += left
+                continue
+            counts = (one.times * (self._known[one.key] or 0) for one in parts)
+            self._known[part.key] = min(1 + sum(counts), MAX_EVALUATIONS + 1)
+            waiting.pop()
+        return self._known[id(schema), id(value)] or 0
+
+    def _parts(self, part: _Part) -> Iterator[_Part]:
+        """Yields what follows from one evaluation."""
+        schema, value, _ = part
+        # What is left to the unevaluated is found by another evaluation.
+        times = 1 if _UNEVALUATED.isdisjoint(schema) else 2
+        same = [schema.get(keyword) for keyword in _SAME]
+        for keyword in _SAME_LISTS:
+            same += _listed(schema.get(keyword))
+        for keyword in _SAME_NAMED:
+            same += _named(schema.get(keyword)).values()
+        for keyword in _REFERENCES:
+            same += self._targets(schema.get(keyword))
+        for one in same:
+            if isinstance(one, dict):
+                yield _Part(one, value, times)
+        for one, inner in _of_inner(schema, value):
+            if isinstance(one, dict):
+                yield _Part(one, inner, 1)
+
+    def _targets(self, reference: Any) -> list[Any]:
+        """Returns all that a reference may refer to."""
+        if not isinstance(reference, str):
+            return []
+        base, _, fragment = reference.partition("#")
+        if fragment.startswith("/"):
+            targets = [_at(one, unquote(fragment)) for one in self._roots]
+        elif fragment or base:
+            targets = list(self._named.get(_last_name(fragment or base), ()))
+        else:
+            targets = list(self._roots)
+        return list({id(one): one for one in targets if one is not None}.values())
+
+
+def _all_schemas(schema: Any) -> Iterator[dict[str, Any]]:
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            yield part
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
+
+
+def _of_inner(schema: Mapping[str, Any], value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        yield from _of_object(schema, value)
+    elif isinstance(value, list):
+        yield from _of_list(schema, value)
+
+
+def _of_object(schema: Mapping[str, Any], value: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    properties = _named(schema.get("properties"))
+    patterns = _named(schema.get("patternProperties")).values()
+    # A name is compared with each pattern, even if any value is right.
+    of_all = [one if isinstance(one, dict) else _ANYTHING for one in patterns]
+    of_all += [one for keyword in _OF_VALUES if isinstance(one := schema.get(keyword), dict)]
+    for name, inner in value.items():
+        yield properties.get(name), inner
+        yield schema.get("propertyNames"), name
+        for one in of_all:
+            yield one, inner
+
+
+def _of_list(schema: Mapping[str, Any], value: list[Any]) -> Iterator[tuple[Any, Any]]:
+    for keyword in ("prefixItems", "items"):
+        yield from zip(_listed(schema.get(keyword)), value, strict=False)
+    for inner in value:
+        for keyword in _OF_ELEMENTS:
+            yield schema.get(keyword), inner
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _named(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _last_name(name: str) -> str:
+    """The end of a name, which relative and absolute ones have in common."""
+    return name.rstrip("#/").rpartition("/")[2]
+
+
+def _at(schema: Any, pointer: str) -> Any:
+    """Returns what a JSON pointer (RFC 6901) leads to. None: nothing."""
+    for escaped in pointer.split("/")[1:]:
+        name = escaped.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, list):
+            schema = schema[int(name)] if name.isdecimal() and int(name) < len(schema) else None
+        else:
+            schema = _named(schema).get(name)
+    return schema
 
 
 def _validator(schema: str) -> Any:

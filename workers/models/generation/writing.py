@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from shared.errors import BadInput, ModelFailed
+from shared.errors import BadInput, ModelFailed, SchemaNotMatched
 from shared.tasks.text import FinishReason, GenerationResult, TokenChunk, TokenLogprob
 from workers.models.base import PreparedPrompt
 from workers.models.generation.schemas import why_not_matched
@@ -342,7 +342,7 @@ class Writing:
 
         Raises:
             BadInput: the schema does not allow it.
-            ModelFailed: the text has ended, and does not match the schema.
+            SchemaNotMatched: the text has ended, and does not match the schema.
         """
         self.ids.append(token)
         if self._matcher is not None and not self._matcher.consume_token(token):
@@ -366,7 +366,7 @@ class Writing:
     def _check_whole(self) -> None:
         reason = why_not_matched(self._text, self._item.checked_schema)
         if reason:
-            raise ModelFailed(
+            raise SchemaNotMatched(
                 f"the model wrote a text that does not match the JSON schema: {reason}. Ask again, "
                 "or with another seed"
             )

@@ -6,6 +6,7 @@ Prompts are encoded before the pipeline runs: equal ones once, and recent ones a
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import logging
 import time
@@ -245,6 +246,7 @@ class ImageModel:
             self._kernels.restore()
         self._draws_text = draws_text(self._image_to_image)
         self._own_scheduler = self._text_to_image.scheduler
+        self._unused_schedulers: dict[str, Any] = {}
         self._prompts = PromptEncoder(self._text_to_image)
         self._options = OptionCheck(self._text_to_image)
         refusal = self._options.refusal(self._usual_item(from_image=False))
@@ -431,8 +433,12 @@ class ImageModel:
             self._own_scheduler, diffusers.FlowMatchEulerDiscreteScheduler
         ):
             return type(self._own_scheduler).from_config(config)
-        choice = SCHEDULERS[name]
-        return getattr(diffusers, choice.class_name).from_config(config, **choice.options)
+        # Some look at each timestep of the training as they are made: dpm2 takes half a second.
+        if name not in self._unused_schedulers:
+            choice = SCHEDULERS[name]
+            made = getattr(diffusers, choice.class_name).from_config(config, **choice.options)
+            self._unused_schedulers[name] = made
+        return copy.deepcopy(self._unused_schedulers[name])
 
     def _results(
         self, items: Sequence[PreparedImage], images: Sequence[np.ndarray | None]

@@ -9,6 +9,7 @@ import pytest
 from shared.errors import BadInput, ModelFailed
 from shared.tasks.text import RESPONSE_FORMAT, GenerationInput
 from tests.workers.models.generation import tiny
+from tests.workers.models.generation.test_schema_work import doubling
 from workers.models.base import PreparedPrompt
 from workers.models.generation.model import GenerationModel
 from workers.models.generation.prompts import PromptPreparer
@@ -125,6 +126,8 @@ def test_what_a_grammar_follows_is_not_checked_again(vocabulary: Vocabulary) -> 
         ),
         ({"type": "integer", "multipleOf": 0.123456789}, "multipleOf: it has too many digits"),
         ({"type": 5}, "type"),
+        ({"type": "integer", "multipleOf": 999_983}, "its numbers come to 1e+06"),
+        (doubling("oneOf", 40), "takes more than 100000 evaluations of its parts"),
     ],
     ids=lambda given: str(given)[:50],
 )
