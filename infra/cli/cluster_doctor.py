@@ -222,9 +222,9 @@ class ClusterDoctor:
             settings: dict[str, str] = {}
             names = _references(_pod_spec(deployment))["configmap"] & self._configmaps
             if names:
-                found = self.kubectl.read("configmap", *sorted(names))
+                documents = self.kubectl.read("configmap", *sorted(names))
                 # Of several names kubectl makes a list.
-                for one in found.get("items", [found]):
+                for one in documents.get("items", [documents]):
                     settings |= one.get("data", {})
             if "PENSTOCK_PROJECT" in settings:
                 return settings

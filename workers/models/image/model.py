@@ -436,8 +436,8 @@ class ImageModel:
         # Some look at each timestep of the training as they are made: dpm2 takes half a second.
         if name not in self._unused_schedulers:
             choice = SCHEDULERS[name]
-            made = getattr(diffusers, choice.class_name).from_config(config, **choice.options)
-            self._unused_schedulers[name] = made
+            scheduler = getattr(diffusers, choice.class_name).from_config(config, **choice.options)
+            self._unused_schedulers[name] = scheduler
         return copy.deepcopy(self._unused_schedulers[name])
 
     def _results(
