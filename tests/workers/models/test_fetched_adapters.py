@@ -11,7 +11,7 @@ from shared.image_entry import AdapterUrls
 from shared.stores.objects import ObjectStore, object_key
 from workers.models.image.resident_adapters import ABANDONED_S, FetchedAdapters
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]  # it imports torch and diffusers
 KIB = 1024
 
 
