@@ -4,10 +4,12 @@ for it.
 
 from typing import Any
 
+import duckdb
 import pytest
 from google.api_core.exceptions import BadRequest, MethodNotImplemented
 from google.cloud import bigquery
 
+from bigquery_emulator.duckdb_words import message_of
 from tests.connecting import rows_of
 from tests.googlesql_cases import (
     AGGREGATES,
@@ -157,8 +159,13 @@ def test_a_query_that_refers_to_itself_ends(client: bigquery.Client) -> None:
 def test_an_error_with_letters_that_take_several_bytes_is_told(
     client: bigquery.Client, text: str
 ) -> None:
-    with pytest.raises(BadRequest, match="invalid hexadecimal string"):
+    place = f"offset {0 if text[0] != 'a' else 1}: {text.lstrip('a')[0]}"
+    with pytest.raises(BadRequest, match=f"invalid hexadecimal string due to character at {place}"):
         one(client, f"SELECT FROM_HEX('{text}')")
+
+
+def test_an_error_without_words_gets_some() -> None:
+    assert message_of(duckdb.InvalidInputException("")).startswith("A value is out of range")
 
 
 def test_a_message_of_error_is_told_as_it_is(client: bigquery.Client) -> None:

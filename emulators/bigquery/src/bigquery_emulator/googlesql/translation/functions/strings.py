@@ -324,7 +324,7 @@ STRINGS: Functions = {
     "sha1": lambda call: f"from_hex(sha1({call.sql[0]}))",
     "sha256": lambda call: f"from_hex(sha256({call.sql[0]}))",
     "to_hex": lambda call: f"lower(to_hex({call.sql[0]}))",
-    "from_hex": "from_hex({0})",
+    "from_hex": "bq.from_hex({0})",
     "farm_fingerprint": _by_kind("bq_farm_fingerprint(encode({0}))", "bq_farm_fingerprint({0})"),
     "to_base64": lambda call: f"to_base64({call.sql[0]})",
     "from_base64": "bq.from_base64({0})",
