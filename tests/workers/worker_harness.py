@@ -111,6 +111,9 @@ class LetterProcess:
         self.started = asyncio.Event()
         self.residency = ResidencyReport([0])
         self.canceled = False
+        """The batch that runs is canceled."""
+        self.cancels = 0
+        """How many batches were, which nothing takes back."""
         self.is_deaf = False
         self.holds = ""
         """Closes the gate when it gets this text."""
@@ -181,6 +184,7 @@ class LetterProcess:
     def cancel(self) -> None:
         if not self.is_deaf:
             self.canceled = True
+            self.cancels += 1
             self.gate.set()
 
 

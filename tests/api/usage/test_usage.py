@@ -61,7 +61,7 @@ async def _traffic(world: World) -> int:
     await world.harness.until(lambda: world.harness.process.batches[-1] == ["vanished"])
     gone.cancel()
     await asyncio.wait([gone])
-    await world.harness.until(lambda: world.harness.process.canceled)
+    await world.harness.until(lambda: world.harness.process.cancels > 0)
     world.harness.process.gate.set()
     other.requests += 1
     other.items += 1
