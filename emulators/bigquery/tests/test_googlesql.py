@@ -155,12 +155,14 @@ def test_a_query_that_refers_to_itself_ends(client: bigquery.Client) -> None:
         one(client, sql % "")
 
 
-@pytest.mark.parametrize("text", ["é", "日本語日本語日本語日本語", "a😀"])
+@pytest.mark.parametrize(
+    ("text", "place"), [("é", 0), ("日本語日本語日本語日本語", 0), ("a😀", 1), ("abg1", 2)]
+)
 def test_an_error_with_letters_that_take_several_bytes_is_told(
-    client: bigquery.Client, text: str
+    client: bigquery.Client, text: str, place: int
 ) -> None:
-    place = f"offset {0 if text[0] != 'a' else 1}: {text.lstrip('a')[0]}"
-    with pytest.raises(BadRequest, match=f"invalid hexadecimal string due to character at {place}"):
+    words = f"invalid hexadecimal string due to character at offset {place}: {text}"
+    with pytest.raises(BadRequest, match=words):
         one(client, f"SELECT FROM_HEX('{text}')")
 
 

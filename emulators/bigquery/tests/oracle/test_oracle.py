@@ -68,6 +68,14 @@ def test_queries_answer_as_google_s_evaluator_does(
     assert not wrong, "\n".join([f"{len(wrong)} of {len(queries_of(path))}:", *wrong])
 
 
+@pytest.mark.parametrize("text", ["xyz", "abéd", "ag1", "abc日本語日本語日本語"])
+def test_text_that_is_not_hexadecimal_is_refused_in_the_evaluators_words(
+    world: World, text: str
+) -> None:
+    sql = f"SELECT FROM_HEX('{text}')"
+    assert world.expected(sql).error.partition("Message: ")[2] == world.given(sql).error
+
+
 @pytest.mark.parametrize("first", range(0, 300, 100))
 @pytest.mark.parametrize("query", [random_query, random_table_query])
 def test_random_queries_answer_as_google_s_evaluator_does(

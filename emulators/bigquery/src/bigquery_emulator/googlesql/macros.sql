@@ -427,7 +427,7 @@ CREATE OR REPLACE MACRO bq.byte_digits(v) AS regexp_extract_all(to_hex(v), '..')
 -- DuckDB's own message is cut inside of a letter, which older Pythons give as an empty one.
 CREATE OR REPLACE MACRO bq.from_hex(v) AS CASE WHEN v IS NULL THEN NULL WHEN regexp_full_match(v, '[0-9A-Fa-f]*') THEN from_hex(v)
   ELSE CAST(CAST(bq.fail('Failed to decode invalid hexadecimal string due to character at offset ' || length(regexp_extract(v, '^[0-9A-Fa-f]*'))
-    || ': ' || regexp_extract(v, '[^0-9A-Fa-f]')) AS VARCHAR) AS BLOB) END;
+    || ': ' || v) AS VARCHAR) AS BLOB) END;
 
 CREATE OR REPLACE MACRO bq.reverse_bytes(v) AS from_hex(array_to_string(list_reverse(bq.byte_digits(v)), ''));
 
