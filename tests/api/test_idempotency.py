@@ -415,54 +415,58 @@ async def test_without_redis_only_keys_are_refused(tmp_path: Path, own_redis: Re
         assert len(api.worker.jobs) == 2
 
 
-async def test_crowd_of_waiters_is_bounded(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("api.idempotency.service.MAX_WAITING", 2)
-    done = asyncio.Event()
+class Crowd:
+    """Requests of tenants that each repeat one key, whose answers wait for `done`."""
 
-    async def compute() -> StoredResponse:
-        await done.wait()
+    def __init__(self, idempotency: IdempotencyService) -> None:
+        self.idempotency = idempotency
+        self.done = asyncio.Event()
+
+    def ask(self, tenant: str, times: int) -> list[asyncio.Task[tuple[StoredResponse, bool]]]:
+        request = IdempotentRequest(f"of {tenant}", tenant, "f")
+        running = [self.idempotency.run(request, self._compute, WAIT_LIMIT_S) for _ in range(times)]
+        return [asyncio.create_task(one) for one in running]
+
+    async def _compute(self) -> StoredResponse:
+        await self.done.wait()
         return StoredResponse(200, {}, 2, b"ok")
 
+
+@pytest.fixture
+async def crowd(redis_url: str) -> AsyncIterator[Crowd]:
     store = IdempotencyStore(redis_url, keep_s=60, lease_s=5)
     async with store, IdempotencyService(store, ObjectStore("memory://")) as idempotency:
-        first, *waiting = [
-            asyncio.create_task(idempotency.run(IdempotentRequest("n", "acme", "f"), compute, 5))
-            for _ in range(5)
-        ]
-        over = [task for task in (await asyncio.wait(waiting, return_when="FIRST_EXCEPTION"))[0]]
-        assert all(isinstance(task.exception(), KeyInUse) for task in over)
-        done.set()
-        results = await asyncio.gather(first, *waiting, return_exceptions=True)
-        assert sum(isinstance(result, tuple) for result in results) >= 3
+        yield Crowd(idempotency)
 
 
-async def test_the_crowd_of_one_tenant_leaves_room_for_others(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("api.idempotency.service.MAX_WAITING", 8)
-    done = asyncio.Event()
+@pytest.fixture
+def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("api.idempotency.service.MAX_WAITING", request.param)
+    return int(request.param)
 
-    async def compute() -> StoredResponse:
-        await done.wait()
-        return StoredResponse(200, {}, 2, b"ok")
 
-    store = IdempotencyStore(redis_url, keep_s=60, lease_s=5)
-    async with store, IdempotencyService(store, ObjectStore("memory://")) as idempotency:
+@pytest.mark.parametrize("room", [2], indirect=True)
+async def test_crowd_of_waiters_is_bounded(room: int, crowd: Crowd) -> None:
+    asked = crowd.ask("acme", 5)
+    over, _ = await asyncio.wait(asked, return_when="FIRST_EXCEPTION")
+    assert all(isinstance(task.exception(), KeyInUse) for task in over)
+    crowd.done.set()
+    results = await asyncio.gather(*asked, return_exceptions=True)
+    assert sum(isinstance(result, tuple) for result in results) == 1 + room
 
-        async def ask(tenant: str) -> tuple[StoredResponse, bool]:
-            request = IdempotentRequest(f"of {tenant}", tenant, "f")
-            return await idempotency.run(request, compute, WAIT_LIMIT_S)
 
-        crowd = [asyncio.create_task(ask("acme")) for _ in range(20)]
-        await asyncio.wait(crowd, return_when="FIRST_EXCEPTION")
-        quiet = [asyncio.create_task(ask("brick")) for _ in range(2)]
-        async with asyncio.timeout(WAIT_LIMIT_S):
-            while idempotency.waiting < 9 and not any(one.done() for one in quiet):  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-        done.set()
-        assert [is_replayed for _, is_replayed in await asyncio.gather(*quiet)] == [False, True]
-        refused = await asyncio.gather(*crowd, return_exceptions=True)
-        assert sum(isinstance(one, KeyInUse) for one in refused) == 20 - 1 - 8
+@pytest.mark.parametrize("room", [8], indirect=True)
+async def test_the_crowd_of_one_tenant_leaves_room_for_others(room: int, crowd: Crowd) -> None:
+    asked = crowd.ask("acme", 20)
+    await asyncio.wait(asked, return_when="FIRST_EXCEPTION")
+    quiet = crowd.ask("brick", 2)
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while crowd.idempotency.waiting <= room and not any(one.done() for one in quiet):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    crowd.done.set()
+    assert sorted(is_replayed for _, is_replayed in await asyncio.gather(*quiet)) == [False, True]
+    refused = await asyncio.gather(*asked, return_exceptions=True)
+    assert sum(isinstance(one, KeyInUse) for one in refused) == 20 - 1 - room
 
 
 async def test_closing_frees_what_is_under_way(redis_url: str) -> None:

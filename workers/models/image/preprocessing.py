@@ -33,9 +33,9 @@ _ALL_AROUND = np.ones((3, 3), bool)
 def edges(pixels: npt.NDArray[np.uint8], low: int, high: int) -> npt.NDArray[np.uint8]:
     """Returns 255 on edges and 0 elsewhere, [height, width].
 
-    As in J. Canny, A Computational Approach to Edge Detection, 1986: gradients by Sobel, of the
-    channel with the largest one; only what is largest across its edge; and of this what is above
-    `high`, or above `low` and connected to it.
+    As in J. Canny, A Computational Approach to Edge Detection, 1986. Gradients are Sobel's, of the
+    channel with the largest one. What is largest across its edge is kept if it is above `high`, or
+    above `low` and connected to such a pixel.
 
     Args:
         pixels: [height, width, channels].
