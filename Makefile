@@ -58,11 +58,11 @@ clients-lock: $(STAMP) ## write anew what is pinned for them
 test: lint ## what every change is tried with: the checks that run nothing, and the quick tests beside them
 	@$(MAKE) --no-print-directory --jobs=2 unit types imports
 
-test-emulators: $(EMULATORS:=/test) ## the suites of the embedded Pub/Sub and BigQuery
+test-emulators: $(EMULATORS:=/test) ## types and suites of the embedded Pub/Sub and BigQuery
 
 # Their output comes at the end: other tests run beside them.
 $(EMULATORS:=/test): $(STAMP)
-	$(call timed,$(@D),out=$$($(MAKE) --no-print-directory -C $(@D) unit BIN=$(CURDIR)/$(BIN) 2>&1); status=$$?; echo "$$out"; (exit $$status))
+	$(call timed,$(@D),out=$$($(MAKE) --no-print-directory -C $(@D) types unit BIN=$(CURDIR)/$(BIN) 2>&1); status=$$?; echo "$$out"; (exit $$status))
 
 # What takes longest first, and the emulators one after the other beside it.
 test-slow: $(STAMP) ## the other tests: whole stacks, kills, fuzz, oracles, real models, outside tools, both emulators
@@ -83,10 +83,8 @@ format: $(STAMP) ## ruff: fix what it can
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-types: $(STAMP) ## mypy --strict
+types: $(STAMP) ## mypy --strict; the emulators have their own, before their tests
 	$(call timed,mypy,$(BIN)/mypy $(SOURCES))
-	$(call timed,mypy of emulators/bigquery,$(MAKE) --no-print-directory -C emulators/bigquery types BIN=$(CURDIR)/$(BIN))
-	$(call timed,mypy of emulators/pubsub,$(MAKE) --no-print-directory -C emulators/pubsub types BIN=$(CURDIR)/$(BIN))
 
 imports: $(STAMP) ## who may import whom
 	$(call timed,lint-imports,$(BIN)/lint-imports)

@@ -33,6 +33,9 @@ STANDARD = {
 }
 
 
+pytestmark = pytest.mark.slow  # an outside oracle
+
+
 @pytest.fixture(scope="module")
 def analyzer() -> Analyzer:
     return Analyzer()
