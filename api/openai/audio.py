@@ -11,12 +11,14 @@ or has the id of an upload as `file`: OpenAI's batches take no audio.
 from __future__ import annotations
 
 import asyncio
+import html
 import json
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import PurePath
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -282,12 +284,20 @@ def _outcomes_of(reply: ReplyBody) -> list[ItemOutcome]:
     return [msgspec.structs.replace(reply.outcomes[0], index=0, result=reply.output)]
 
 
-def _subtitles(transcript: _Transcript, mark: str) -> Iterator[str]:
-    """Yields the segments with their times. `mark`: between seconds and milliseconds."""
+def _subtitles(
+    transcript: _Transcript, mark: str, written: Callable[[str], str] = str
+) -> Iterator[str]:
+    """Yields the segments with their times.
+
+    Args:
+        transcript: what was said.
+        mark: between seconds and milliseconds.
+        written: a text as the format writes it.
+    """
     for one in transcript.spoken:
         # An empty line would end it.
         said = " ".join(one.text.split())
-        yield f"{_time(one.start, mark)} --> {_time(one.end, mark)}\n{said}\n"
+        yield f"{_time(one.start, mark)} --> {_time(one.end, mark)}\n{written(said)}\n"
 
 
 def _time(at_s: float, mark: str) -> str:
@@ -303,8 +313,8 @@ def _srt(transcript: _Transcript) -> str:
 
 
 def _vtt(transcript: _Transcript) -> str:
-    """WebVTT (https://www.w3.org/TR/webvtt1/). A text has no tags and no end of its own."""
-    cues = (cue.replace("&", "&amp;").replace("<", "&lt;") for cue in _subtitles(transcript, "."))
+    """WebVTT (https://www.w3.org/TR/webvtt1/). A text has no tags, arrows or end of its own."""
+    cues = _subtitles(transcript, ".", partial(html.escape, quote=False))
     return "\n".join(["WEBVTT\n", *cues])
 
 

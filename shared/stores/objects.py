@@ -171,7 +171,8 @@ async def stored_input(blob: Blob, objects: ObjectStore) -> Blob:
     """
     if blob.data is None or len(blob.data) <= INLINE_LIMIT_BYTES:
         return blob
-    key = object_key("inputs", blob.data, blob.media_type)
+    # The digest of 64 MiB takes 0.1 s, which would be a pause of all requests of an instance.
+    key = await asyncio.to_thread(object_key, "inputs", blob.data, blob.media_type)
     await objects.put(key, blob.data, blob.media_type)
     return Blob(blob.media_type, object_key=key)
 

@@ -139,7 +139,7 @@ async def test_json_text_and_usage(api: ApiUnderTest) -> None:
         (
             "vtt",
             "WEBVTT\n\n00:00:00.000 --> 00:00:01.250\ngood day\n\n"
-            "00:00:01.500 --> 00:00:02.750\nhow are &lt;you>\n",
+            "00:00:01.500 --> 00:00:02.750\nhow are &lt;you&gt;\n",
             "text/vtt; charset=utf-8",
         ),
     ],
@@ -198,6 +198,14 @@ async def test_a_silent_recording_has_an_empty_text(api: ApiUnderTest) -> None:
     assert (await create(file=recording(b"\n"), model="ears")).text == ""
     subtitles = await create(file=recording(b"\n"), model="ears", response_format="vtt")
     assert subtitles == "WEBVTT\n"
+
+
+async def test_a_text_with_an_arrow_is_no_time_of_webvtt(api: ApiUnderTest) -> None:
+    create = api.openai().audio.transcriptions.create
+    said = recording(b"00:01.000 --> 00:02.000 R&B")
+    subtitles = await create(file=said, model="ears", response_format="vtt")
+    assert subtitles.count("-->") == 1
+    assert subtitles.endswith("\n00:01.000 --&gt; 00:02.000 R&amp;B\n")
 
 
 async def test_a_stream_has_a_delta_for_each_segment_as_it_is_written(api: ApiUnderTest) -> None:

@@ -12,8 +12,9 @@ from prometheus_client import REGISTRY
 
 from api.inputs.storage import owner_of
 from infra.local.process import free_port
+from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.errors import BadInput, ConfigurationError, InputTooLarge, Unavailable
-from shared.stores.objects import TIMEOUT_S, ObjectStore, object_key
+from shared.stores.objects import TIMEOUT_S, ObjectStore, object_key, stored_input
 
 pytestmark = pytest.mark.anyio
 
@@ -28,6 +29,25 @@ async def test_put_then_get(objects: ObjectStore) -> None:
     await objects.put(key, b"pixels", "image/png")
     await objects.put(key, b"pixels", "image/png")
     assert await objects.get(key, max_bytes=6) == b"pixels"
+
+
+async def test_a_large_input_is_digested_beside_the_event_loop(
+    objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def digested(folder: str, data: bytes, media_type: str) -> str:
+        threads.append(threading.current_thread())
+        return object_key(folder, data, media_type)
+
+    monkeypatch.setattr("shared.stores.objects.object_key", digested)
+    small, large = b"a" * INLINE_LIMIT_BYTES, b"a" * (INLINE_LIMIT_BYTES + 1)
+    assert await stored_input(Blob("audio/wav", data=small), objects) == Blob("audio/wav", small)
+    stored = await stored_input(Blob("audio/wav", data=large), objects)
+    assert stored.object_key == object_key("inputs", large, "audio/wav")
+    assert await objects.get(stored.object_key, len(large)) == large
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
 
 
 async def test_get_of_larger_object_is_refused(objects: ObjectStore) -> None:
