@@ -87,7 +87,7 @@ async def test_a_prediction_waits_for_redis_twice_at_most(tmp_path: Path, redis_
                     api.http.post(
                         "/v1/predictions",
                         json={"version": TEXT_MODEL.name, "input": {"text": f"text {number}"}},
-                        headers={"prefer": "wait=20"},
+                        headers={"prefer": "wait=60"},
                     )
                 )
                 for number in range(REQUESTS)

@@ -194,7 +194,7 @@ async def test_predictions_of_a_bad_canary_succeed(redis_url: str, tmp_path: Pat
             answer = await world.api.http.post(
                 "/v1/predictions",
                 json={"version": MODEL.name, "input": {"text": f"text {letter}"}},
-                headers={"prefer": "wait=30"},
+                headers={"prefer": "wait=60"},
             )
             assert answer.status_code == 201, answer.text
             assert answer.json()["status"] == "succeeded", answer.text
@@ -223,7 +223,7 @@ async def test_repeated_prediction_goes_to_the_revision_that_is_chosen_now(
 
         async def put(letter: str) -> httpx.Response:
             body = {"version": MODEL.name, "input": {"text": f"text {letter}"}}
-            path, headers = f"/v1/predictions/{letter}", {"prefer": "wait=30"}
+            path, headers = f"/v1/predictions/{letter}", {"prefer": "wait=60"}
             return await world.api.http.put(path, json=body, headers=headers)
 
         assert {(await put(letter)).status_code for letter in "abcdefgh"} == {503}

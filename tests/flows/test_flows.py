@@ -298,7 +298,7 @@ async def test_caller_who_waits_gets_the_output_and_webhooks_their_events(redis_
             "input": {"text": "a cat"},
             "webhook": "http://127.0.0.1:9/hook",
         }
-        answer = await flows.http.post("/v1/predictions", json=body, headers={"prefer": "wait=20"})
+        answer = await flows.http.post("/v1/predictions", json=body, headers={"prefer": "wait=60"})
         shown = answer.json()
         events = []
         async with flows.broker.subscribe("hooks", max_messages=10) as hooks:
