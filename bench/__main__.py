@@ -22,6 +22,7 @@ MODULES = {
     "shortcuts": "shortcuts",
     "broker": "broker",
     "item_cost": "item_cost",
+    "request_cost": "request_cost",
     "soak": "soak",
     "footprint": "footprint",
     "overload": "overload",
@@ -51,7 +52,7 @@ MODULES = {
     "generation_load": "generation.load",
     "generation_cpu": "generation.cpu",
     "generation_lookup": "generation.lookup",
-    "schemas": "text.schemas",
+    "schemas": "generation.schemas",
     "streams": "streams",
     "profile": "time_profile",
 }

@@ -1,0 +1,48 @@
+"""What a request of one short text costs besides its model and broker, with 128 in flight.
+
+The CPU of the API, the worker's I/O process and Redis is what a deployment pays per request on
+machines without a GPU. Load generator, broker and model share the cores, so other load raises it
+through the caches: the median of the rounds counts.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from typing import Any
+
+from bench.pipeline import Pipeline, running
+from bench.report import Figure, Outcome
+
+IN_FLIGHT = 128
+TEXTS = 3000
+ROUNDS = 5
+MAX_MS = 0.8
+COUNTED = ("API", "worker, I/O", "Redis")
+
+
+def run() -> Outcome:
+    """Measures the worker's own choice of a backend."""
+    load_before = os.getloadavg()[0]
+    with running() as pipeline:
+        backend = pipeline.backend().name
+        rounds = [_round(pipeline) for _ in range(ROUNDS)]
+    middle = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    together = [sum(one[name] for name in COUNTED) for one in rounds]
+    figures = [
+        *(Figure(f"CPU per request, {name}", middle[name], "ms") for name in COUNTED),
+        Figure("CPU per request, together", statistics.median(together), "ms", "<=", MAX_MS),
+        Figure("requests", middle["requests_per_s"], "/s"),
+    ]
+    details: dict[str, Any] = {"backend": backend, "load_before": load_before, "rounds": rounds}
+    return Outcome(figures, details)
+
+
+def _round(pipeline: Pipeline) -> dict[str, float]:
+    """CPU milliseconds per request by part, and requests per second."""
+    texts = pipeline.texts.short(TEXTS)
+    before = pipeline.cpu_s()
+    report = pipeline.ask(texts, IN_FLIGHT, cache="miss")
+    after = pipeline.cpu_s()
+    costs = {name: 1000 * (after[name] - before[name]) / TEXTS for name in after}
+    return {"requests_per_s": report.rate, **costs}

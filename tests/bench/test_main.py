@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import MODULES
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_each_benchmark_is_a_module_that_runs(name: str) -> None:
+    # Read, not imported: many import torch.
+    spec = find_spec(f"bench.{MODULES[name]}")
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    imported = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert "run" in functions | imported
