@@ -32,7 +32,6 @@ from infra import text_table
 from shared.errors import PenstockError
 
 PAGE = Path("docs/explanation/performance.md")
-README = Path("docs/explanation/performance.md")
 IN_FLIGHT = (1, 8, 32, 128, 512)
 QUICK_IN_FLIGHT = (1, 32, 128)
 REPEATS = (0.0, 0.4)
@@ -144,15 +143,10 @@ def _keep(
     medians: Medians, outcome: Outcome, where: dict[str, Any], began_s: float, rounds: int
 ) -> None:
     kept = keep("peers", outcome, where, began_s)
-    summary, tables = (
-        headline(where, rounds),
-        (ratio_rows(medians), rate_rows(medians), cost_rows(medians)),
-    )
-    write_between_markers(PAGE, markdown(summary, tables))
-    write_between_markers(README, markdown(summary, (rate_rows(medians),)))
+    tables = ratio_rows(medians), rate_rows(medians), cost_rows(medians)
+    write_between_markers(PAGE, markdown(headline(where, rounds), tables))
     print(
-        f"\n{time.time() - began_s:.0f} s, kept in {kept.relative_to(kept.parents[2])}, {PAGE} and "
-        f"{README}"
+        f"\n{time.time() - began_s:.0f} s, kept in {kept.relative_to(kept.parents[2])} and {PAGE}"
     )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench.load.texts import MIX
+from bench.peers.__main__ import PAGE
 from bench.peers.loads import BLOCK, Load, plan
 from bench.peers.roster import CONTENDERS, Contender
 from bench.peers.rounds import Findings, Measured, Started
@@ -139,6 +140,11 @@ def test_page_without_markers_gets_them_at_its_end(tmp_path: Path) -> None:
     assert page.read_text(encoding="utf-8") == f"before\n\n{BEGIN}\nnewer\n{END}\n"
 
 
+def test_page_of_performance_has_one_section_for_them() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert (page.count(BEGIN), page.count(END)) == (1, 1)
+
+
 def test_texts_hold_the_mix_in_every_block_and_are_distinct() -> None:
     texts = Load(1).texts(Words(), seed=0)  # type: ignore[arg-type]
     assert len(set(texts)) == len(texts)
@@ -190,6 +196,6 @@ def test_every_peer_has_its_server_and_pins() -> None:
     home = Path("bench/peers")
     peers: list[Contender] = [one for one in CONTENDERS if one.group != "ours"]
     for one in peers:
-        pins = (home / one.folder / "requirements.txt").read_text(encoding="utf-8").split()
+        pins = (home / one.folder / "requirements.txt").read_text(encoding="utf-8").splitlines()
         assert "torch==2.13.0" in pins
         assert all("==" in pin for pin in pins)
