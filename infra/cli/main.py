@@ -5,6 +5,7 @@ Each command imports what it needs when it runs, so that `penstock --help` is qu
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import signal
 import sys
@@ -62,7 +63,6 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    help="Models behind an HTTPS API, over Pub/Sub.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -73,10 +73,24 @@ app.add_typer(keys.tenants, name="tenants")
 app.add_typer(keys.plans, name="plans")
 app.add_typer(canary, name="canary")
 app.add_typer(dead_letters, name="dead-letters")
-app.command()(report)
-app.command()(invoice)
-app.command()(load)
-app.command()(run_daily)
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"penstock {importlib.metadata.version('penstock')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="show the version and exit", callback=_show_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Models behind an HTTPS API, over Pub/Sub."""
 
 
 def main() -> None:
@@ -144,6 +158,35 @@ def demo(
 
 
 @app.command()
+def doctor(
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="a deployed cluster, by kubectl and gcloud")
+    ] = False,
+    context: Annotated[
+        str, typer.Option(metavar="NAME", help="context of kubectl (default: the current one)")
+    ] = "",
+    namespace: Annotated[str, typer.Option(metavar="NAME", help="of the workers")] = "penstock",
+    ack_deadline_s: Annotated[
+        int, typer.Option(min=10, max=600, help="delivery.ack_deadline_s in Terraform")
+    ] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Find missing software and unreachable services, and suggest fixes."""
+    from infra.local.doctor import examine, report
+
+    if not cluster:
+        raise typer.Exit(report(examine(), as_json=as_json))
+    from infra.cli.cluster_doctor import ClusterDoctor, Kubectl
+    from shared.catalog_file import read_catalog
+    from shared.settings import Settings, read_settings
+
+    own = read_settings(Settings)
+    kubectl, catalog = Kubectl(namespace, context), read_catalog(own.models_file)
+    doctor = ClusterDoctor(kubectl, catalog, own, ack_deadline_s)
+    raise typer.Exit(report(doctor.findings(), as_json=as_json))
+
+
+@app.command()
 def monitoring(
     out: Annotated[Path, typer.Option(metavar="DIR", help="where the files go")],
     models_file: Annotated[
@@ -179,35 +222,6 @@ def monitoring(
     )
     for file in files:
         typer.echo(file)
-
-
-@app.command()
-def doctor(
-    cluster: Annotated[
-        bool, typer.Option("--cluster", help="a deployed cluster, by kubectl and gcloud")
-    ] = False,
-    context: Annotated[
-        str, typer.Option(metavar="NAME", help="context of kubectl (default: the current one)")
-    ] = "",
-    namespace: Annotated[str, typer.Option(metavar="NAME", help="of the workers")] = "penstock",
-    ack_deadline_s: Annotated[
-        int, typer.Option(min=10, max=600, help="delivery.ack_deadline_s in Terraform")
-    ] = 10,
-    as_json: AsJson = False,
-) -> None:
-    """Find missing software and unreachable services, and suggest fixes."""
-    from infra.local.doctor import examine, report
-
-    if not cluster:
-        raise typer.Exit(report(examine(), as_json=as_json))
-    from infra.cli.cluster_doctor import ClusterDoctor, Kubectl
-    from shared.catalog_file import read_catalog
-    from shared.settings import Settings, read_settings
-
-    own = read_settings(Settings)
-    kubectl, catalog = Kubectl(namespace, context), read_catalog(own.models_file)
-    doctor = ClusterDoctor(kubectl, catalog, own, ack_deadline_s)
-    raise typer.Exit(report(doctor.findings(), as_json=as_json))
 
 
 @app.command(context_settings=_FORWARDED)
@@ -358,6 +372,13 @@ def simulate(
 
         write_page(result, page)
     typer.echo(json.dumps(result.as_dict(), indent=2) if as_json else text(result))
+
+
+# `penstock --help` lists commands in the order in which they are added.
+app.command()(report)
+app.command()(invoice)
+app.command()(load)
+app.command()(run_daily)
 
 
 def _become(module: str, settings: dict[str, str], words: Sequence[str] = ()) -> NoReturn:

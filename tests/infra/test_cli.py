@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,16 @@ def test_help_names_every_command() -> None:
         "load",
     ):
         assert f"\n  {command} " in reported.stdout
+
+
+def test_help_begins_with_what_a_newcomer_runs() -> None:
+    lines = penstock("--help").stdout.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["up", "demo", "doctor"]
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    reported = penstock("--version")
+    assert (reported.returncode, reported.stdout) == (0, f"penstock {version('penstock')}\n")
 
 
 @pytest.mark.parametrize("words", [(), ("fly",), ("up", "--speed", "9"), ("worker",)], ids=str)
