@@ -259,7 +259,7 @@ class ApiRequest:
         """
         context = self.context
         request = self._awaited(model, inputs, is_repeatable=is_repeatable)
-        async with self.limited(model, inputs) as limited:
+        async with self.limited(model, inputs, self.options.limit_s(model.deadline)) as limited:
             response = await while_connected(
                 self.http.receive, self.dependencies.dispatcher.dispatch(request), self.check_key
             )
@@ -311,7 +311,8 @@ class ApiRequest:
             PenstockError: as `Predictions.creating` does. RateLimited: by its plan.
         """
         dependencies, new = self.dependencies, request.new_record
-        async with self.limited(request.model, request.inputs) as limited:
+        longest_s = self.options.done_within_s(request.model.deadline)
+        async with self.limited(request.model, request.inputs, longest_s) as limited:
             hold = limited.hold(new.prediction, dependencies.follower.follow)
             creating = dependencies.predictions.creating(request, waits=waits, hold=hold)
             async with creating as creation:
@@ -423,7 +424,7 @@ class ApiRequest:
         """
         self.dependencies.access.caller_of(self.http.scope["headers"])
 
-    def limited(self, model: Model, inputs: Sequence[Input]) -> LimitedRequest:
+    def limited(self, model: Model, inputs: Sequence[Input], longest_s: float) -> LimitedRequest:
         """Returns a block that runs within the limits of the caller. See LimitedRequest."""
         return LimitedRequest(
             self.dependencies.limiter,
@@ -432,7 +433,7 @@ class ApiRequest:
             inputs,
             self.context.headers,
             received_at_s=self.context.facts.received_at_s,
-            longest_s=self.options.done_within_s(model.deadline),
+            longest_s=longest_s,
         )
 
     def check_room(self, model: Model, items: int) -> None:

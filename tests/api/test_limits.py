@@ -11,6 +11,7 @@ import openai
 import pytest
 import redis.asyncio
 
+from api.limits.limited_request import STOPS_WITHIN_S
 from api.limits.messages import duration
 from shared.catalog import Catalog
 from shared.catalog_entry import Price
@@ -50,6 +51,7 @@ async def limited_api(
     redis_url: str,
     plan: Plan,
     key_limits: Limits | None = None,
+    catalog: Catalog = PRICED,
     **settings: object,
 ) -> AsyncIterator[ApiUnderTest]:
     """An API in which the key `a` is of the tenant acme, which has this plan."""
@@ -61,7 +63,7 @@ async def limited_api(
         other="other",
     )
     given = settings_for(tmp_path, redis_url=redis_url, keys_url=url, **settings)
-    async with running_api(given, catalog=PRICED) as api:
+    async with running_api(given, catalog=catalog) as api:
         yield api
 
 
@@ -241,6 +243,19 @@ async def test_texts_at_once_stay_within_the_budget(tmp_path: Path, redis_url: s
         spent = sum(float(answer.headers["x-penstock-cost-usd"]) for answer in served)
         assert len(served) == 8
         assert spent <= 0.5
+
+
+@pytest.mark.parametrize("limit", [{}, {"cancel_after": "1s"}])
+async def test_seconds_are_reserved_until_the_answer_is_due(
+    tmp_path: Path, redis_url: str, limit: dict[str, str]
+) -> None:
+    """Cancel-After ends predictions, and no request whose answer its caller waits for."""
+    by_second = TEXT_MODEL.model_copy(update={"price": Price(per_second_usd=1.0)})
+    due_s = by_second.deadline.default_s + STOPS_WITHIN_S
+    for budget_usd, status in ((due_s - 1, 429), (due_s + 1, 200)):
+        plan, catalog = Plan(budget_usd_per_month=budget_usd), Catalog((by_second,))
+        async with limited_api(tmp_path, redis_url, plan, catalog=catalog) as api:
+            assert (await embed(api, "one", **limit)).status_code == status
 
 
 async def test_prediction_is_settled_if_its_end_is_waited_for(
