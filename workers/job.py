@@ -338,8 +338,6 @@ class QueuedItem:
             if not has_miss and outcome.result is not None:
                 has_miss = True
                 self._mark_for_cache(pulled, item)
-            elif self.computed is not None and isinstance(self.computed.outcome, Canceled):
-                has_miss = True  # what was read of a canceled text is charged in full once
             yield pulled, outcome
 
     def coalesced(self, pulled: PulledJob, item: Item) -> ItemOutcome:

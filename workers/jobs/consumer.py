@@ -36,7 +36,7 @@ from shared.tracing.spans import is_recorded
 from shared.transport import ReceivedMessage, Subscription
 from workers.job import TOLERATED_CRASHES, ItemRun, JobTimer, PulledJob, QueuedItem
 from workers.jobs.canary_share import CanaryShare
-from workers.jobs.completion import Completion
+from workers.jobs.completion import Completion, is_streamed
 from workers.jobs.items import BatchResults, ModelQueue, TokenOutput
 from workers.jobs.registry import JobRegistry
 from workers.jobs.steps import StepJobs
@@ -174,14 +174,12 @@ class Cancellation:
         stopping = _items_in(filter(self.is_unwanted, running), pulled)
         for item in pulled.items:
             if item.index not in stopping:
-                # Others go on with what has started, and one of them pays all of it.
-                is_started = item.index in started
-                is_joined = is_started and pulled.reads_cache and item.cache_key
-                receipt = (
-                    pulled.receipt(cache="joined", work=started[item.index].work)
-                    if is_joined
-                    else None
-                )
+                is_started, receipt = item.index in started, None
+                if is_started and pulled.reads_cache and item.cache_key:
+                    # Others go on with what has started, and one of them pays all of it. But what
+                    # was read of a stream its reader pays: who stays may leave without reading.
+                    cache = "miss" if is_streamed(item) else "joined"
+                    receipt = pulled.receipt(cache=cache, work=started[item.index].work)
                 outcome = pulled.unwanted(item.index, receipt, started=is_started)
                 self._completion.settle(pulled, outcome)
         # The ack makes room for new jobs, so the items of this one must not stay in the queue.
