@@ -129,6 +129,12 @@ class ImageInput(TaskInput, tag="image"):
         share = 1.0 if self.strength is None else self.strength
         return self.width * self.height * max(1, int(self.steps * share))
 
+    def bound_work(self, entry: CatalogEntry) -> WorkBound:
+        """Pixel-steps. Some families run a part of a step as a whole one."""
+        share = 1.0 if self.strength is None else self.strength
+        steps = self.steps - int(max(self.steps - self.steps * share, 0))
+        return WorkBound(self.width * self.height * max(1, steps))
+
     def cache_form(self) -> tuple[object, ...]:
         """Every parameter. 7 and 7.0 are one guidance scale. Files count by digest."""
         size = (self.width, self.height, self.steps)

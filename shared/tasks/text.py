@@ -70,8 +70,10 @@ MAX_TEMPLATE_TOKENS = 512
 """The most tokens that a chat template writes by itself: a system message, the date, how to call
 tools. The frame of a message has fewer tokens than its JSON has bytes.
 """
-TOOLS_INDENTED = 2
-"""Maximum growth of the JSON of tools, which templates write with spaces or indented."""
+INDENTED = 2
+"""Maximum growth of the JSON of tools and of variables, which templates write with spaces or
+indented.
+"""
 TOKEN_BYTES = 8
 """The size of a token in a reply: its text, escaped."""
 RESPONSE_FORMAT = "response_format"
@@ -208,7 +210,8 @@ class GenerationInput(TaskInput, tag="generation"):
             return len(self.prompt)
         if not self.messages:
             return estimate_tokens(self.prompt)
-        size_bytes = len(msgspec.json.encode([self.messages, self.tools]))
+        parts = [self.messages, self.tools, *filter(None, [self.template_options])]
+        size_bytes = len(msgspec.json.encode(parts))
         return -(-size_bytes // BYTES_PER_TOKEN) + TEMPLATE_TOKENS * len(self.messages)
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
@@ -224,10 +227,11 @@ class GenerationInput(TaskInput, tag="generation"):
             return len(self.prompt)
         if not self.messages:
             return bound_tokens(self.prompt) + SPECIAL_TOKENS
-        messages, tools = (
-            bound_tokens(msgspec.json.encode(part).decode()) for part in (self.messages, self.tools)
+        messages, tools, options = (
+            bound_tokens(msgspec.json.encode(part).decode())
+            for part in (self.messages, self.tools, self.template_options)
         )
-        return messages + TOOLS_INDENTED * tools + MAX_TEMPLATE_TOKENS
+        return messages + INDENTED * (tools + options) + MAX_TEMPLATE_TOKENS
 
     def cache_form(self) -> tuple[object, ...]:
         """All fields but `is_streamed`, which changes nothing in the text."""

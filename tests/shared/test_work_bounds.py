@@ -2,17 +2,22 @@
 
 import sys
 import unicodedata
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.blob import Blob
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Generation
+from shared.errors import BadInput, ContextLengthExceeded
 from shared.tasks.base import WorkBound
 from shared.tasks.embedding import TextInput, TokensInput, bound_tokens
+from shared.tasks.image import ImageInput
 from shared.tasks.similarity import SimilarityInput
 from shared.tasks.text import GenerationInput
+from workers.models.image.preprocessing import image_to_image_steps
 
 WRITER = Model(
     name="writer",
@@ -61,6 +66,32 @@ def test_chats_are_bounded_with_what_their_template_writes() -> None:
     assert 164 < GenerationInput(64, 0, messages=[message]).bound_work(WRITER).work <= 1000
     long = GenerationInput(64, 0, messages=[message] * 100)
     assert long.bound_work(WRITER) == WorkBound(1000, 64)
+
+
+def test_variables_of_the_template_may_be_in_the_prompt() -> None:
+    message = {"role": "user", "content": "?"}
+    without = GenerationInput(64, 0, messages=[message])
+    given = GenerationInput(64, 0, messages=[message], template_options={"date_string": "?" * 300})
+    assert given.bound_work(WRITER).work - without.bound_work(WRITER).work >= 300
+    assert given.estimate_work(WRITER) - without.estimate_work(WRITER) >= 75
+    with pytest.raises(ContextLengthExceeded):
+        GenerationInput(
+            64, 0, messages=[message], template_options={"date_string": "?" * 40_000}
+        ).check_length(1000)
+
+
+@pytest.mark.parametrize("rounds_up", [False, True])
+def test_no_image_has_more_steps_than_the_bound(rounds_up: bool) -> None:
+    source = Blob("image/png", b"")
+    for steps in range(1, 61):
+        for percent in range(1, 101):
+            strength = percent / 100
+            with suppress(BadInput):  # no step is left
+                run = image_to_image_steps(steps, strength, rounds_up=rounds_up)
+                given = ImageInput(
+                    "a", 8, 8, steps, 1.0, 1, "default", image=source, strength=strength
+                )
+                assert given.bound_work(WRITER).work >= 64 * run, (steps, strength)
 
 
 def test_vectors_are_bounded_by_bytes() -> None:
