@@ -17,6 +17,7 @@ import msgspec
 from fastapi import APIRouter
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -249,7 +250,8 @@ def _blocks(choice: ChatChoice) -> list[ShownBlock]:
 def _input(call: Any) -> dict[str, Any]:
     """Returns the arguments of a call. A model may write what is not an object, or be cut in it."""
     try:
-        arguments = json.loads(call.function.arguments)
+        # Its bound on nesting is that of bodies, and it takes no lone surrogates.
+        arguments = from_json(call.function.arguments)
     except ValueError:
         return {}
     return arguments if isinstance(arguments, dict) else {"value": arguments}

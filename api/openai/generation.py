@@ -325,8 +325,13 @@ def _is_call(value: Any, names: Collection[str]) -> bool:
 
 def _call_of(value: dict[str, Any]) -> CalledTool:
     arguments = value.get("arguments", value.get("parameters", {}))
-    if not isinstance(arguments, str):
-        arguments = msgspec.json.encode(arguments).decode()
+    try:
+        if not isinstance(arguments, str):
+            arguments = msgspec.json.encode(arguments).decode()
+    except UnicodeEncodeError:
+        arguments = json.dumps(arguments)
+    # Half of a surrogate pair is no text. It stays the escape that the model wrote.
+    arguments = arguments.encode("utf-8", "backslashreplace").decode()
     return CalledTool("", CalledFunction(value["name"], arguments))
 
 

@@ -105,6 +105,21 @@ async def test_calls_of_tools_are_blocks_whole_and_streamed(api: ApiUnderTest) -
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
 
 
+@pytest.mark.parametrize("arguments", ['{"city":"\\ud800"}', '{"city":' + "[" * 2000])
+async def test_arguments_that_are_no_sound_json_are_left_out(
+    api: ApiUnderTest, arguments: str
+) -> None:
+    """The second is cut: a model that repeats itself writes such."""
+    said = f'say <tool_call>{{"name":"weather","arguments":{arguments}'
+    said += "" if "[" in arguments else "}</tool_call>"
+    body = asked(said, tools=[TOOL], max_tokens=1)
+    answer = await api.http.post(MESSAGES, json=body)
+    assert answer.status_code == 200, answer.text
+    (block,) = answer.json()["content"]
+    assert (block["name"], block["input"]) == ("weather", {})
+    assert (await events_of(api, body))[-1]["type"] == "message_stop"
+
+
 @pytest.mark.parametrize("is_of_an_older_client", [False, True])
 async def test_the_schema_of_a_text_reaches_the_worker(
     api: ApiUnderTest, is_of_an_older_client: bool

@@ -25,6 +25,9 @@ from tests.api.harness import ApiUnderTest, api_with_redis
 
 CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
 PARAMETERS = '{"name": "weather", "parameters": {"city": "Bern"}}'
+LONE = '{"name": "weather", "arguments": {"city": "\\ud800"}}'
+"""Half of a surrogate pair, as small models write emoji."""
+QUOTED = '{"name": "weather", "arguments": "{\\"city\\": \\"\\ud800\\"}"}'
 TRICKY = '{"name": "weather", "arguments": {"city": "</tool_call> ]}"}}'
 
 
@@ -42,6 +45,9 @@ TRICKY = '{"name": "weather", "arguments": {"city": "</tool_call> ]}"}}'
         (f" {CALL}\n", "", 1),
         (f"{CALL} and more", f"{CALL} and more", 0),
         ('{"name": "other", "arguments": {}}', '{"name": "other", "arguments": {}}', 0),
+        (f"<tool_call>{LONE}</tool_call>", "", 1),
+        (f"<tool_call>[{CALL}, {LONE}]</tool_call>", "", 2),
+        (f"<tool_call>{QUOTED}</tool_call>", "", 1),
         ("<tool_call>{broken</tool_call>", "<tool_call>{broken</tool_call>", 0),
         ("<tool_call>[]</tool_call>", "<tool_call>[]</tool_call>", 0),
         ('<tool_call>{"name": ["weather"]}', '<tool_call>{"name": ["weather"]}', 0),
@@ -51,7 +57,7 @@ TRICKY = '{"name": "weather", "arguments": {"city": "</tool_call> ]}"}}'
 def test_calls_are_read_in_the_forms_of_the_families(text: str, content: str, calls: int) -> None:
     said, found = read_tool_calls(text, {"weather"}, "seed")
     assert (said, len(found)) == (content, calls)
-    assert all(json.loads(call.function.arguments)["city"] for call in found)
+    assert all(json.loads(call.function.arguments.encode())["city"] for call in found)
     assert len({call.id for call in found}) == calls
 
 
