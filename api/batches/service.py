@@ -120,8 +120,9 @@ class Batches:
         """
         ids = [one for one in await self._store.ids(tenant) if one > after]
         owner, batches = owner_of(tenant), list[BatchState]()
+        window = limit + 1
         while ids and len(batches) <= limit:
-            some, ids = ids[: limit + 1], ids[limit + 1 :]
+            some, ids, window = ids[:window], ids[window:], max(window, PAGE)
             read = await asyncio.gather(*(self._store.state(owner, one) for one in some))
             batches += [one for one in read if one is not None and is_of(models, one.model)]
         return BatchPage(batches[:limit], len(batches) > limit)
