@@ -34,8 +34,18 @@ def page_of(items: list[dict[str, Any]], limit: int, order: str, after: str) -> 
     if after:
         index = next((at for at, item in enumerate(ordered) if item["id"] == after), None)
         if index is None:
-            raise BadInput("after: must be the id of an item of this list", field="after")
+            raise no_such_item()
         ordered = ordered[index + 1 :]
+    return first_page_of(ordered, limit)
+
+
+def no_such_item() -> BadInput:
+    """Returns the error for an `after` that is not there."""
+    return BadInput("after: must be the id of an item of this list", field="after")
+
+
+def first_page_of(ordered: list[dict[str, Any]], limit: int) -> ItemsPage:
+    """Returns the page that items begin with."""
     page = ordered[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     return ItemsPage(page, first, last, has_more=len(ordered) > limit)

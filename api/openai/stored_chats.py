@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Query
@@ -11,12 +13,20 @@ from starlette.responses import Response
 
 from api.bodies import Body, Metadata
 from api.chat_bodies import ChatBody
+from api.errors import NotFound
 from api.http import openapi
 from api.http.request import ApiRequest, authenticate
 from api.openai.chat import CHAT, stored_chat
 from api.openai.chat_replies import ChatReply
 from api.openai.generation import CHAT_PREFIX
-from api.openai.item_pages import After, ItemsPage, Limit, page_of
+from api.openai.item_pages import (
+    After,
+    ItemsPage,
+    Limit,
+    first_page_of,
+    no_such_item,
+    page_of,
+)
 from api.openai.stored import find_stored, not_found
 from api.predictions.creation import PredictionSnapshot
 from api.predictions.service import PredictionNotOver
@@ -67,15 +77,38 @@ async def list_chats(
         for name, value in request.query_params.items()
         if name.startswith("metadata[") and name.endswith("]")
     }
-    snapshots = [one async for one in call.dependencies.predictions.all(call.tenant)]
-    shown = [
-        msgspec.to_builtins(stored_chat(call, one))
-        for one in snapshots
-        if _is_stored(call, one)
-        and model in ("", one.prediction.model)
-        and wanted.items() <= (one.prediction.input.get("metadata") or {}).items()
-    ]
-    return _json(page_of(shown[::-1], limit, order, after))
+    served = {one.name for one in call.listed_models() if model in ("", one.name)}
+    # Those of a page and one more are read and shown, however many there are.
+    shown: list[dict[str, Any]] = []
+    async with aclosing(_all(call, after, is_ascending=order == "asc")) as snapshots:
+        async for one in snapshots:
+            has_all = wanted.items() <= (one.prediction.input.get("metadata") or {}).items()
+            if one.prediction.model in served and has_all and _is_stored(call, one):
+                shown.append(msgspec.to_builtins(stored_chat(call, one)))
+            if len(shown) > limit:
+                break
+    return _json(first_page_of(shown, limit))
+
+
+async def _all(
+    call: ApiRequest, after: str, *, is_ascending: bool
+) -> AsyncGenerator[PredictionSnapshot]:
+    """Yields what the tenant has behind the chat `after`.
+
+    Raises:
+        BadInput: there is no such chat.
+    """
+    predictions, digits = call.dependencies.predictions, after.removeprefix(CHAT_PREFIX)
+    if after and digits == after:
+        raise no_such_item()
+    record = after and f"pred_{digits}"
+    every = predictions.all(call.tenant, after=record, is_ascending=is_ascending)
+    async with aclosing(every) as snapshots:
+        try:
+            async for one in snapshots:
+                yield one
+        except NotFound:
+            raise no_such_item() from None
 
 
 @router.post(

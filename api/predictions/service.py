@@ -51,7 +51,7 @@ from shared.predictions import (
     record_of,
 )
 from shared.stores.record_state import Preview, QueuePosition, Record
-from shared.stores.records import Records
+from shared.stores.records import LISTED, Records
 from shared.stores.webhook_log import WebhookAttempt
 from shared.stores.withdrawals import withdrawn_error
 from shared.tasks import Result
@@ -273,32 +273,45 @@ class Predictions:
             Unavailable: Redis is out of reach.
         """
         ids = await self._records.latest(tenant, PAGE, before_s)
-        records = [
-            record
-            for record in await asyncio.gather(*map(self._records.read, ids))
-            if record is not None
-        ]
+        snapshots = await self._read_all(ids)
+        next_s = snapshots[-1].record.created_at_s if snapshots and len(ids) == PAGE else None
+        return snapshots, next_s
+
+    async def all(
+        self, tenant: str, *, after: str, is_ascending: bool
+    ) -> AsyncGenerator[PredictionSnapshot]:
+        """Yields the predictions of a tenant that can be listed, the newest first.
+
+        They are read as they are needed, a page at a time.
+
+        Args:
+            tenant: their owner.
+            after: only those behind the one with this record. Empty: all.
+            is_ascending: the oldest first.
+
+        Raises:
+            NotFound: none that can be listed has the record `after`.
+            Unavailable: Redis is out of reach.
+        """
+        ids = await self._records.latest(tenant, LISTED)
+        if is_ascending:
+            ids.reverse()
+        if after:
+            if after not in ids:
+                raise _not_found(after)
+            ids = ids[ids.index(after) + 1 :]
+        for first in range(0, len(ids), PAGE):
+            for snapshot in await self._read_all(ids[first : first + PAGE]):
+                yield snapshot
+
+    async def _read_all(self, ids: Sequence[str]) -> list[PredictionSnapshot]:
+        records = await asyncio.gather(*map(self._records.read, ids))
         snapshots = [
             PredictionSnapshot(decode_document(record.document), record)
             for record in records
-            if record.document
+            if record is not None and record.document
         ]
-        next_s = snapshots[-1].record.created_at_s if snapshots and len(ids) == PAGE else None
-        return [await self._end_if_late(one) for one in snapshots], next_s
-
-    async def all(self, tenant: str) -> AsyncGenerator[PredictionSnapshot]:
-        """Yields the predictions of a tenant that can be listed, newest first.
-
-        Raises:
-            Unavailable: Redis is out of reach.
-        """
-        page, before_s = await self.page(tenant, None)
-        while True:
-            for snapshot in page:
-                yield snapshot
-            if before_s is None:
-                return
-            page, before_s = await self.page(tenant, before_s)
+        return [await self._end_if_late(one) for one in snapshots]
 
     async def replace_input(
         self, snapshot: PredictionSnapshot, stored_input: dict[str, Any]

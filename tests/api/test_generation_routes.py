@@ -6,9 +6,12 @@ from typing import Any
 
 import openai
 import pytest
+import redis
 
+from api.predictions import service
+from shared.catalog import Catalog
 from shared.tenants.plan import Plan
-from tests.api.harness import WRITER, ApiUnderTest, running_api, settings_for
+from tests.api.harness import CATALOG, WRITER, ApiUnderTest, running_api, settings_for
 from tests.api.test_generation import TEXT, chat
 from tests.keys import bearer, keys_url
 
@@ -30,6 +33,9 @@ async def test_stored_chats_are_listed_changed_and_deleted(api: ApiUnderTest) ->
     ]
     await client.create(**chat())
     assert [one.id async for one in client.list(limit=2)] == made
+    assert [one.id async for one in client.list(limit=1, order="desc")] == made[::-1]
+    with pytest.raises(openai.BadRequestError, match="after"):
+        await client.list(after="chatcmpl-" + "0" * 24)
     odd = client.list(extra_query={"metadata[number]": "1"}, order="desc")
     assert [one.id async for one in odd] == [made[1]]
     assert not [one async for one in client.list(model="other")]
@@ -44,6 +50,33 @@ async def test_stored_chats_are_listed_changed_and_deleted(api: ApiUnderTest) ->
     with pytest.raises(openai.NotFoundError, match="Chat completion with id"):
         await client.retrieve(made[0])
     assert [one.id async for one in client.list()] == made[1:]
+
+
+async def test_a_page_of_chats_reads_no_more_than_it_shows(
+    api: ApiUnderTest, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a thousand long chats, all took the event loop for seconds."""
+    monkeypatch.setattr(service, "PAGE", 2)
+    made = [(await api.http.post(CHATS, json=chat(store=True))).json()["id"] for _ in range(9)]
+
+    def reads() -> int:
+        counts: Any = redis.Redis.from_url(redis_url).info("commandstats")
+        return int(counts["cmdstat_hgetall"]["calls"])
+
+    before = reads()
+    page = (await api.http.get(f"{CHATS}?limit=1")).json()
+    assert ([one["id"] for one in page["data"]], page["has_more"]) == (made[:1], True)
+    assert reads() - before == 2
+
+
+async def test_chats_of_a_model_that_is_gone_are_left_out(redis_url: str, tmp_path: Path) -> None:
+    settings = settings_for(tmp_path, redis_url=redis_url)
+    async with running_api(settings) as api:
+        await api.http.post(CHATS, json=chat(store=True))
+    others = Catalog(tuple(model for model in CATALOG.models if model.name != WRITER.name))
+    async with running_api(settings, catalog=others) as api:
+        listed = await api.http.get(CHATS)
+        assert (listed.status_code, listed.json()["data"]) == (200, [])
 
 
 async def test_a_streamed_chat_is_stored_too(api: ApiUnderTest) -> None:
