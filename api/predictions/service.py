@@ -9,6 +9,7 @@ it, as a last resort against lost jobs, and so if its model was withdrawn and no
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -64,6 +65,9 @@ CREATOR_PUBLISHES_S = 2.0
 """Time for the creator of a record to publish its job, before a repeated request does."""
 CREATOR_POLL_S = 0.05
 PAGE = 20
+READ_BYTES = 4 * 1024 * 1024
+"""What a page reads at once, if it has more than one prediction. All that are kept may have 64 MiB
+together, which take four times as much memory until they are sent."""
 DOCUMENT_MAX_BYTES = 4 * 1024 * 1024
 """The largest document of a prediction: a sixteenth of the usual budget of all predictions, which
 is the part in which a tenant finds room whatever others keep (shared/stores/record_create.lua)."""
@@ -269,13 +273,17 @@ class Predictions:
     ) -> tuple[list[PredictionSnapshot], float | None]:
         """Returns up to PAGE predictions, newest first, and the `before_s` of the next page.
 
+        Of large ones there are fewer: as many as have READ_BYTES together, and one in any case.
+
         Raises:
             Unavailable: Redis is out of reach.
         """
-        ids = await self._records.latest(tenant, PAGE, before_s)
-        snapshots = await self._read_all(ids)
-        next_s = snapshots[-1].record.created_at_s if snapshots and len(ids) == PAGE else None
-        return snapshots, next_s
+        left = ids = await self._records.latest(tenant, PAGE, before_s)
+        snapshots: list[PredictionSnapshot] = []
+        while left and not snapshots:
+            snapshots, left = await self._read_some(left)
+        has_more = bool(snapshots) and (bool(left) or len(ids) == PAGE)
+        return snapshots, snapshots[-1].record.created_at_s if has_more else None
 
     async def all(
         self, tenant: str, *, after: str, is_ascending: bool
@@ -300,18 +308,23 @@ class Predictions:
             if after not in ids:
                 raise _not_found(after)
             ids = ids[ids.index(after) + 1 :]
-        for first in range(0, len(ids), PAGE):
-            for snapshot in await self._read_all(ids[first : first + PAGE]):
+        while ids:
+            snapshots, left = await self._read_some(ids[:PAGE])
+            ids = [*left, *ids[PAGE:]]
+            for snapshot in snapshots:
                 yield snapshot
 
-    async def _read_all(self, ids: Sequence[str]) -> list[PredictionSnapshot]:
-        records = await asyncio.gather(*map(self._records.read, ids))
+    async def _read_some(self, ids: list[str]) -> tuple[list[PredictionSnapshot], list[str]]:
+        """Reads the first of some predictions, and returns the ids of the others."""
+        sizes = itertools.accumulate(await self._records.sizes(ids))
+        count = max(1, sum(size <= READ_BYTES for size in sizes))
+        records = await asyncio.gather(*map(self._records.read, ids[:count]))
         snapshots = [
             PredictionSnapshot(decode_document(record.document), record)
             for record in records
             if record is not None and record.document
         ]
-        return [await self._end_if_late(one) for one in snapshots]
+        return [await self._end_if_late(one) for one in snapshots], ids[count:]
 
     async def replace_input(
         self, snapshot: PredictionSnapshot, stored_input: dict[str, Any]

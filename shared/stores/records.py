@@ -474,6 +474,16 @@ class Records(RedisStore):
         reply = await self._commands.run(*words)
         return [one.decode() for one in reply]
 
+    async def sizes(self, records: Sequence[str]) -> list[int]:
+        """Returns the bytes that predictions take, as their budget counts them. 0: it is gone.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        keys = map(self._key, records)
+        counts = await self._commands.run("HMGET", f"{self._store}:counted", *keys)
+        return [0 if one is None else int(one.partition(b" ")[0]) for one in counts]
+
     # What workers call. A job is done with or without Redis, so these never raise: None if it
     # did not answer.
 

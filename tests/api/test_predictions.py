@@ -265,6 +265,19 @@ async def test_list_goes_back_page_by_page(api: ApiUnderTest) -> None:
     assert second["next"] is None
 
 
+async def test_a_page_of_large_predictions_has_fewer_of_them(api: ApiUnderTest) -> None:
+    """All together may be more than an instance has memory for, if several ask at a time."""
+    large = TEXT | {"input": {"texts": ["a " * 3500] * 128}}
+    made = [(await api.http.post("/v1/predictions", json=large)).json()["id"] for _ in range(8)]
+    found, url = list[str](), "/v1/predictions"
+    while url:
+        page = await api.http.get(url)
+        assert len(page.content) < 8 * 1024 * 1024
+        found += [one["id"] for one in page.json()["results"]]
+        url = page.json()["next"]
+    assert found == made[::-1]
+
+
 async def test_tenants_see_their_own_only(tmp_path: Path, redis_url: str) -> None:
     settings = settings_for(
         tmp_path, redis_url=redis_url, keys_url=keys_url(tmp_path, a="acme", u="umbrella")
