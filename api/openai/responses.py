@@ -46,7 +46,7 @@ from api.predictions.generation_stream import StreamPosition
 from api.predictions.service import PredictionNotOver
 from api.tasks.base import Inputs
 from shared.catalog import Model
-from shared.errors import BadInput, Overloaded, Unavailable
+from shared.errors import BadInput, InputTooLarge, Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome
 from shared.predictions import EVENTS_TYPE
 from shared.tasks.text import GenerationInput
@@ -192,7 +192,7 @@ async def whole_request(call: ApiRequest, body: ResponseBody) -> _Asked:
     """Returns the request with the items that it names, and with what came before it."""
     conversation, before = body.conversation_id, list[dict[str, Any]]()
     if conversation:
-        before = await _items_of(call, conversation)
+        before = await _items_of(call, conversation, new=len(body.items) + len(body.references))
     if body.references:
         known = {item["id"]: item for item in before}
         names = [name for name in body.references if name not in known]
@@ -208,11 +208,23 @@ async def whole_request(call: ApiRequest, body: ResponseBody) -> _Asked:
         raise BadInput(reason, field=field) from error
 
 
-async def _items_of(call: ApiRequest, conversation: str) -> list[dict[str, Any]]:
+async def _items_of(call: ApiRequest, conversation: str, new: int) -> list[dict[str, Any]]:
+    """Returns the items of a conversation that has room for `new` ones and what they are answered.
+
+    Raises:
+        InputTooLarge: it has none.
+    """
     try:
-        return (await unlocked(call, conversation)).items
+        found = await unlocked(call, conversation)
     except NotFound as error:
         raise NotFound(error.message, field="conversation") from error
+    if found.room <= new:
+        raise InputTooLarge(
+            f"conversation: it has room for {found.room} more items, and not for input and output; "
+            "begin another one",
+            field="conversation",
+        )
+    return found.items
 
 
 async def _items_before(call: ApiRequest, previous: str) -> list[dict[str, Any]]:
@@ -283,28 +295,31 @@ async def _kept(
     inputs: Sequence[GenerationInput],
     outcomes: Sequence[ItemOutcome],
 ) -> ResponseReply:
-    """Keeps a response that is there, unless it is not to be stored. Returns it.
+    """Adds a response that is there to its conversation, and keeps it if it is to be stored.
 
-    Without room or without Redis it is answered all the same, and says that it is not stored,
-    unless the request asks to store it.
+    What is stored can be read, and an answer that fails is not charged: so nothing fails once it is
+    stored at one of the two places. Without room or without Redis it is answered all the same, and
+    says that it is not stored, unless the request asks to store it and has no conversation.
     """
     body = asked.body
     shown = body.model_dump(mode="json", exclude_unset=True, by_alias=True)
     prediction = _recorded(call, body, model, inputs, shown).new_record.prediction
-    if body.is_kept:
-        keep_s = call.caller.plan.prediction_keep_s
-        try:
-            await call.dependencies.predictions.keep(prediction, outcomes, keep_s)
-        except (Overloaded, Unavailable):
-            if body.store:
-                raise
-            body = body.model_copy(update={"store": False})
     response_id = answer_id(RESPONSE_PREFIX, prediction.id)
     events = ResponseEvents(body, response_id, prediction.created_at_s, model)
     reply = events.whole(outcomes, time.time())
     if asked.conversation:
         output = msgspec.to_builtins(reply.output)
         await add_to(call, asked.conversation, [*as_stored(asked.own), *output])
+    if not body.is_kept:
+        return reply
+    try:
+        keep_s = call.caller.plan.prediction_keep_s
+        await call.dependencies.predictions.keep(prediction, outcomes, keep_s)
+    except PenstockError as error:
+        has_no_room = isinstance(error, Overloaded | Unavailable)
+        if not asked.conversation and (body.store or not has_no_room):
+            raise
+        reply.store = False
     return reply
 
 

@@ -48,6 +48,11 @@ class Conversation(msgspec.Struct, kw_only=True):
         return [entry.item for entry in self.entries if entry.item]
 
     @property
+    def room(self) -> int:
+        """How many more items it takes."""
+        return MAX_ITEMS - len(self.entries)
+
+    @property
     def pending(self) -> list[str]:
         """The predictions whose output is to come."""
         return [entry.prediction for entry in self.entries if entry.prediction]

@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from api.predictions import conversations, service
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.api.test_responses import asked
 from tests.api.test_stored_responses import prompt_of
@@ -100,6 +101,49 @@ async def test_changes_at_a_time_are_all_kept(api: ApiUnderTest) -> None:
             items = [{"role": "user", "content": str(number)}]
             tasks.create_task(client.conversations.items.create(begun.id, items=items))
     assert sorted(await texts_of(client, begun.id)) == [str(number) for number in range(5)]
+
+
+async def test_what_its_conversation_does_not_take_is_kept_nowhere(api: ApiUnderTest) -> None:
+    """An answer that fails is not charged, so nobody is to read it."""
+    api.worker.go.clear()
+    client = api.openai()
+    begun = await client.conversations.create()
+    body = asked("say one", conversation=begun.id)
+    async with asyncio.TaskGroup() as tasks:
+        asking = tasks.create_task(api.http.post("/v1/responses", json=body))
+        await api.worker.until_taken(1)
+        await client.conversations.delete(begun.id)
+        api.worker.go.set()
+    answer = asking.result()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    assert answer.headers["x-penstock-cost-usd"] == "0"
+    assert (await api.http.get("/v1/predictions")).json()["results"] == []
+
+
+async def test_what_a_conversation_took_is_answered_if_it_is_not_stored_elsewhere(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its output can be read there, so it is charged."""
+    monkeypatch.setattr(service, "DOCUMENT_MAX_BYTES", 100)
+    client = api.openai()
+    begun = await client.conversations.create()
+    made = await client.responses.create(**asked("say one", conversation=begun.id, store=True))
+    assert (made.output_text, made.store) == ("one", False)
+    assert await texts_of(client, begun.id) == ["say one", "one"]
+
+
+async def test_a_full_conversation_is_refused_before_anything_is_written(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversations, "MAX_ITEMS", 3)
+    items = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    begun = await api.openai().conversations.create(items=items)
+    for options in ({}, {"background": True}):
+        body = asked("say one", conversation=begun.id, **options)
+        answer = await api.http.post("/v1/responses", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "conversation")
+    assert not api.worker.jobs
+    assert (await api.http.get("/v1/predictions")).json()["results"] == []
 
 
 @pytest.mark.parametrize(
