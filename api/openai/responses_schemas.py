@@ -15,6 +15,7 @@ from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag, model_
 from api.bodies import Body, CacheKey, EndUser, ItemId, Metadata, Off, Option, Options, null_is
 from api.chat_bodies import MAX_TOOLS, TOOL_NAME, ChatBody, Share, text_or_list
 from api.errors import WrongField
+from api.predictions.conversations import MAX_PARTS, count_parts
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
@@ -480,6 +481,17 @@ class ResponseBody(Body):
         if self.conversation is not None and self.previous_response_id is not None:
             raise WrongField(
                 "conversation", "send either conversation or previous_response_id, not both"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_few_parts(self) -> ResponseBody:
+        parts = count_parts(vars(item) for item in self.items)
+        if parts > MAX_PARTS:
+            raise WrongField(
+                "input",
+                f"its items and those before it have {parts} parts together; at most {MAX_PARTS} "
+                "are allowed; send longer texts in fewer parts",
             )
         return self
 

@@ -146,6 +146,25 @@ async def test_a_full_conversation_is_refused_before_anything_is_written(
     assert (await api.http.get("/v1/predictions")).json()["results"] == []
 
 
+PARTS = [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 4500}]
+"""About as many as one body may have."""
+
+
+async def test_parts_are_bounded_however_many_requests_gather_them(api: ApiUnderTest) -> None:
+    begun = (await api.http.post("/v1/conversations", json={"items": PARTS})).json()["id"]
+    path = f"/v1/conversations/{begun}/items"
+    answer = await api.http.post(path, json={"items": PARTS})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "conversation")
+    for before in ({"conversation": begun}, {"previous_response_id": ""}):
+        if "previous_response_id" in before:
+            first = await api.http.post("/v1/responses", json=asked(PARTS))
+            before = {"previous_response_id": first.json()["id"]}
+        answer = await api.http.post("/v1/responses", json=asked(PARTS, **before))
+        error = answer.json()["error"]
+        assert (answer.status_code, [error["param"]]) == (400, list(before))
+        assert "parts together; at most 8192" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
