@@ -15,6 +15,7 @@ from starlette.responses import Response
 from api.bodies import Body, Metadata
 from api.errors import NotFound
 from api.http import openapi
+from api.http.auth import check_model
 from api.http.request import ApiRequest, authenticate
 from api.openai.item_pages import After, ItemsPage, Limit, Order, page_of
 from api.openai.responses_schemas import InputItem, ItemReference
@@ -90,8 +91,7 @@ async def create_conversation(request: Request) -> Response:
 )
 async def read_conversation(request: Request, conversation_id: str) -> Response:
     """A conversation, without its items."""
-    call = authenticate(request)
-    return _reply(await call.dependencies.conversations.read(call.tenant, conversation_id))
+    return _reply(await _found(authenticate(request), conversation_id))
 
 
 @router.post(
@@ -103,7 +103,7 @@ async def read_conversation(request: Request, conversation_id: str) -> Response:
 async def change_conversation(request: Request, conversation_id: str) -> Response:
     """Replaces its metadata."""
     call = authenticate(request)
-    await call.dependencies.conversations.read(call.tenant, conversation_id)
+    await _found(call, conversation_id)
     body = await call.read_json(ConversationChange)
 
     def change(conversation: Conversation) -> None:
@@ -121,6 +121,7 @@ async def change_conversation(request: Request, conversation_id: str) -> Respons
 async def delete_conversation(request: Request, conversation_id: str) -> Response:
     """Deletes a conversation with its items. Its responses stay."""
     call = authenticate(request)
+    await _found(call, conversation_id)
     await call.dependencies.conversations.delete(call.tenant, conversation_id)
     return _json(ConversationDeleted(conversation_id))
 
@@ -153,7 +154,7 @@ async def list_items(
 async def add_items(request: Request, conversation_id: str) -> Response:
     """Adds items at the end."""
     call = authenticate(request)
-    await call.dependencies.conversations.read(call.tenant, conversation_id)
+    await _found(call, conversation_id)
     body = await call.read_json(NewItems)
     items = await items_to_add(call, body.items)
     await add_to(call, conversation_id, items)
@@ -202,10 +203,11 @@ async def settled(call: ApiRequest, conversation_id: str) -> Conversation:
 
     Raises:
         NotFound: the tenant has none of this id, or it has expired.
+        ModelForbidden: the key may not use a model whose output it has.
         ConversationBusy: others change it all the time.
         Unavailable: Redis is out of reach.
     """
-    conversation = await call.dependencies.conversations.read(call.tenant, conversation_id)
+    conversation = await _found(call, conversation_id)
     outputs: dict[str, list[ConversationEntry]] = {}
     for prediction in conversation.pending:
         snapshot = await _prediction(call, prediction)
@@ -241,15 +243,25 @@ async def unlocked(call: ApiRequest, conversation_id: str) -> Conversation:
 
 
 async def add_to(
-    call: ApiRequest, conversation_id: str, items: Sequence[dict[str, Any]], prediction: str = ""
+    call: ApiRequest,
+    conversation_id: str,
+    items: Sequence[dict[str, Any]],
+    *,
+    model: str = "",
+    prediction: str = "",
 ) -> None:
-    """Adds items at the end, and the output of a prediction once it has ended."""
+    """Adds items at the end, and the output of a prediction once it has ended.
+
+    `model`: whose output is among them, or to come. Empty: none.
+    """
     new = [ConversationEntry(item) for item in items] + [
         ConversationEntry(prediction=prediction)
     ] * bool(prediction)
 
     def change(conversation: Conversation) -> None:
         conversation.entries = [*conversation.entries, *new]
+        if model and model not in conversation.models:
+            conversation.models = [*conversation.models, model]
 
     await _changed(call, conversation_id, change)
 
@@ -270,6 +282,14 @@ async def items_to_add(call: ApiRequest, items: Sequence[Any]) -> list[dict[str,
 def as_stored(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns items with ids."""
     return shown_items(items, secrets.token_hex(12))
+
+
+async def _found(call: ApiRequest, conversation_id: str) -> Conversation:
+    """Returns a conversation of the tenant that has only outputs of models of the key."""
+    conversation = await call.dependencies.conversations.read(call.tenant, conversation_id)
+    for model in conversation.models:
+        check_model(call.caller, model)
+    return conversation
 
 
 async def _changed(call: ApiRequest, conversation_id: str, change: Any) -> Conversation:

@@ -268,8 +268,8 @@ async def _create_prediction(
             held.enter_context(call.dependencies.generation_streams.reserved(call.tenant))
         async with call.created(new, waits=False) as creation:
             if creation.is_new and asked.conversation:
-                prediction_id = new.new_record.prediction.id
-                await add_to(call, asked.conversation, as_stored(asked.own), prediction_id)
+                about = {"model": model.name, "prediction": new.new_record.prediction.id}
+                await add_to(call, asked.conversation, as_stored(asked.own), **about)
         if body.stream:
             is_new = not body.background
             return await _stream(call, creation.snapshot, -1, held.pop_all(), is_new=is_new)
@@ -309,7 +309,8 @@ async def _kept(
     reply = events.whole(outcomes, time.time())
     if asked.conversation:
         output = msgspec.to_builtins(reply.output)
-        await add_to(call, asked.conversation, [*as_stored(asked.own), *output])
+        items = [*as_stored(asked.own), *output]
+        await add_to(call, asked.conversation, items, model=model.name)
     if not body.is_kept:
         return reply
     try:

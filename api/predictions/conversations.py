@@ -44,6 +44,8 @@ class Conversation(msgspec.Struct, kw_only=True):
     created_at_s: float
     metadata: dict[str, str] = {}
     entries: list[ConversationEntry] = []
+    models: list[str] = []
+    """Those whose output it has, or is to get."""
 
     @property
     def items(self) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """/v1/conversations as OpenAI's client calls them, and responses that continue them."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ import openai
 import pytest
 
 from api.predictions import conversations, service
-from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.test_responses import asked
 from tests.api.test_stored_responses import prompt_of
-from tests.keys import bearer, keys_url
+from tests.keys import bearer, keys_url, stored
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -163,6 +164,37 @@ async def test_parts_are_bounded_however_many_requests_gather_them(api: ApiUnder
         error = answer.json()["error"]
         assert (answer.status_code, [error["param"]]) == (400, list(before))
         assert "parts together; at most 8192" in error["message"]
+
+
+async def test_a_key_of_other_models_has_no_part_in_it(redis_url: str, tmp_path: Path) -> None:
+    keys = [stored("others", "a", models=(TEXT_MODEL.name,))]
+    settings = settings_for(
+        tmp_path, redis_url=redis_url, keys_url=keys_url(tmp_path, keys=keys, ours="a")
+    )
+    async with running_api(settings) as api:
+        ids = []
+        for options in ({"background": True}, {"stream": True}, {}):
+            begun = await api.http.post("/v1/conversations", json={}, headers=bearer("ours"))
+            ids.append(begun.json()["id"])
+            body = asked("say a secret", conversation=ids[-1], **options)
+            await api.http.post("/v1/responses", json=body, headers=bearer("ours"))
+        added = {"items": [{"role": "user", "content": "a"}]}
+        for path, (method, rest, body) in itertools.product(
+            (f"/v1/conversations/{one}" for one in ids),
+            [
+                ("GET", "", None),
+                ("GET", "/items", None),
+                ("GET", "/items/x", None),
+                ("POST", "", {"metadata": {}}),
+                ("POST", "/items", added),
+                ("DELETE", "/items/x", None),
+                ("DELETE", "", None),
+            ],
+        ):
+            answer = await api.http.request(
+                method, path + rest, json=body, headers=bearer("others")
+            )
+            assert answer.json()["error"]["code"] == "model_not_allowed", (method, rest)
 
 
 @pytest.mark.parametrize(
