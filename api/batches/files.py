@@ -194,14 +194,14 @@ class BatchFiles:
         known = {one: self._left_out.get(document) for one, document in documents.items()}
         ids = [one for one, facts in known.items() if facts is None or is_listed(facts)]
         read = await asyncio.gather(*(self._read_document(tenant, one) for one in ids))
-        found = [file for file in read if file is not None]
-        for file in found:
+        files = [file for file in read if file is not None]
+        for file in files:
             if not is_listed(file):
                 facts = _Facts(file.purpose, file.model, file.expires_at_s)
                 self._left_out[documents[file.id]] = facts
         while len(self._left_out) > MAX_LEFT_OUT:
             del self._left_out[next(iter(self._left_out))]
-        return [file for file in found if is_listed(file)]
+        return [file for file in files if is_listed(file)]
 
     async def keep_until(self, file: BatchFile, until_s: float) -> None:
         """Lets a file expire no earlier than `until_s` (Unix time).

@@ -215,16 +215,16 @@ async def _items_of(call: ApiRequest, conversation: str, new: int) -> list[dict[
         InputTooLarge: it has none.
     """
     try:
-        found = await unlocked(call, conversation)
+        kept = await unlocked(call, conversation)
     except NotFound as error:
         raise NotFound(error.message, field="conversation") from error
-    if found.room <= new:
+    if kept.room <= new:
         raise InputTooLarge(
-            f"conversation: it has room for {found.room} more items, and not for input and output; "
+            f"conversation: it has room for {kept.room} more items, and not for input and output; "
             "begin another one",
             field="conversation",
         )
-    return found.items
+    return kept.items
 
 
 async def _items_before(call: ApiRequest, previous: str) -> list[dict[str, Any]]:
