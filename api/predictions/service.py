@@ -386,6 +386,8 @@ class Predictions:
         """
         snapshot = await self.read(tenant, prediction_id)
         prediction = snapshot.prediction
+        if snapshot.record.state == "canceled" and snapshot.record.reply is None:
+            await self._settle_flow(prediction)  # its steps go, and only they say what it costs
         if snapshot.record.is_over and await self._owes_webhook(prediction):
             # Before it is deleted: one that is kept in vain expires.
             await self._records.webhook_log.keep_end(prediction.record, encode_end(*snapshot))

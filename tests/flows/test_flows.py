@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import redis
 
+from shared.stores.records import Records
 from shared.tenants.plan import Limits, Plan
-from shared.transport import WEBHOOKS_TOPIC_ID, SubscriptionSettings
+from shared.transport import WEBHOOKS_TOPIC_ID, SubscriptionSettings, jobs_topic_id
 from shared.usage.row import Row
 from tests.flows.models import CHECK, JOIN, NO_WORDS, SPLIT
 from tests.flows.world import World, world
 from tests.keys import bearer, keys_url, stored
-from tests.limits import WAIT_LIMIT_S
+from tests.limits import REDIS_LIMIT_S, WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 
@@ -275,6 +276,29 @@ async def test_key_needs_the_flow_alone_and_its_budget_counts_all_steps(
     assert (refused.status_code, of_model.status_code) == (403, 403)
     assert used == [run["metrics"]["cost_usd"]] * len(used) == [1.0] * len(used)
     assert used
+
+
+async def test_a_run_that_is_deleted_before_its_cancel_is_settled_counts_as_its_rows(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """Another instance has canceled it, and is about to note what it costs."""
+    plan, who = Plan(budget_usd_per_month=BUDGET_USD), bearer("one")
+    url = keys_url(tmp_path, plans={"usual": plan}, tenants={"acme": "usual"}, one="acme")
+    async with (
+        world(redis_url, SPELL, keys_url=url, idle={CHECK.name}) as flows,
+        Records(redis_url, timeout_s=REDIS_LIMIT_S) as records,
+    ):
+        await flows.broker.ensure_topic(jobs_topic_id(CHECK.name))
+        run_id = await started(flows, "a cat", who)
+        [row] = await flows.until_rows(1)
+        assert await records.cancel(run_id) == "canceled"
+        deleted = await flows.http.delete(f"/v1/predictions/{run_id}", headers=who)
+        assert deleted.status_code == 204
+        left = await records.read(run_id)
+        assert left is not None
+        assert left.reply is not None, "nothing says what it cost"
+        with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+            assert await until_settled(client) == [row.cost_usd] == [0.25]
 
 
 async def until_settled(client: Any) -> list[float]:

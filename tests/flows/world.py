@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -146,13 +146,14 @@ async def world(
     *flows: Mapping[str, Any],
     models: Sequence[Model] = MODELS,
     computes: type[Compute] = Compute,
+    idle: Collection[str] = (),
     **settings: Any,
 ) -> AsyncIterator[World]:
-    """Serves flows of models. `settings` are of the API."""
+    """Serves flows of models. `idle` ones have no worker. `settings` are of the API."""
     broker, compute, written = InMemoryBroker(), computes(), list[list[Row]]()
     catalog = catalog_of(*flows, models=models)
     async with AsyncExitStack() as opened:
-        for entry in models:
+        for entry in (one for one in models if one.name not in idle):
             worker = await opened.enter_async_context(
                 running_worker(
                     broker,

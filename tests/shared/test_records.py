@@ -23,8 +23,16 @@ from hypothesis.stateful import (
 )
 
 from infra.local.redis_server import RedisServer
-from shared.errors import Unavailable
-from shared.messages import PrintedLogs, ReplyBody, record_id
+from shared.errors import Canceled, Unavailable
+from shared.messages import (
+    PrintedLogs,
+    Receipt,
+    ReplyBody,
+    decode_reply_body,
+    encode_reply_body,
+    failure,
+    record_id,
+)
 from shared.stores.record_state import (
     MAX_PREVIEWS,
     OVER,
@@ -349,6 +357,24 @@ async def test_what_was_printed_is_of_the_latest_claim_until_the_reply_has_it(
     await records.finish("req_1", "succeeded", encoded("w"))
     await records.put_logs("req_1", 2, PrintedLogs("after the end"))
     assert await printed() == ("", 0)
+
+
+async def test_a_late_end_changes_nothing_in_what_a_deleted_one_cost(records: Records) -> None:
+    await records.create("req_1", "acme", b"{}", deadline_s=time.time() + 30, keep_s=60)
+    await records.cancel("req_1")
+    receipt = Receipt("miss", tokens=3, is_delivered_in_part=True)
+    cost = encode_reply_body(ReplyBody([failure(0, Canceled(), receipt)]))
+    await records.finish("req_1", "canceled", cost)
+    await records.delete("req_1", time.time() + 30)
+    late = await records.finish("req_1", "canceled", encode_reply_body(ReplyBody([])))
+    deleted = await records.read("req_1")
+    assert late is not None
+    assert deleted is not None
+    assert deleted.reply is not None
+    assert [one.receipt for one in deleted.reply.outcomes] == [receipt]
+    assert not late.is_ours
+    assert late.reply is not None
+    assert decode_reply_body(late.reply) == deleted.reply
 
 
 async def test_what_was_printed_stays_of_a_canceled_one_until_it_is_deleted(
