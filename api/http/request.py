@@ -434,6 +434,7 @@ class ApiRequest:
             self.context.headers,
             received_at_s=self.context.facts.received_at_s,
             longest_s=longest_s,
+            price_share=self.context.facts.price_share,
         )
 
     def check_room(self, model: Model, items: int) -> None:

@@ -118,6 +118,7 @@ async def count_chat(call: ApiRequest, chat: ChatBody) -> TokenCount:
 
 async def count(call: ApiRequest, model: Model, prompt: PromptToCount) -> TokenCount:
     """Has a worker of the model count."""
+    call.context.facts.price_share = 0.0
     async with call.inferred(model, [prompt], is_repeatable=False) as response:
         result = response.outcomes[0].result
         if not isinstance(result, TokenCount):

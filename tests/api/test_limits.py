@@ -258,6 +258,17 @@ async def test_seconds_are_reserved_until_the_answer_is_due(
             assert (await embed(api, "one", **limit)).status_code == status
 
 
+async def test_counting_tokens_needs_no_budget(tmp_path: Path, redis_url: str) -> None:
+    by_item = WRITER.model_copy(update={"price": Price(per_item_usd=0.25, per_second_usd=1.0)})
+    plan, catalog = Plan(budget_usd_per_month=0.01), Catalog((by_item,))
+    async with limited_api(tmp_path, redis_url, plan, catalog=catalog) as api:
+        body = {"model": "writer", "prompt": "one two"}
+        counted = await api.http.post("/v1/tokenize", json=body, headers=bearer("a"))
+        assert (counted.status_code, counted.json()["count"]) == (200, 2)
+        assert counted.headers["x-penstock-cost-usd"] == "0"
+        assert [job.envelope.price_share for job in api.worker.jobs] == [0.0]
+
+
 async def test_prediction_is_settled_if_its_end_is_waited_for(
     tmp_path: Path, redis_url: str
 ) -> None:
