@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel
-from python_multipart.multipart import parse_options_header
 from starlette.requests import HTTPConnection, Request
 from starlette.types import Receive
 
@@ -38,6 +37,7 @@ from api.http.auth import Access, check_access, check_model, may_see
 from api.http.middleware import RequestContext, context_of
 from api.http.refusals import Refusals
 from api.http.request_options import PRIORITY_HEADER, read_options
+from api.http.upload_form import check_charset
 from api.idempotency.service import IdempotencyService
 from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec
@@ -57,7 +57,7 @@ from api.usage.service import ReportService, UsageService
 from shared.catalog import Catalog, Model, unknown_model
 from shared.catalog_entry import ServedApi
 from shared.charge import price_of, step_prices_of
-from shared.errors import BadInput, DeadlineExceeded, PenstockError
+from shared.errors import DeadlineExceeded, PenstockError
 from shared.predictions import Prediction
 from shared.settings import ApiSettings
 from shared.stores.objects import ObjectStore, UrlSigner
@@ -231,18 +231,12 @@ class ApiRequest:
         return kind.model_validate_json(body, strict=True)
 
     def check_charset(self) -> None:
-        """Accepts only forms in UTF-8, which all clients send: some of Python's codecs fail.
+        """Accepts only forms in UTF-8.
 
         Raises:
             BadInput: the form has another charset.
         """
-        _, parameters = parse_options_header(self.http.headers.get("content-type", ""))
-        charset = parameters.get(b"charset", b"utf-8").lower()
-        if charset not in (b"utf-8", b"utf8"):
-            shown = charset[:40].decode("latin-1")
-            raise BadInput(
-                f"content-type: forms must be in UTF-8, not {shown!r}", field="content-type"
-            )
+        check_charset(self.http.headers.get("content-type", ""))
 
     @asynccontextmanager
     async def inferred(

@@ -22,14 +22,16 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
+from api.inputs.files import is_charset
 from shared.errors import BadInput
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
-_QUOTED = re.compile(rb'"(?:[^"\\]|\\.)*"')
+# Possessive, and with an optional end: the expression reads each byte only once.
+_QUOTED = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _EXTENDED_NAME = re.compile(rb"""; *filename\* *= *(?:([\w.-]*)'[^']*')?([^;]*)""", re.I)
-_ENCODED_WORD = re.compile(rb"=\?[\w.-]+\?[BQbq]\?[^?]*\?=")
+_ENCODED_WORD = re.compile(rb"=\?([\w.-]+)\?[BQbq]\?[^?]*\?=")
 
 
 def plain_disposition(header: bytes) -> bytes:
@@ -43,7 +45,7 @@ def plain_disposition(header: bytes) -> bytes:
     filename = options.get(b"filename", b"")
     if extended is not None:
         name = _decoded(unquote_to_bytes(extended[2].strip()), extended[1] or b"")
-    elif _ENCODED_WORD.fullmatch(filename):
+    elif (word := _ENCODED_WORD.fullmatch(filename)) and is_charset(word[1].decode()):
         try:
             name = str(make_header(decode_header(filename.decode("ascii", "replace"))))
         except (HeaderParseError, LookupError, ValueError):
@@ -51,12 +53,15 @@ def plain_disposition(header: bytes) -> bytes:
     else:
         return header
     field = options.get(b"name", b"")
-    return b'form-data; name="%s"; filename="%s"' % (_escaped(field), _escaped(name.encode()))
+    return b'form-data; name="%s"; filename="%s"' % (
+        _escaped(field),
+        _escaped(name.encode(errors="replace")),  # a charset may give half a surrogate pair
+    )
 
 
 def _decoded(name: bytes, charset: bytes) -> str:
     try:
-        return name.decode(charset.decode("ascii") or "utf-8", "replace")
+        return name.decode(named if is_charset(named := charset.decode()) else "utf-8", "replace")
     except (LookupError, UnicodeError):
         return name.decode("utf-8", "replace")
 
@@ -74,6 +79,22 @@ class _FormParser(MultiPartParser):
         super().on_headers_finished()
 
 
+def check_charset(content_type: str) -> None:
+    """Accepts only forms in UTF-8, which all clients send: some of Python's codecs fail.
+
+    Args:
+        content_type: the header of the request.
+
+    Raises:
+        BadInput: the form has another charset.
+    """
+    _, parameters = parse_options_header(content_type)
+    charset = parameters.get(b"charset", b"utf-8").lower()
+    if charset not in (b"utf-8", b"utf8"):
+        shown = charset[:40].decode("latin-1")
+        raise BadInput(f"content-type: forms must be in UTF-8, not {shown!r}", field="content-type")
+
+
 MAX_EDIT_FIELDS = 64
 
 
@@ -88,11 +109,14 @@ async def closed_form(request: Request, **limits: int) -> AsyncIterator[FormData
         limits: those of starlette's MultiPartParser: `max_files`, `max_fields`, `max_part_size`.
 
     Raises:
+        BadInput: it is not in UTF-8.
         HTTPException: 400, the body is not such a form.
     """
-    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+    content_type = request.headers.get("content-type", "")
+    if not content_type.lower().startswith("multipart/form-data"):
         yield FormData()
         return
+    check_charset(content_type)
     async with aclosing(request.stream()) as stream:
         parser = _FormParser(request.headers, stream, **limits)
         try:
@@ -109,7 +133,7 @@ async def closed_form(request: Request, **limits: int) -> AsyncIterator[FormData
 MAX_FIELDS = 16
 MAX_FIELD_BYTES = 4096
 _PEEK_BYTES = 4096
-_FIRST_NAME = re.compile(rb"""content-disposition:[^\r\n]*?[ ;]name="?([^";\r\n]*)["\r\n;]""", re.I)
+_DISPOSITION = b"content-disposition:"
 
 
 class UploadForm:
@@ -229,16 +253,25 @@ class UploadForm:
 async def first_field(request: Request) -> tuple[str, Request]:
     """Returns the name of a form's first field, and the request as if nothing had been read."""
     read: list[Message] = []
-    match = None
-    while match is None:
+    name, is_all = None, False
+    while name is None and not is_all:
         message = await request.receive()
         read.append(message)
         head = b"".join(one.get("body", b"") for one in read)
-        match = _FIRST_NAME.search(head[:_PEEK_BYTES])
-        if not message.get("more_body") or len(head) > _PEEK_BYTES:
-            break
-    name = match[1].decode("utf-8", "replace") if match else ""
-    return name, Request(request.scope, _replayed(read, request.receive))
+        is_all = not message.get("more_body") or len(head) > _PEEK_BYTES
+        name = _first_name(head[:_PEEK_BYTES], is_all=is_all)
+    replayed = Request(request.scope, _replayed(read, request.receive))
+    return (name or b"").decode("utf-8", "replace"), replayed
+
+
+def _first_name(head: bytes, *, is_all: bool) -> bytes | None:
+    """The name in the first Content-Disposition. None: its line has not come yet."""
+    at = head.lower().find(_DISPOSITION)
+    line, end, _ = head[at + len(_DISPOSITION) :].partition(b"\r")
+    if at < 0 or not (end or is_all):
+        return None
+    _, options = parse_options_header(line)
+    return options.get(b"name", b"")
 
 
 def _replayed(read: list[Message], receive: Receive) -> Receive:

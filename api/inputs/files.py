@@ -12,6 +12,8 @@ import re
 import secrets
 import time
 from contextlib import AbstractAsyncContextManager
+from encodings import normalize_encoding
+from encodings.aliases import aliases
 from typing import Any
 
 import msgspec
@@ -36,7 +38,7 @@ _METADATA_LIMIT_BYTES = 64 * 1024
 _FACTS_BYTES = 1024
 """Of a document, in addition to the name and the metadata that its caller sent."""
 _ID = re.compile(r"file_[0-9a-f]{24}")
-_MEDIA_TYPE = re.compile(r"[\w.+-]{1,64}/[\w.+-]{1,64}")
+_MEDIA_TYPE = re.compile(r"[\w.+-]{1,64}/[\w.+-]{1,64}", re.ASCII)
 
 
 class File(msgspec.Struct):
@@ -56,6 +58,19 @@ class File(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(File)
+
+
+def is_media_type(text: str) -> bool:
+    """Returns whether a caller's media type is one, and short."""
+    return _MEDIA_TYPE.fullmatch(text) is not None
+
+
+_CHARSETS = frozenset({*aliases, *aliases.values()})
+
+
+def is_charset(name: str) -> bool:
+    """Returns whether a charset may be looked up: Python never forgets a name that is none."""
+    return normalize_encoding(name).lower() in _CHARSETS
 
 
 class Files:
@@ -97,9 +112,7 @@ class Files:
             StorageFull: the tenant has no room for it.
             Unavailable: the object store is out of reach.
         """
-        media_type = (
-            content_type if _MEDIA_TYPE.fullmatch(content_type) else "application/octet-stream"
-        )
+        media_type = content_type if is_media_type(content_type) else "application/octet-stream"
         # On a thread: a digest of 30 MB takes 30 ms, during which it releases the interpreter.
         sha256 = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
         file_id, now_s = f"file_{secrets.token_hex(12)}", time.time()

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, unquote
 from api.bodies import MAX_URL_CHARS
 from api.errors import NotFound
 from api.inputs.codec_protocol import UNPADDED, Padding
-from api.inputs.files import Files
+from api.inputs.files import Files, is_media_type
 from api.inputs.image_codec import ImageCodec, PreparedSource, data_of_uri
 from api.inputs.storage import StorageQuota
 from api.inputs.url_fetcher import (
@@ -247,7 +247,8 @@ class SourceImages:
         """
         if url.startswith("data:"):
             data = await data_of_uri(url, field, field=field)
-            return FetchedFile(data, url[5:].partition(",")[0].partition(";")[0].lower(), "")
+            media_type = url[5:].partition(",")[0].partition(";")[0].lower()
+            return FetchedFile(data, media_type if is_media_type(media_type) else "", "")
         if self._uploads.has_id(url):
             return await self._uploaded(url, caller, field)
         if not url.startswith(f"{caller.base_url}/"):

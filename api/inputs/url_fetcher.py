@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from email.message import Message
+from email.utils import collapse_rfc2231_value
 from ipaddress import ip_network
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,6 +32,7 @@ from yarl import URL
 
 from api.bodies import MAX_URL_CHARS
 from api.errors import NotNow
+from api.inputs.files import is_charset
 from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.concurrency import FairPermits
 from shared.errors import (
@@ -477,7 +479,9 @@ def _name_of(answer: ClientResponse, asked: str) -> str:
     head["content-disposition"] = answer.headers.get("content-disposition", "")
     # Parts of a name with and without numbers, and some charsets, make the parser raise.
     with suppress(TypeError, ValueError):
-        filename = head.get_filename()
+        sent = head.get_param("filename", "", "content-disposition")
+        if isinstance(sent, str) or is_charset(sent[0] or "us-ascii"):
+            filename = collapse_rfc2231_value(sent).strip()
     path = filename or unquote(URL(asked).raw_path)
     name = PurePosixPath(path.replace("\\", "/").replace("\0", "")).name[:255]
     return name.encode(errors="replace").decode()  # a charset may give half a surrogate pair

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import encodings
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
@@ -39,6 +40,7 @@ from tests.api.harness import (
 )
 from tests.api.predicting import WAIT
 from tests.limits import WAIT_LIMIT_S
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 PNG = png_of(ImageInput("", 64, 64, 1, 1.0, 99, "ddim"))
@@ -162,7 +164,10 @@ async def test_a_name_that_can_not_be_read_is_that_of_the_path_or_readable(
         "filename*=a; filename*0=b": "a.txt",
         "filename*=undefined''b.txt": "a.txt",
         "filename*=idna''xn--%00": "a.txt",
-        "filename*=unicode_escape''b%5Cud800.txt": "b?.txt",
+        "filename*=unicode_escape''b%5Cud800.txt": "a.txt",
+        "filename*=never-heard-of-it''b.txt": "a.txt",
+        "filename*0*=never-heard-; filename*1*=of-it''b.txt": "a.txt",
+        "filename*=iso-8859-1''na%EFve.txt": "naïve.txt",
         "filename*=utf-7''b%2B2AA-.txt": "b?.txt",
     }
     for number, (given, name) in enumerate(names.items()):
@@ -170,6 +175,23 @@ async def test_a_name_that_can_not_be_read_is_that_of_the_path_or_readable(
         url = files.add(path, b"a", "text/plain", content_disposition=f"attachment; {given}")
         found = await given_to_class(api, file=url)
         assert [place.name for place in found.places] == [name], given
+    assert not [name for name in vars(encodings)["_cache"] if name.startswith("never")]
+
+
+@pytest.mark.parametrize(
+    "kind", ["text", "t" * 65 + "/plain", "text/plain\r\nx: y", "テキスト/plain"]
+)
+async def test_a_media_type_that_is_none_goes_no_further(api: ApiUnderTest, kind: str) -> None:
+    """It would become a header in the object store, and a part of the message."""
+    api.worker.is_silent = True
+    uri = f"data:{kind};base64,{base64.b64encode(b'a').decode()}"
+    body = {"version": "mine", "input": {"file": uri}}
+    response = await api.http.post("/v1/predictions", json=body)
+    assert response.status_code == 201, response.text
+    await until(lambda: bool(api.worker.items))
+    one = api.worker.items[-1].input
+    assert isinstance(one, CustomInput)
+    assert [file.media_type for file in one.files] == ["application/octet-stream"]
 
 
 async def test_a_large_file_goes_to_the_object_store(

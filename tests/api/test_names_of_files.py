@@ -1,14 +1,19 @@
 """The name of a file in a form, in each way that clients write it, and source images in JSON."""
 
 import base64
+import encodings
 import io
 import json
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from starlette.requests import Request
+from starlette.types import Message
 
+from api.http.upload_form import first_field
 from infra.local.redis_server import RedisServer
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest, running_api, settings_for
 
@@ -25,6 +30,8 @@ NAMES = {
     b"filename*=utf-8'en'na%C3%AFve.jsonl": "naïve.jsonl",
     b"filename*=iso-8859-1''na%EFve.jsonl": "naïve.jsonl",
     b"filename*=nonsense''na%C3%AFve.jsonl": "naïve.jsonl",
+    b"filename*=utf-7''na%2BAO8-ve.jsonl": "naïve.jsonl",
+    b"filename*=utf-7''half%2B2AA-.jsonl": "half?.jsonl",
     b"filename*=plain.jsonl": "plain.jsonl",
     b"filename*=UTF-8''a%22b%5Cc%3B.jsonl": 'a"b\\c;.jsonl',
     b"filename=\"old.jsonl\"; filename*=UTF-8''na%C3%AFve.jsonl": "naïve.jsonl",
@@ -32,6 +39,7 @@ NAMES = {
     b"filename=\"=?utf-8?B?bmHDr3ZlLmpzb25s?=\"; filename*=utf-8''na%C3%AFve.jsonl": "naïve.jsonl",
     b'filename="=?utf-8?B?bmHDr3ZlLmpzb25s?="': "naïve.jsonl",
     b'filename="=?utf-8?Q?na=C3=AFve.jsonl?="': "naïve.jsonl",
+    b'filename="=?utf-7?Q?half+2AA-.jsonl?="': "half?.jsonl",
     b'filename="=?nonsense?B?bmHDr3Zl?="': "=?nonsense?B?bmHDr3Zl?=",
     'filename="naïve.jsonl"'.encode(): "naïve.jsonl",
     b"filename=\"filename*=UTF-8''x.jsonl\"": "filename*=UTF-8''x.jsonl",
@@ -94,6 +102,70 @@ async def test_source_image_is_a_file_however_it_is_named(
     sent = form(b"image", written, image(), prompt="a", size="64x64", model=IMAGE_MODEL.name)
     response = await api.http.post("/v1/images/edits", **sent)  # type: ignore[arg-type]
     assert response.status_code == 200, response.text
+
+
+async def test_unknown_charsets_are_not_remembered(api: ApiUnderTest) -> None:
+    """Python keeps each name that it looks up, for as long as it runs."""
+    for written in (
+        b"filename*=never-heard-of-it''a.jsonl",
+        b'filename="=?never-heard-of-it?B?YQ==?="',
+    ):
+        sent = form(b"image", written, image(), prompt="a", size="64x64", model=IMAGE_MODEL.name)
+        response = await api.http.post("/v1/images/edits", **sent)  # type: ignore[arg-type]
+        assert response.status_code == 200, response.text
+    sent = form(b"image", b'filename="a.png"', image(), prompt="a")
+    kind = "multipart/form-data; boundary=b0; charset=never-heard-of-it"
+    headers = {"content-type": kind, "idempotency-key": "a"}
+    response = await api.http.post(
+        "/v1/images/edits",
+        content=sent["content"],  # type: ignore[arg-type]
+        headers=headers,
+    )
+    assert response.json()["error"]["param"] == "content-type"
+    assert not [name for name in vars(encodings)["_cache"] if name.startswith("never")]
+
+
+async def test_long_headers_of_parts_hold_nobody_up(api: ApiUnderTest) -> None:
+    """All others wait for the event loop meanwhile."""
+    hostile = b"x" + b'"' + b'\\"' * 2000
+    part = b'--b0\r\ncontent-disposition: form-data; name="%d"; a=' + hostile + b"\r\n\r\na\r\n"
+    body = b"".join(part % number for number in range(60)) + b"--b0--\r\n"
+    headers = {"content-type": "multipart/form-data; boundary=b0"}
+    began_s = time.process_time()
+    response = await api.http.post("/v1/images/edits", content=body, headers=headers)
+    assert response.status_code == 400
+    assert time.process_time() - began_s < 2
+
+
+async def test_first_name_is_found_as_it_arrives_in_pieces() -> None:
+    """The names of other parts, and what only looks like names, do not count."""
+    hostile = b"content-disposition:" * 100 + b" name=" * 300
+    begun_s = time.process_time()
+    for head, name in (
+        (b"--b0\r\n" + hostile, ""),
+        (
+            b'--b0\r\nContent-Disposition: form-data; filename="; name=a"; name="content"\r\n',
+            "content",
+        ),
+        (b"--b0\r\ncontent-disposition: form-data; name=file\r\n", "file"),
+        (b'--b0\r\ncontent-disposition: form-data; name="file', '"file'),
+    ):
+        body = head.ljust(6000, b".") if name == "" else head
+        pieces = [body[at : at + 32] for at in range(0, len(body), 32)]
+        messages: list[Message] = [
+            {"type": "http.request", "body": piece, "more_body": True} for piece in pieces
+        ]
+        messages[-1]["more_body"] = False
+        waiting = iter(messages)
+
+        async def receive(waiting: Iterator[Message] = waiting) -> Message:
+            return next(waiting)
+
+        request = Request({"type": "http", "headers": []}, receive)
+        found, replayed = await first_field(request)
+        assert found == name
+        assert await replayed.body() == body
+    assert time.process_time() - begun_s < 2
 
 
 @pytest.mark.parametrize("url", ["", "/a.png", "file:///a.png"])
