@@ -14,7 +14,9 @@ import errno
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +30,13 @@ if TYPE_CHECKING:
     from aiohttp.abc import AbstractResolver, ResolveResult
 
 CONNECT_LIMIT_S = 5.0
+LOOK_UPS = 64
+"""Names that are looked up at a time. One whose name server is silent is looked up for half a
+minute, whoever waits for it. A tenant has eight fetches at a time, and gives each up after
+CONNECT_LIMIT_S: so its names take 48 of these at most."""
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+# The threads of the event loop are few, and all other connections of the process need them.
+_threads = ThreadPoolExecutor(LOOK_UPS, thread_name_prefix="look-up")
 
 
 async def resolve(host: str, port: int) -> list[str]:
@@ -37,7 +45,8 @@ async def resolve(host: str, port: int) -> list[str]:
     Raises:
         OSError: it has none.
     """
-    addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    addresses = await asyncio.get_running_loop().run_in_executor(_threads, look_up)
     return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in addresses))
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import encodings
+import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
@@ -21,7 +23,7 @@ from api.inputs.url_fetcher import MAX_AT_A_TIME, FetchFailed, UrlFetcher
 from shared.catalog import Catalog, Model
 from shared.errors import BadInput, Overloaded
 from shared.model_interface import ModelInterface
-from shared.pinned_http import Resolve
+from shared.pinned_http import Resolve, resolve
 from shared.stores.fetched_urls import FetchedUrls
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
@@ -192,6 +194,28 @@ async def test_a_media_type_that_is_none_goes_no_further(api: ApiUnderTest, kind
     one = api.worker.items[-1].input
     assert isinstance(one, CustomInput)
     assert [file.media_type for file in one.files] == ["application/octet-stream"]
+
+
+async def test_a_name_server_that_is_silent_holds_up_no_other_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor anything else that needs the threads of the event loop."""
+    look_up, released = socket.getaddrinfo, threading.Event()
+
+    def getaddrinfo(host: str, *rest: Any, **more: Any) -> Any:
+        if host.endswith(".silent.example"):
+            released.wait(WAIT_LIMIT_S)
+        return look_up("127.0.0.1", *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    silent = [asyncio.create_task(resolve(f"{number}.silent.example", 443)) for number in range(32)]
+    try:
+        async with asyncio.timeout(WAIT_LIMIT_S / 2):
+            assert await resolve("quick.example", 443) == ["127.0.0.1"]
+            assert await asyncio.to_thread(lambda: True)
+    finally:
+        released.set()
+    assert await asyncio.gather(*silent) == [["127.0.0.1"]] * len(silent)
 
 
 async def test_a_large_file_goes_to_the_object_store(
