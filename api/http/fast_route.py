@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api.errors import EXPECTED_ERRORS, handle_error
 from api.http.idempotency import run_idempotent
 from api.http.middleware import BodyBudget, ContextMiddleware
+from api.http.request import open_request
 from api.http.request_options import IDEMPOTENCY_HEADER
 from api.problem_details import ProblemRoute, problem_response
 
@@ -125,7 +126,7 @@ class StreamedRoute(FastRoute):
         """Returns whether the body requests a streamed answer. An invalid body does not."""
         try:
             return bool(_streamed_decoder.decode(await request.body()).stream)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             return False
 
 
@@ -211,6 +212,7 @@ class FastRouteApp(FastAPI):
         try:
             is_keyed = IDEMPOTENCY_HEADER in request.headers and not route.has_own_keys
             if is_keyed and isinstance(route, StreamedRoute):
+                open_request(request)  # first: nothing that strangers send is read
                 is_keyed = not await route.asks_for_stream(request)
             endpoint = route.endpoint
             keyed = run_idempotent(request, endpoint, route.answer_error) if is_keyed else None

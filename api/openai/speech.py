@@ -145,16 +145,23 @@ async def _with_sound(events: AsyncGenerator[bytes], objects: ObjectStore) -> As
         await events.aclose()
 
 
+class _Asked(msgspec.Struct):
+    stream_format: str | None = None
+
+
+_asked_decoder = msgspec.json.Decoder(_Asked)
+
+
 class SpeechRoute(StreamedRoute):
     """A route whose body may ask for a stream."""
 
     async def asks_for_stream(self, request: Request) -> bool:
         """Returns whether it does."""
         try:
-            body = json.loads(await request.body())
-        except ValueError:
+            asked = _asked_decoder.decode(await request.body())
+        except (msgspec.MsgspecError, UnicodeError, RecursionError):
             return False
-        return isinstance(body, dict) and body.get("stream_format") == "sse"
+        return asked.stream_format == "sse"
 
 
 def _responses() -> Responses:

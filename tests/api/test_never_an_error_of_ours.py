@@ -195,6 +195,22 @@ async def test_nested_bodies(api: ApiUnderTest, path: str, nested: str) -> None:
     assert (b"nested deeper than 200 levels" in answer) == (len(nested) > 400), answer
 
 
+@pytest.mark.parametrize("nested", NESTED, ids=len)
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/images/generations",
+        "/v1/audio/speech",
+    ],
+)
+async def test_nested_bodies_of_a_keyed_request(api: ApiUnderTest, path: str, nested: str) -> None:
+    headers = b"content-type: application/json\r\nidempotency-key: %d\r\n" % len(nested)
+    request = _request("POST", path, f'{{"a": {nested}}}'.encode(), headers=headers)
+    _check(*await _answered(api, request))
+
+
 def _form(*parts: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
     """The header and body of a form, its parts as headers and content."""
     body = b"".join(b"--b0\r\n" + head + b"\r\n\r\n" + content + b"\r\n" for head, content in parts)

@@ -113,6 +113,18 @@ async def test_head_that_is_too_large_is_told(tmp_path: Path, head: bytes) -> No
         assert not said or said.startswith(b"HTTP/1.1 431")
 
 
+@pytest.mark.parametrize("path", [b"chat/completions", b"images/edits", b"audio/speech"])
+async def test_nothing_that_a_stranger_sends_is_waited_for(tmp_path: Path, path: bytes) -> None:
+    """Also with a key for idempotency, before which the body says whether a stream is wanted."""
+    keys = {"keys_url": keys_url(tmp_path, a="acme")}
+    head = b"POST /v1/" + path + b" HTTP/1.1\r\nhost: localhost\r\nidempotency-key: a\r\n"
+    kind = b"content-type: multipart/form-data; boundary=b\r\ncontent-length: 9\r\n\r\n"
+    async with _api(tmp_path, **keys) as api, peer_of(api) as peer:
+        await peer.send(head + kind)
+        status, _ = await peer.answer()
+        assert status == 401
+
+
 async def test_large_head_that_comes_at_once_is_told(tmp_path: Path) -> None:
     async with _api(tmp_path) as api, peer_of(api) as peer:
         await peer.send(
