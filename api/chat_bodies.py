@@ -192,13 +192,13 @@ class Message(Body):
     content: (
         Annotated[
             Annotated[str, Tag("text:")]
-            | Annotated[list[TextPart], Field(min_length=1), Tag("list:")],
+            | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("list:")],
             Discriminator(text_or_list),
         ]
         | None
     ) = None
     name: str | None = Field(None, max_length=64)
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: ItemId | None = None
     refusal: str | None = Field(None, description="The refusal of an earlier answer.")
     reasoning_content: str | None = Field(

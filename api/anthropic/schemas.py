@@ -77,7 +77,7 @@ def _block_tag(block: Any) -> str:
 
 _UNKNOWN_BLOCK = f"type is one of {', '.join(BLOCK_TYPES)}: text models read no others"
 TextContent = Annotated[
-    Annotated[str, Tag("text:")] | Annotated[list[TextBlock], Tag("list:")],
+    Annotated[str, Tag("text:")] | Annotated[list[TextBlock], Field(fail_fast=True), Tag("list:")],
     Discriminator(text_or_list),
 ]
 
@@ -100,7 +100,7 @@ Block = Annotated[
     Discriminator(_block_tag, custom_error_type="block_type", custom_error_message=_UNKNOWN_BLOCK),
 ]
 MessageContent = Annotated[
-    Annotated[str, Tag("text:")] | Annotated[list[Block], Tag("list:")],
+    Annotated[str, Tag("text:")] | Annotated[list[Block], Field(fail_fast=True), Tag("list:")],
     Discriminator(text_or_list),
 ]
 
@@ -155,7 +155,9 @@ class MessageTool(_Block):
     eager_input_streaming: bool | None = Field(None, description="Accepted, without effect.")
     input_examples: list[Any] | None = Field(None, description="Accepted, without effect.")
     defer_loading: Off | None = None
-    allowed_callers: list[Option] | None = Field(None, description="Accepted, without effect.")
+    allowed_callers: Annotated[list[Option], Field(fail_fast=True)] | None = Field(
+        None, description="Accepted, without effect."
+    )
 
     def to_chat(self) -> dict[str, Any]:
         """Returns the tool of a chat."""

@@ -165,7 +165,7 @@ class InputPart(Body):
 
 
 Content = Annotated[
-    Annotated[str, Tag("text:")] | Annotated[list[InputPart], Tag("list:")],
+    Annotated[str, Tag("text:")] | Annotated[list[InputPart], Field(fail_fast=True), Tag("list:")],
     Discriminator(text_or_list),
 ]
 
@@ -238,8 +238,8 @@ class InputReasoning(Body):
 
     type: Literal["reasoning"]
     id: ItemId | None = None
-    summary: list[ReasoningPart] | None = None
-    content: list[ReasoningPart] | None = None
+    summary: Annotated[list[ReasoningPart], Field(fail_fast=True)] | None = None
+    content: Annotated[list[ReasoningPart], Field(fail_fast=True)] | None = None
     encrypted_content: str | None = Field(None, description="Kept, and not read.")
     status: Option | None = None
 

@@ -6,7 +6,7 @@ runs, and it costs nothing.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 from fastapi import APIRouter
@@ -48,7 +48,7 @@ class TokenizeBody(Body):
     model: str | None = Field(None, description="Default: the first text model of the catalog.")
     prompt: str | None = Field(None, description="A text as it is.")
     messages: list[Message] | None = Field(None, min_length=1, max_length=2048)
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     add_special_tokens: On | None = None
     add_generation_prompt: On | None = None
     return_token_strs: Off | None = None

@@ -60,7 +60,7 @@ class PredictionBody(Body):
 
     input: dict[str, Any] = Field(description="As the model's `openapi_schema` says.")
     webhook: Url | None = Field(None, description="URL to which the events below are sent, signed.")
-    webhook_events_filter: list[WebhookEvent] | None = Field(
+    webhook_events_filter: Annotated[list[WebhookEvent], Field(fail_fast=True)] | None = Field(
         None, description="Which events are sent. Default: all."
     )
     webhook_completed: Url | None = Field(

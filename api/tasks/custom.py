@@ -266,7 +266,7 @@ def _type_of(shape: dict[str, Any]) -> Any:
         return union
     kind = shape.get("type")
     if kind == "array":
-        return list[_type_of(shape.get("items", {}))]  # type: ignore[misc]
+        return Annotated[list[_type_of(shape.get("items", {}))], Field(fail_fast=True)]  # type: ignore[misc]
     if kind == "object":
         return dict[str, Any]
     plain = _PLAIN.get(str(kind), Any)

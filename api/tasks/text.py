@@ -20,7 +20,7 @@ class PromptToContinue(Body):
     """The input of text models: `prompt` as it is, or `messages` by the model's chat template."""
 
     prompt: Text | None = Field(None, description="The text to continue.")
-    messages: Annotated[list[Message], Field(min_length=1)] | None = Field(
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = Field(
         None, description="The conversation to continue, as in /v1/chat/completions."
     )
     max_tokens: int | None = Field(None, ge=1, description="Maximum number of generated tokens.")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
+from api.bodies import MAX_VALUES, Body
 from api.predictions.service import DOCUMENT_MAX_BYTES
+from api.tasks.custom import validator_of
+from shared.model_interface import ModelInterface
 from shared.stores.records import Records
 from tests.api.harness import (
     IMAGE_MODEL,
@@ -29,6 +33,16 @@ RESPONSE = ("/v1/responses", {"model": "writer", "input": "a"})
 EMBEDDING = ("/v1/embeddings", {"model": TEXT_MODEL.name, "input": "a"})
 IMAGE = ("/v1/images/generations", {"model": IMAGE_MODEL.name, "prompt": "a"})
 TEXTS = (CHAT, COMPLETION, RESPONSE)
+NAMES = {"type": "array", "items": {"type": "string"}}
+CLASS = ModelInterface(
+    inputs={
+        "type": "object",
+        "properties": {"names": NAMES, "lists": {"type": "array", "items": NAMES}},
+    },
+    output={"type": "string"},
+    cog_version="0",
+    sources_sha256="0" * 64,
+)
 BOUNDED = [
     *((*one, "metadata", {"k" * 64: "v" * 512}, {"k" * 65: "v"}) for one in TEXTS),
     *((*one, "metadata", {"k": "v" * 512}, {"k": "v" * 513}) for one in TEXTS),
@@ -163,6 +177,43 @@ async def test_a_deleted_record_has_no_document(redis_url: str) -> None:
         assert found is not None
         assert not found.document
         assert await records.read_again("req_2", b"{}") is None
+
+
+def _bodies(kind: type[Body] = Body) -> Iterator[type[Body]]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from _bodies(one)
+
+
+def _lists_in(schema: Any) -> Iterator[dict[str, Any]]:
+    """The lists in a schema of pydantic's core whose elements may be wrong."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list" and schema.get("items_schema", {}).get("type") != "any":
+            yield schema
+        schema = [*schema.values()]
+    if isinstance(schema, list | tuple):
+        for one in schema:
+            yield from _lists_in(one)
+
+
+def test_a_list_ends_at_its_first_wrong_element_or_has_few() -> None:
+    """pydantic reports each wrong element, and there is room for 300,000: 3 s of the event loop."""
+    kinds = [*_bodies(), validator_of(CLASS)]
+    lists = [
+        (kind.__name__, one) for kind in kinds for one in _lists_in(kind.__pydantic_core_schema__)
+    ]
+    assert len(lists) > 50
+    for name, one in lists:
+        assert one.get("fail_fast") or one.get("max_length", MAX_VALUES) <= 10_000, (name, one)
+
+
+async def test_the_first_wrong_element_of_many_is_named(api: ApiUnderTest) -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "a"}] + [1] * 1000}
+    answer = await api.http.post("/v1/chat/completions", json={"messages": [message]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == (
+        "messages[0].content[1]: Input should be an object"
+    )
 
 
 def test_bodies_are_within_what_is_received(tmp_path: Path) -> None:
