@@ -77,6 +77,21 @@ async def test_hanging_revision_leaves_the_other_one_time(redis_url: str, tmp_pa
         world.workers[CANARY.name].process.released.set()
 
 
+async def test_callers_in_a_hurry_take_no_revision_back(redis_url: str, tmp_path: Path) -> None:
+    """Half of the time that they leave may be less than any revision takes."""
+    async with running_world(redis_url, tmp_path) as world:
+        await world.until_serving()
+        world.workers[CANARY.name].process.fault = "hangs"
+        answers = await world.ask_many(AT_ONCE, x_penstock_deadline_ms="4000")
+        assert {answer.status_code for answer in answers} == {200}
+        world.workers[CANARY.name].process.released.set()
+        await world.until_judged()
+        counts = await world.canary_store.counts(CANARY)
+        assert counts.canary.items
+        assert not counts.canary.failed + counts.stable.failed
+        assert not await world.taken_back()
+
+
 async def test_jobs_of_a_dead_canary_are_done_by_the_other_revision(
     redis_url: str, tmp_path: Path
 ) -> None:

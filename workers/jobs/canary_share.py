@@ -90,6 +90,8 @@ REFRESH_S = 1.0
 DRAIN_MESSAGES = 64
 DRAIN_RETRY_S = 5.0
 LAST_COUNT_LIMIT_S = 1.0
+ROUNDING_S = 0.01
+"""Of a time left, which is the difference of two Unix times."""
 
 
 class CanaryShare:
@@ -135,13 +137,32 @@ class CanaryShare:
         for outcome in outcomes:
             if outcome.status == "succeeded" and outcome.receipt.cache in COMPUTED:
                 counts.add(timed_s)
+            elif outcome.status == "expired" and self._was_in_a_hurry(pulled):
+                continue
             elif outcome.status != "succeeded" and _is_of_model(outcome):
                 counts.add_failed()
 
     def count_late(self, pulled: PulledJob) -> None:
-        """Counts the items of a job that took too long here."""
-        if pulled.envelope.priority == "interactive":
+        """Counts the items of a job that took too long here.
+
+        If its caller left less time than is usual, it counts only how long that was.
+        """
+        if pulled.envelope.priority != "interactive":
+            return
+        if not self._was_in_a_hurry(pulled):
             self._counts.canary.add_failed(len(pulled.items))
+            return
+        took_s = max(0.0, time.time() - pulled.envelope.published_at_s)
+        for _ in pulled.items:
+            self._counts.canary.add(took_s)
+
+    def _was_in_a_hurry(self, pulled: PulledJob) -> bool:
+        """Whether a caller left less time than callers do who say nothing of it.
+
+        That a revision was late then says nothing of it: a caller may leave less than any needs.
+        """
+        left_s = pulled.start_by_s - pulled.envelope.received_at_s
+        return left_s < self._canary.deadline.default_s - ROUNDING_S
 
     async def compare(self, pulled: PulledJob, outcomes: Sequence[ItemOutcome]) -> None:
         """Compares the outputs of a job that has ended with the other revision's, or has it done.
