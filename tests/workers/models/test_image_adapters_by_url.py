@@ -142,6 +142,18 @@ def wrong_settings(file: Path, world: World) -> None:
     lora_files.write(file, weights, {"unet.alpha_pattern": [1], "unet.lora_alpha": 4})
 
 
+def many_patterns(file: Path, world: World) -> None:
+    weights = lora_files.as_peft(lora_files.random_weights(world.layers, 1))
+    patterns = {f"layer.{number}": 4 for number in range(5000)}
+    lora_files.write(file, weights, {"unet.alpha_pattern": patterns, "unet.lora_alpha": 4})
+
+
+def many_blocks(file: Path, world: World) -> None:
+    """Each of a block of its own, as in files of kohya's scripts."""
+    names = (f"lora_unet_input_blocks_{number}_1_proj.alpha" for number in range(10_000))
+    lora_files.write(file, {name: torch.zeros(1) for name in names})
+
+
 BAD: dict[str, tuple[Callable[[Path, World], None], str]] = {
     "pickle": (pickled, "not safetensors"),
     "zip": (zipped, "not safetensors"),
@@ -153,6 +165,8 @@ BAD: dict[str, tuple[Callable[[Path, World], None], str]] = {
     "rank": (high_rank, "is of rank 10000, and max_rank is 8"),
     "other base": (other_base, "and this model needs"),
     "settings": (wrong_settings, "alpha_pattern"),
+    "patterns": (many_patterns, "no object of at most 4096 patterns"),
+    "blocks": (many_blocks, "it has 10000 tensors"),
 }
 
 

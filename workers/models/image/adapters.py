@@ -28,6 +28,12 @@ FIELD = "lora_weights"
 PARTS = ("unet", "text_encoder", "text_encoder_2")
 """The parts of a pipeline that adapters change, as diffusers names them."""
 MAX_HEADER_BYTES = 16 * 1024 * 1024
+MAX_TENSORS = 16
+"""For each layer of the model. Two weights and an alpha are usual. diffusers takes quadratic time
+for the names: half an hour for as many as a header has room for, in which each step waits for it.
+"""
+MAX_PATTERNS = 4096
+"""Of alphas, in the settings of PEFT. Each is compared with each layer."""
 _METADATA = "lora_adapter_metadata"
 """Where diffusers keeps the settings of PEFT in a file."""
 _REFUSED = {
@@ -140,6 +146,7 @@ def read_adapter(
             if adapter.is_callers:
                 _check_copy(opened, adapter)
             header = _header(opened)
+            _check_count(header, modules)
             _check_size(opened, header, unet.dtype, limit_bytes)
             tensors = _tensors(opened, adapter)
         state, alphas = _converted(tensors, pipeline)
@@ -174,6 +181,15 @@ def _header(file: BinaryIO) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise not_safetensors
     return header
+
+
+def _check_count(header: Mapping[str, Any], modules: Mapping[str, LowRankModule]) -> None:
+    layers = sum(len(module.layers) for module in modules.values())
+    if len(header) > MAX_TENSORS * layers:
+        raise WrongAdapter(
+            f"it has {len(header)} tensors, and at most {MAX_TENSORS * layers} are read for the "
+            f"{layers} layers of this model"
+        )
 
 
 def _check_size(
@@ -346,8 +362,10 @@ class _Scaling:
         if self._settings:
             alpha = self._settings.get("lora_alpha", rank)
             patterns = self._settings.get("alpha_pattern") or {}
-            if not isinstance(patterns, Mapping):
-                raise WrongAdapter("alpha_pattern of its settings is no object")
+            if not isinstance(patterns, Mapping) or len(patterns) > MAX_PATTERNS:
+                raise WrongAdapter(
+                    f"alpha_pattern of its settings is no object of at most {MAX_PATTERNS} patterns"
+                )
             for pattern, other in patterns.items():
                 if f".{name}".endswith(f".{pattern.removeprefix('^')}"):
                     alpha = other
