@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 
 import pypdfium2
 import pytest
 from PIL import Image
 
-from examples.ocr.document import WrongInput, divided
+from examples.ocr.document import WrongInput, chosen, divided
 from tests.documents import (
     hostile_files,
     image_file,
@@ -77,6 +78,15 @@ def test_pages_that_can_t_be_chosen_are_named(pages: str, reason: str, tmp_path:
     with pytest.raises(WrongInput, match=reason) as caught:
         pages_in(report(report_pages(4)), tmp_path, pages)
     assert caught.value.field == "pages"
+
+
+def test_a_hundred_thousand_ranges_hold_nobody_up() -> None:
+    """As many as an input has room for."""
+    began_s = time.process_time()
+    assert len(chosen(",".join(["0-9999"] * 100_000), 10_000)) == 10_000
+    with pytest.raises(WrongInput, match="there is no page 99999"):
+        chosen(",".join(["0-99999"] * 100_000), 10_000)
+    assert time.process_time() - began_s < 5
 
 
 def test_more_pages_than_a_prediction_may_give_are_asked_for_in_parts(tmp_path: Path) -> None:
