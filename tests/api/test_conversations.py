@@ -171,6 +171,7 @@ async def test_a_key_of_other_models_has_no_part_in_it(redis_url: str, tmp_path:
     settings = settings_for(
         tmp_path, redis_url=redis_url, keys_url=keys_url(tmp_path, keys=keys, ours="a")
     )
+    body: dict[str, Any] | None
     async with running_api(settings) as api:
         ids = []
         for options in ({"background": True}, {"stream": True}, {}):
