@@ -130,8 +130,6 @@ def _no_such_tool(tools: list[Tool] | None, choice: AnyToolChoice) -> str:
     return f"tools has none named {', '.join(map(repr, names))[:200]}; name one of tools"
 
 
-MAX_SCHEMA = 64 * 1024
-"""Characters of a JSON schema."""
 MAX_TOOLS = 128
 MAX_CHOICES, MAX_PROMPTS = 8, 512
 MAX_TEXTS, MAX_STREAMED_TEXTS = 1024, 64

@@ -37,7 +37,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from shared.errors import PenstockError, UndecodableMessage
+from shared.errors import InputTooLarge, PenstockError, UndecodableMessage
 from shared.tasks import Input, Result
 from shared.tenants.plan import HEAVIEST, LIGHTEST, Priority
 from shared.tracing.spans import TraceContext, current, read_context
@@ -398,12 +398,18 @@ def encode_job(job: Job) -> tuple[bytes, dict[str, str]]:
 
     Raises:
         UndecodableMessage: workers could not read it, or Pub/Sub not carry it. `field` says why.
+        InputTooLarge: Pub/Sub does not carry that much.
     """
     try:
         data, attributes = _encoder.encode(job.body), job.envelope.to_attributes()
     except (UnicodeError, OverflowError, RecursionError) as error:
         raise UndecodableMessage(f"data: {error}", field="data") from error
-    _check_carried(data, attributes)
+    if len(data) > MAX_DATA_BYTES:
+        raise InputTooLarge(
+            f"the request has {len(data)} bytes without its files; at most {MAX_DATA_BYTES} are "
+            "allowed, so send less, or as several requests"
+        )
+    _check_carried(attributes)
     decode_job(data, attributes)
     return data, attributes
 
@@ -516,11 +522,7 @@ def decode_reply(data: bytes, attributes: Mapping[str, str]) -> Reply:
         raise UndecodableMessage(f"reply: {error}", field="data") from error
 
 
-def _check_carried(data: bytes, attributes: Mapping[str, str]) -> None:
-    if len(data) > MAX_DATA_BYTES:
-        raise UndecodableMessage(
-            f"data: {len(data)} bytes are too long for a message", field="data"
-        )
+def _check_carried(attributes: Mapping[str, str]) -> None:
     for name, value in attributes.items():
         # A character has four bytes at most, so only long values are counted.
         if len(value) * 4 > MAX_ATTRIBUTE_BYTES and len(value.encode()) > MAX_ATTRIBUTE_BYTES:

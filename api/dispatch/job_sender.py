@@ -23,6 +23,7 @@ from shared.catalog_entry import Replies
 from shared.errors import (
     BadInput,
     DeadlineExceeded,
+    InputTooLarge,
     Overloaded,
     PenstockError,
     Unavailable,
@@ -259,6 +260,8 @@ class JobSender:
         envelope.part = job.index
         try:
             return await self._publish(envelope, items, request.options, timeout_s)
+        except InputTooLarge:
+            raise
         except BadInput as error:
             # The caller's input is already validated, so a refusal is about the topics.
             raise Unavailable(f"the broker refused the job: {error.message}") from error

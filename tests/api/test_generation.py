@@ -50,6 +50,18 @@ async def test_a_chat_is_answered_as_the_client_reads_it(api: ApiUnderTest) -> N
     assert reply.model == "writer"
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_what_no_message_carries_is_too_large(api: ApiUnderTest, is_streamed: bool) -> None:
+    schema = {"type": "object", "description": "a" * 9_500_000}
+    form = {"type": "json_schema", "json_schema": {"name": "mill", "schema": schema}}
+    body = chat(response_format=form, stream=is_streamed)
+    answer = await api.http.post("/v1/chat/completions", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "input_too_large"), error
+    assert re.search(r"has 95\d+ bytes|takes 95\d+ bytes", error["message"])
+    assert not api.worker.jobs
+
+
 async def test_row_of_a_joined_text_has_all_its_tokens(api: ApiUnderTest) -> None:
     await api.openai().completions.create(model="writer", prompt=["say a b", "say a b"], seed=1)
     (row,) = api.rows
