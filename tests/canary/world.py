@@ -185,7 +185,11 @@ class CanaryWorld:
                 await asyncio.sleep(0.01)
 
     async def until_judged(self) -> None:
-        """Waits until all that was counted so far was judged."""
+        """Waits until all that was counted so far was judged, and something was."""
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            # Workers send what they count now and then, so there is no event to wait for.
+            while not (await self.canary_store.counts(CANARY)).canary.items:  # noqa: ASYNC110
+                await asyncio.sleep(JUDGE_EVERY_S)
         for _ in range(2):
             before = (await self.canary_store.counts(CANARY)).canary.items
             await self.api.dependencies.dispatcher.canaries.refresh()
