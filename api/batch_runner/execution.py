@@ -28,7 +28,7 @@ from api.limits.limited_request import LimitedRequest
 from api.limits.limiter import Limiter
 from api.openai.endpoint import LineCaller, ReplyTools
 from api.predictions.creation import OWNER, PredictionSnapshot, digest_of, ids_of, version_of
-from api.predictions.service import GRACE_S, Predictions
+from api.predictions.service import GRACE_S, PredictionIdTaken, Predictions
 from shared.charge import price_of, step_prices_of
 from shared.concurrency import backoff
 from shared.errors import Canceled, DeadlineExceeded, Overloaded, PenstockError, Unavailable
@@ -231,7 +231,12 @@ class LineExecutor:
             response = await self._dispatched(request, limited)
             this.outcomes = response.outcomes
             return await self._reply(batch, line, response, limited)
-        prediction, record = await self._ran(request, limited)
+        try:
+            prediction, record = await self._ran(request, limited)
+        except PredictionIdTaken as error:  # nobody else has its id
+            deleted = await self.predictions.receipts_of_deleted(request.facts.request_id)
+            limited.settle(request.price, deleted)
+            raise _RunCanceled("the run of the line was deleted") from error
         reply = record.reply
         this.outcomes = reply.outcomes if reply is not None else ()
         if record.state == "canceled":
@@ -261,20 +266,18 @@ class LineExecutor:
         Raises:
             PenstockError: it can't begin. DeadlineExceeded: it did not end.
         """
-        new = request.new_record.prediction
         async with self.predictions.creating(request, waits=True) as creation:
             # A run that another process began may have less time.
             until_s = creation.snapshot.prediction.deadline_s + GRACE_S + READ_AGAIN_S
             try:
                 await creation.wait(until_s - time.time())
-                record = creation.snapshot.record
-                if record.state == "canceled" and record.reply is None:
-                    # Whoever canceled it is about to note what it cost, or has died.
-                    creation.snapshot = await self.predictions.cancel(new.tenant, new.id)
+                if creation.snapshot.record.awaits_receipts:
+                    # Whoever canceled it is about to record what it cost, or has died.
+                    creation.snapshot = await self.predictions.end(creation.snapshot)
             except asyncio.CancelledError:
                 if not request.is_run_again():
                     with suppress(PenstockError):  # else its deadline ends it
-                        creation.snapshot = await self.predictions.cancel(new.tenant, new.id)
+                        creation.snapshot = await self.predictions.end(creation.snapshot)
                 raise
             finally:
                 reply = creation.snapshot.record.reply

@@ -335,7 +335,7 @@ class ApiRequest:
             try:
                 await while_connected(self.http.receive, creation.wait(limit_s), self.check_key)
             except BaseException:
-                await self.dependencies.predictions.cancel(prediction.tenant, prediction.id)
+                await self.dependencies.predictions.end(creation.snapshot)
                 raise
         record = creation.snapshot.record
         if not record.is_over:

@@ -18,6 +18,7 @@ import msgspec
 from api.errors import NotFound, NotNow
 from api.predictions.service import DOCUMENT_MAX_BYTES
 from shared.errors import InputTooLarge
+from shared.stores.record_state import Record
 from shared.stores.records import Records
 
 ID = re.compile(r"conv_[0-9a-f]{24}")
@@ -163,7 +164,7 @@ class Conversations:
             Unavailable: Redis is out of reach.
         """
         conversation = await self.read(tenant, conversation_id)
-        await self._records.delete(conversation.id, time.time())
+        await self._records.delete(conversation.id, Record(state="succeeded"), time.time())
 
     async def _read(self, tenant: str, conversation_id: str) -> tuple[Conversation, bytes]:
         record = None

@@ -122,6 +122,9 @@ class PredictionFollower:
             if not record.is_over:
                 await self._end_if_late(due.record_id, kept)
                 return
+            if record.awaits_receipts and kept.step_prices:
+                # Whoever canceled the run may have died.
+                await self._end_if_late(due.record_id, kept)
             if record.reply is None and _may_be_reported(record, kept, time.time()):
                 return
             outcomes = [] if record.reply is None else record.reply.outcomes
@@ -129,7 +132,10 @@ class PredictionFollower:
         await self._limiter.settle_hold(due.record_id, kept.takings, used)
 
     async def _end_if_late(self, record_id: str, kept: HeldLimits) -> None:
-        """Ends a late prediction by reading it. That makes its hold due again."""
+        """Ends a late prediction, and settles a canceled run, by reading it.
+
+        That makes its hold due again.
+        """
         with suppress(NotFound):
             await self._predictions.read_linked(record_id, kept.prediction_id)
 

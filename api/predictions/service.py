@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import re
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from http import HTTPStatus
 from types import TracebackType
@@ -357,47 +357,87 @@ class Predictions:
 
         Raises:
             NotFound: the tenant has no such prediction, or it has expired.
-            Unavailable: Redis is out of reach.
+            Unavailable: Redis is unreachable.
         """
         snapshot = await self.read(tenant, prediction_id)
-        if (
-            not snapshot.record.is_over
-            and await self._records.cancel(snapshot.prediction.record) == "canceled"
-        ):
-            metrics.PREDICTIONS.labels(snapshot.prediction.model, "canceled").inc()
-            await self._settle_flow(snapshot.prediction)
-        elif snapshot.record.state == "canceled" and snapshot.record.reply is None:
-            await self._settle_flow(snapshot.prediction)  # whoever canceled it may have died
+        if snapshot.record.is_over:
+            return snapshot
+        await self.end(snapshot)
         return await self.read(tenant, prediction_id)
 
-    async def _settle_flow(self, prediction: Prediction) -> None:
-        if prediction.flow is not None:
-            await self._flows.settle(prediction)
+    async def end(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
+        """Cancels a prediction unless it has ended, and returns how it ended.
 
-    async def delete(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
+        Unlike `cancel`, it also returns the end of a prediction that was deleted in the meantime.
+
+        Raises:
+            Unavailable: Redis is unreachable.
+        """
+        prediction, record = snapshot
+        if not record.is_over and await self._records.cancel(prediction.record) == "canceled":
+            metrics.PREDICTIONS.labels(prediction.model, "canceled").inc()
+        ended = await self._records.read_again(prediction.record, record.document)
+        return await self._settle_canceled(PredictionSnapshot(prediction, ended or record))
+
+    async def _settle_canceled(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
+        """Records what a canceled flow run costs, if whoever canceled it has not done so."""
+        prediction, record = snapshot
+        if prediction.flow is None or not record.awaits_receipts:
+            return snapshot
+        await self._flows.settle(prediction)
+        settled = await self._records.read_again(prediction.record, record.document)
+        return PredictionSnapshot(prediction, settled or record)
+
+    async def delete(
+        self,
+        tenant: str,
+        prediction_id: str,
+        discard: Callable[[PredictionSnapshot], Awaitable[None]] | None = None,
+    ) -> PredictionSnapshot:
         """Deletes a prediction of this tenant that has ended. Returns its last snapshot.
 
         If its webhook has yet to be notified of the end, the notice has no input and no output.
 
+        Args:
+            tenant: its owner.
+            prediction_id: its ID.
+            discard: deletes its objects, which nothing refers to once the record is gone.
+
         Raises:
             NotFound: the tenant has no such prediction, or it has expired.
             PredictionNotOver: it has not ended.
-            Unavailable: Redis is out of reach.
+            Unavailable: Redis or the object store is unreachable.
         """
-        snapshot = await self.read(tenant, prediction_id)
-        prediction = snapshot.prediction
-        if snapshot.record.state == "canceled" and snapshot.record.reply is None:
-            await self._settle_flow(prediction)  # its steps go, and only they say what it costs
-        if snapshot.record.is_over and await self._owes_webhook(prediction):
-            # Before it is deleted: one that is kept in vain expires.
-            await self._records.webhook_log.keep_end(prediction.record, encode_end(*snapshot))
-        deleted = await self._records.delete(prediction.record, prediction.deadline_s)
-        if deleted is None:
-            raise _not_found(prediction_id)
-        if not deleted:
-            raise PredictionNotOver("the prediction has not ended; cancel it first")
+        is_deleted = False
+        # A record that is over changes at most once more: a canceled one gets its receipts.
+        while not is_deleted:
+            snapshot = await self.read(tenant, prediction_id)
+            prediction, record = snapshot
+            if not record.is_over:
+                raise PredictionNotOver("the prediction has not ended; cancel it first")
+            # The steps go with it, and only they show what a run costs.
+            snapshot = await self._settle_canceled(snapshot)
+            if await self._owes_webhook(prediction):
+                # Before it is deleted: one that is kept in vain expires.
+                await self._records.webhook_log.keep_end(prediction.record, encode_end(*snapshot))
+            if discard is not None:
+                await discard(snapshot)
+            known, deadline_s = snapshot.record, prediction.deadline_s
+            answer = await self._records.delete(prediction.record, known, deadline_s)
+            if answer is None:
+                raise _not_found(prediction_id)
+            is_deleted = answer
         metrics.PREDICTIONS.labels(prediction.model, "deleted").inc()
         return snapshot
+
+    async def receipts_of_deleted(self, record_id: str) -> list[ItemOutcome]:
+        """Returns what the items of a deleted prediction cost, without their results.
+
+        Raises:
+            Unavailable: Redis is unreachable.
+        """
+        record = await self._records.read(record_id)
+        return [] if record is None or record.reply is None else record.reply.outcomes
 
     async def _owes_webhook(self, prediction: Prediction) -> bool:
         if not prediction.webhook or "completed" not in prediction.webhook_events:
@@ -604,8 +644,14 @@ class Predictions:
         return snapshot
 
     async def _end_if_late(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
-        """Ends a prediction that no worker will: it is late, or its model was withdrawn."""
+        """Ends a prediction that no worker will: it is late, or its model was withdrawn.
+
+        Also settles a canceled run, if whoever canceled it has died before that.
+        """
         prediction, record = snapshot
+        if record.awaits_receipts:
+            with suppress(PenstockError):  # the next reader tries again
+                return await self._settle_canceled(snapshot)
         error = None if record.is_over else self._why_over(prediction)
         if error is None:
             return snapshot

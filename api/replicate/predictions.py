@@ -385,11 +385,9 @@ async def delete(request: Request, prediction_id: str) -> Response:
     """
     call = authenticate(request)
     dependencies = call.dependencies
-    # The objects go first: without the record nothing refers to them.
-    snapshot = await call.prediction(prediction_id)
-    if snapshot.record.is_over:
-        await dependencies.result_fetcher.delete(snapshot)
-    await dependencies.predictions.delete(call.tenant, prediction_id)
+    await call.prediction(prediction_id)
+    discard = dependencies.result_fetcher.delete
+    await dependencies.predictions.delete(call.tenant, prediction_id, discard)
     return Response(status_code=204)
 
 

@@ -4,13 +4,14 @@
 -- Follows retention.lua, record_budget.lua and record_states.lua.
 --
 -- KEYS: record, store, then other keys of the prediction
--- ARGV: seconds to keep what stays, the receipts of its reply ('' if there is none)
--- Returns 1: deleted, 0: there is none, -1: it is not over, -2: there is a reply by now.
+-- ARGV: seconds to keep what stays, the receipts of its reply ('' if there is none), and the state, as
+--       the caller read them
+-- Returns 1: deleted, 0: there is none, -1: it has another state or a reply by now.
 
 local state = redis.call('HGET', KEYS[1], 'state')
 if not state then return 0 end
-if not is_over(state) then return -1 end
-if ARGV[2] == '' and redis.call('HEXISTS', KEYS[1], 'reply') == 1 then return -2 end
+if state ~= ARGV[3] or not is_over(state) then return -1 end
+if ARGV[2] == '' and redis.call('HEXISTS', KEYS[1], 'reply') == 1 then return -1 end
 local stays, fields = {'state', 'canceled'}, redis.call('HGETALL', KEYS[1])
 for i = 1, #fields, 2 do
   local name = fields[i]

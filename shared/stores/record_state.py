@@ -105,6 +105,11 @@ class Record(msgspec.Struct, kw_only=True):
         """True if the state is final."""
         return self.state in OVER
 
+    @property
+    def awaits_receipts(self) -> bool:
+        """True if it was canceled and nobody has recorded what it costs yet."""
+        return self.state == "canceled" and self.reply is None
+
 
 def receipts_of(reply: ReplyBody) -> bytes:
     """Returns the receipts that a deleted prediction was charged by, without its results."""

@@ -152,8 +152,6 @@ def _record_of(fields: Sequence[bytes]) -> Record | None:
         return None
 
 
-_HAS_REPLY = -2
-"""The result of record_delete.lua if a reply came after the record was read."""
 JOB_KEEP_S = 120
 """Seconds for which the record of a job that is not a prediction is kept after its last change: for
 late attempts.
@@ -399,17 +397,19 @@ class Records(RedisStore):
         state = await self._commands.run_script(CANCEL, [self._key(record), self._store], *args)
         return cast(State, state.decode())
 
-    async def delete(self, record: str, deadline_s: float) -> bool | None:
-        """Deletes the record of a prediction that is over, and all that belongs to it in Redis.
+    async def delete(self, record: str, known: Record, deadline_s: float) -> bool | None:
+        """Deletes a finished prediction and everything that belongs to it in Redis.
 
-        Its cost stays for the process that has yet to settle it.
+        Its cost remains for the process that has yet to settle it.
 
         Args:
-            record: its id.
-            deadline_s: unix time until which the broker may deliver its job.
+            record: its ID.
+            known: the record as the caller read it. It must be over.
+            deadline_s: Unix time until which the broker may deliver its job.
 
         Returns:
-            True: it is deleted. False: it is not over. None: there is none.
+            True: it is deleted. False: it has changed since, so the caller must read it again.
+            None: it does not exist.
 
         Raises:
             Unavailable: Redis did not answer.
@@ -421,13 +421,9 @@ class Records(RedisStore):
             *self.webhook_log.keys_of(record),
         )
         kept_s = JOB_KEEP_S + max(0, int(deadline_s - time.time()))
-        state = _HAS_REPLY
-        while state == _HAS_REPLY:  # once more at most: there is one reply
-            held = await self.read(record)
-            reply = None if held is None else held.reply
-            receipts = b"" if reply is None else receipts_of(reply)
-            state = await self._commands.run_script(DELETE, keys, kept_s, receipts)
-        return {1: True, -1: False}.get(state)
+        receipts = b"" if known.reply is None else receipts_of(known.reply)
+        answer = await self._commands.run_script(DELETE, keys, kept_s, receipts, known.state)
+        return {1: True, -1: False}.get(answer)
 
     async def read(self, record: str) -> Record | None:
         """Returns the record, or None if there is none.

@@ -23,6 +23,7 @@ from tests.api.harness import (
     api_with_redis,
     settings_for,
 )
+from tests.deleting import delete_ended
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -171,7 +172,7 @@ async def test_a_deleted_record_has_no_document(redis_url: str) -> None:
         found = await records.read_again("req_1", b"{}")
         assert found == await records.read("req_1")
         await records.cancel("req_1")
-        assert await records.delete("req_1", 2e9)
+        assert await delete_ended(records, "req_1")
         found = await records.read_again("req_1", b"{}")
         assert found == await records.read("req_1")
         assert found is not None

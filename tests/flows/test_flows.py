@@ -248,6 +248,7 @@ async def test_large_fan_out_is_published_by_and_by(redis_url: str) -> None:
 
 
 BUDGET_USD = 1000.0
+RACES = 16
 
 
 async def test_key_needs_the_flow_alone_and_its_budget_counts_all_steps(
@@ -299,6 +300,43 @@ async def test_a_run_that_is_deleted_before_its_cancel_is_settled_counts_as_its_
         assert left.reply is not None, "nothing says what it cost"
         with redis.Redis.from_url(redis_url, decode_responses=True) as client:
             assert await until_settled(client) == [row.cost_usd] == [0.25]
+
+
+async def test_runs_canceled_and_deleted_at_the_same_moment_count_as_their_rows(
+    redis_url: str, tmp_path: Path
+) -> None:
+    plan, who = Plan(budget_usd_per_month=RACES * BUDGET_USD), bearer("one")
+    url = keys_url(tmp_path, plans={"usual": plan}, tenants={"acme": "usual"}, one="acme")
+    async with world(redis_url, SPELL, keys_url=url, idle={CHECK.name}) as flows:
+        await flows.broker.ensure_topic(jobs_topic_id(CHECK.name))
+        runs = [await started(flows, "a cat", who) for _ in range(RACES)]
+        rows = await flows.until_rows(RACES)
+        await asyncio.gather(*(cancel_and_delete(flows, run, who) for run in runs))
+        with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+            assert await until_settled(client) == [charged_usd(rows)] == [RACES * 0.25]
+
+
+async def cancel_and_delete(flows: World, run_id: str, who: dict[str, str]) -> None:
+    """Does both at the same moment, and deletes again if the cancel came second."""
+    url = f"/v1/predictions/{run_id}"
+    canceling = flows.http.post(f"{url}/cancel", headers=who)
+    _, deleted = await asyncio.gather(canceling, flows.http.delete(url, headers=who))
+    if deleted.status_code == 409:
+        deleted = await flows.http.delete(url, headers=who)
+    assert deleted.status_code == 204, deleted.text
+
+
+async def test_run_whose_canceler_died_is_settled_by_whoever_reads_it(redis_url: str) -> None:
+    async with (
+        world(redis_url, SPELL, idle={CHECK.name}) as flows,
+        Records(redis_url, timeout_s=REDIS_LIMIT_S) as records,
+    ):
+        await flows.broker.ensure_topic(jobs_topic_id(CHECK.name))
+        run_id = await started(flows, "a cat", {})
+        [row] = await flows.until_rows(1)
+        assert await records.cancel(run_id) == "canceled"
+        run = await flows.until_over(run_id)
+    assert run["metrics"]["cost_usd"] == row.cost_usd == 0.25
 
 
 async def until_settled(client: Any) -> list[float]:

@@ -222,6 +222,25 @@ async def test_a_run_that_its_caller_canceled_is_not_begun_again(
     assert len(await runs_of(flows)) == 2
 
 
+async def test_a_run_that_its_caller_canceled_and_deleted_is_not_begun_again(
+    flows: World, settings: ApiSettings
+) -> None:
+    client, gate = client_of(flows), threading.Event()
+    flows.compute.gates["held"] = gate
+    async with running_runner(flows, settings):
+        batch = await created(client, jsonl([line("a", "held"), line("b", "b")]), endpoint=URL)
+        await flows.until_began("held")
+        (held,) = [run for run in await runs_of(flows) if run["input"]["custom_id"] == "a"]
+        await flows.http.post(f"{URL}/{held['id']}/cancel")
+        await flows.http.delete(f"{URL}/{held['id']}")
+        gate.set()
+        done = await until(client, batch)
+        (failed,) = await answers(client, done.error_file_id)
+    assert (done.request_counts.completed, done.request_counts.failed) == (1, 1)
+    assert failed["response"]["body"]["error"]["code"] == "canceled"
+    assert flows.compute.count(SPLIT.name) == 2
+
+
 async def test_an_endpoint_that_a_flow_serves_has_lines_too(
     flows: World, settings: ApiSettings
 ) -> None:

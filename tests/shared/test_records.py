@@ -43,6 +43,7 @@ from shared.stores.record_state import (
     State,
 )
 from shared.stores.records import Records
+from tests.deleting import delete_ended
 from tests.limits import WAIT_LIMIT_S
 from tests.tiers import examples
 
@@ -365,7 +366,7 @@ async def test_a_late_end_changes_nothing_in_what_a_deleted_one_cost(records: Re
     receipt = Receipt("miss", tokens=3, is_delivered_in_part=True)
     cost = encode_reply_body(ReplyBody([failure(0, Canceled(), receipt)]))
     await records.finish("req_1", "canceled", cost)
-    await records.delete("req_1", time.time() + 30)
+    assert await delete_ended(records, "req_1")
     late = await records.finish("req_1", "canceled", encode_reply_body(ReplyBody([])))
     deleted = await records.read("req_1")
     assert late is not None
@@ -387,7 +388,7 @@ async def test_what_was_printed_stays_of_a_canceled_one_until_it_is_deleted(
     canceled = await records.read("req_1")
     assert canceled is not None
     assert canceled.logs == "so far"
-    await records.delete("req_1", time.time() + 30)
+    assert await delete_ended(records, "req_1")
     deleted = await records.read("req_1")
     assert deleted is not None
     assert deleted.logs == ""

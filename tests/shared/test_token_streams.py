@@ -10,6 +10,7 @@ from shared.stores.records import Records
 from shared.stores.redis_client import NO_REDIS
 from shared.stores.token_streams import MAX_ITEMS, Delivered, Written
 from shared.tasks.text import TokenChunk
+from tests.deleting import delete_ended
 from tests.limits import WAIT_LIMIT_S
 from tests.tiers import examples
 
@@ -79,7 +80,7 @@ async def test_a_deleted_prediction_leaves_no_tokens(redis_url: str) -> None:
         await streams.mark_read(record)
         assert await streams.is_read(record)
         await records.finish(record, "succeeded", b'{"outcomes":[]}')
-        assert await records.delete(record, 0.0)
+        assert await delete_ended(records, record)
         found = await streams.read([(record, item, 0) for item in items])
         assert [chunks for chunks, _ in found] == [[]] * MAX_ITEMS
         assert not await streams.is_read(record)
@@ -94,7 +95,7 @@ async def test_what_was_read_is_counted_if_the_prediction_is_deleted_meanwhile(
         await streams.append([Written(record, 0, 1, first), Written(record, 1, 1, first)])
         await streams.read([(record, 0, 0)])
         await records.cancel(record)
-        assert await records.delete(record, 0.0)
+        assert await delete_ended(records, record)
         assert await streams.end_delivery(record, [0, 1]) == [Delivered(9, 4, 2), None]
         found = await streams.read([(record, 0, 0), (record, 0, 2)])
         assert [one.chunks for one in found] == [[], []]

@@ -27,6 +27,7 @@ from shared.tasks.embedding import TextInput
 from shared.tenants.plan import Caller, Plan
 from tests.api.harness import SERVED
 from tests.api.limits.clocks import CLOCK, Clock
+from tests.deleting import delete_ended
 from tests.limits import REDIS_LIMIT_S
 
 pytestmark = pytest.mark.anyio
@@ -170,7 +171,7 @@ async def test_one_that_was_settled_before_its_creation_is_known_is_settled_once
     await Lost(setup.limiter, setup.records, setup.follower, setup.client).create("lost")
     await setup.records.finish("lost", "succeeded", REPLY)
     if is_deleted:
-        await setup.records.delete("lost", time.time() + 1000)
+        await delete_ended(setup.records, "lost")
     for _ in range(2):
         await setup.follower.sweep()
     assert await setup.spent_usd() == pytest.approx(RESERVED_USD + 0.003)
@@ -200,7 +201,7 @@ async def test_canceled_one_waits_for_what_its_worker_says(setup: Setup) -> None
         # As if it was long ago: nobody took the one that waited, so nobody will say anything.
         canceled_at_s = str(time.time() - ENDING_S - 1)
         await setup.client.hset(f"penstock:record:{name}", "canceled_at_s", canceled_at_s)
-    await setup.records.delete("taken", time.time() + 1000)
+    await delete_ended(setup.records, "taken")
     await setup.follower.sweep()
     assert await setup.spent_usd() == pytest.approx(RESERVED_USD)
     partial = Receipt("miss", tokens=2, is_delivered_in_part=True)

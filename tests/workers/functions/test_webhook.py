@@ -61,7 +61,7 @@ async def test_end_of_a_deleted_prediction_is_told_without_its_data(
     unreadable = await world.count("penstock_functions_unreadable_total", "webhook", 0)
     end = encode_end(prediction, await world.record())
     await world.records.webhook_log.keep_end(world.request_id, end)
-    assert await world.records.delete(world.request_id, prediction.deadline_s)
+    assert await world.records.delete(world.request_id, await world.record(), prediction.deadline_s)
     dropped = await world.count(METRIC, "deleted", 0)
     await world.tell("start")
     await world.count(METRIC, "deleted", dropped + 1)
@@ -87,7 +87,7 @@ async def test_prediction_that_is_gone_is_no_error(world: World, receiver: Recei
     await finish(world)
     dropped = await world.count(METRIC, "deleted", 0)
     unreadable = await world.count("penstock_functions_unreadable_total", "webhook", 0)
-    assert await world.records.delete(world.request_id, prediction.deadline_s)
+    assert await world.records.delete(world.request_id, await world.record(), prediction.deadline_s)
     await world.tell("completed")
     await world.count(METRIC, "deleted", dropped + 1)
     assert receiver.deliveries == []
