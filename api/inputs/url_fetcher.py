@@ -277,9 +277,10 @@ class UrlFetcher:
     ) -> tuple[FetchedInput, str]:
         tenant, url, rules = download
         fetch = _Fetch(self._hosts, self._reach, self._tls, self._resolve, rules)
+        fetch.check_url(url)
         async with self._permitted(tenant, until_s):
             known = await self._fetched_urls.find(tenant, url)
-            if known is not None and (not known.sha256 or known.size_bytes > rules.max_bytes):
+            if known is not None and not fetch.accepts(known):
                 known = None
             if known is not None and known.sha256 == rules.sha256:
                 return _as_input(known), "unchanged"
@@ -340,12 +341,10 @@ class _Fetch:
     async def run(
         self, url: str, known: FetchedUrl | None, objects: ObjectStore
     ) -> _Loaded | FetchedUrl:
-        """Returns what was loaded, or what is known if that has not changed."""
-        if len(url) > MAX_URL_CHARS:  # it becomes part of the record
-            raise BadInput(f"longer than {MAX_URL_CHARS} characters")
+        """Returns the loaded file, or `known` if the server reports that it has not changed."""
         target = url
         for _ in range(MAX_REDIRECTS + 1):
-            parsed = self._allowed(target)
+            parsed = self.check_url(target)
             try:
                 answered = await self._ask(parsed, url, known, objects)
             except _Unchanged:
@@ -356,8 +355,31 @@ class _Fetch:
             target = answered
         raise BadInput(f"more than {MAX_REDIRECTS} redirects")
 
-    def _allowed(self, target: str) -> URL:
-        """Judges a URL, which may be that of a redirect."""
+    def accepts(self, known: FetchedUrl) -> bool:
+        """Returns whether a file that was fetched earlier meets the rules of this fetch.
+
+        It may have been fetched under other rules, or before an operator changed the settings.
+        """
+        try:
+            self.check_url(known.final_url)
+        except BadInput:
+            return False
+        accepted = self.rules.media_types
+        return (
+            bool(known.sha256)
+            and known.size_bytes <= self.rules.max_bytes
+            and (not accepted or known.media_type.startswith(accepted))
+        )
+
+    def check_url(self, target: str) -> URL:
+        """Parses the URL of the file or of a redirect, and checks it against settings and rules.
+
+        Raises:
+            BadInput: it is too long.
+            UrlForbidden: files must not be fetched from there.
+        """
+        if len(target) > MAX_URL_CHARS:  # it becomes part of the record
+            raise BadInput(f"longer than {MAX_URL_CHARS} characters")
         parsed = parse_public_url(target, self.reach)
         if not self.hosts.allow(parsed):
             raise UrlForbidden(

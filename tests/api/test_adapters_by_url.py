@@ -22,6 +22,7 @@ from tests.api.harness import (
 )
 from tests.api.predicting import WAIT
 from tests.api.test_images import drawn
+from tests.api.test_inputs_by_url import CLASS
 from tests.api.test_masks import SOURCE, uri
 from tests.keys import bearer, keys_url
 
@@ -49,7 +50,7 @@ def painter(server: FileServer, **urls: Any) -> Model:
 @pytest.fixture
 async def api(server: FileServer, tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
     settings = settings_for(tmp_path, redis_url=redis_url, secret="s", **server.settings)
-    catalog = Catalog((painter(server), *CATALOG.models))
+    catalog = Catalog((painter(server), CLASS, *CATALOG.models))
     async with running_api(settings, catalog=catalog) as running:
         yield running
 
@@ -167,6 +168,24 @@ async def test_a_wrong_url_is_refused_by_the_field(api: ApiUnderTest, server: Fi
         assert "lora_weights" in answer.text
     assert server.asked["/elsewhere/ink.safetensors"] == 0
     assert not api.worker.items
+
+
+@pytest.mark.parametrize("path", ["/elsewhere/ink.safetensors", "/bucket/out.safetensors"])
+async def test_url_fetched_by_another_model_is_still_refused(
+    api: ApiUnderTest, server: FileServer, path: str
+) -> None:
+    """A custom class may fetch from any folder. Its downloads are no way around `allowed`."""
+    server.add("/elsewhere/ink.safetensors", DATA, "application/octet-stream", ETag='"1"')
+    server.redirect("/bucket/out.safetensors", f"{server.url}/elsewhere/ink.safetensors")
+    url = f"{server.url}{path}"
+    api.worker.is_silent = True
+    given = {"version": CLASS.name, "input": {"file": url}}
+    assert (await api.http.post("/v1/predictions", json=given)).status_code == 201
+    assert server.asked["/elsewhere/ink.safetensors"] == 1
+    sent = body(f"{url}#sha256={SHA256}")
+    answer = await api.http.post("/v1/images/generations", json=sent)
+    assert answer.status_code == 400, answer.text
+    assert "is not below" in answer.json()["error"]["message"]
 
 
 async def test_models_without_an_allowed_bucket_take_no_url(

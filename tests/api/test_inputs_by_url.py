@@ -343,6 +343,16 @@ async def test_a_slow_body_is_cut(tmp_path: Path, redis_url: str, files: FileSer
         assert time.monotonic() - began_s < WAIT_LIMIT_S / 2
 
 
+async def test_file_that_was_fetched_under_other_rules_is_checked_again(
+    api: ApiUnderTest, files: FileServer
+) -> None:
+    """A class takes any media type, an edit does not."""
+    page = files.add("/page", bytes(200_000), "text/html", etag='"1"')
+    await given_to_class(api, file=page)
+    api.worker.jobs.clear()
+    assert "its content-type is text/html" in await refusal(api, page)
+
+
 async def test_an_operator_may_turn_it_off(tmp_path: Path, redis_url: str) -> None:
     settings = settings_for(tmp_path, redis_url=redis_url, fetch_hosts="")
     async with running_api(settings) as api:
