@@ -3,6 +3,8 @@
 import asyncio
 import hashlib
 import json
+import resource
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,6 +114,58 @@ def endless_shape(file: Path, world: World) -> None:
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
 
 
+def declare(file: Path, tensor: object, body: bytes = bytes(8), **metadata: str) -> None:
+    """Writes a file whose header declares one tensor."""
+    header = json.dumps({f"{DEEP}.lora_A.weight": tensor, "__metadata__": metadata}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + body)
+
+
+def repeated_text_as_shape(file: Path, world: World) -> None:
+    """A text times an integer is a longer text in Python: here one of 1.5 GB."""
+    declare(file, {"dtype": "F32", "shape": ["x", 1_500_000_000], "data_offsets": [0, 8]})
+
+
+def repeated_list_as_shape(file: Path, world: World) -> None:
+    declare(file, {"dtype": "F32", "shape": [[1], 200_000_000], "data_offsets": [0, 8]})
+
+
+def negative_shape(file: Path, world: World) -> None:
+    declare(file, {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]})
+
+
+def shape_of_large_numbers(file: Path, world: World) -> None:
+    """The product of so many takes quadratic time."""
+    declare(file, {"dtype": "F32", "shape": [2**63] * 100_000, "data_offsets": [0, 8]})
+
+
+def many_dimensions(file: Path, world: World) -> None:
+    declare(file, {"dtype": "F32", "shape": [0] * 100, "data_offsets": [0, 0]}, b"")
+
+
+def unknown_type(file: Path, world: World) -> None:
+    """safetensors reads its header, and torch has no such dtype."""
+    declare(file, {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}, bytes(3))
+
+
+def beyond_the_end(file: Path, world: World) -> None:
+    declare(file, {"dtype": "F32", "shape": [2**30], "data_offsets": [0, 2**32]})
+
+
+def deep_settings(file: Path, world: World) -> None:
+    wrong = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    declare(file, wrong, lora_adapter_metadata="[" * 100_000)
+
+
+def long_settings(file: Path, world: World) -> None:
+    wrong = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    declare(file, wrong, lora_adapter_metadata=" " * 2_000_000)
+
+
+def endless_alpha(file: Path, world: World) -> None:
+    weights = lora_files.as_peft(lora_files.random_weights(world.layers, 1))
+    lora_files.write(file, weights, {"unet.lora_alpha": 10**400})
+
+
 def cut(file: Path, world: World) -> None:
     file.write_bytes(world.file.read_bytes()[:-100])
 
@@ -159,8 +213,18 @@ BAD: dict[str, tuple[Callable[[Path, World], None], str]] = {
     "zip": (zipped, "not safetensors"),
     "huge header": (huge_header, "not safetensors"),
     "deep header": (deep_header, "not safetensors"),
-    "endless shape": (endless_shape, "in memory"),
-    "cut": (cut, "not whole"),
+    "endless shape": (endless_shape, "not safetensors"),
+    "text as shape": (repeated_text_as_shape, "not safetensors"),
+    "list as shape": (repeated_list_as_shape, "not safetensors"),
+    "negative shape": (negative_shape, "not safetensors"),
+    "large numbers": (shape_of_large_numbers, "not safetensors"),
+    "dimensions": (many_dimensions, "has 100 dimensions; at most 8"),
+    "type": (unknown_type, "numbers of the type F6_E2M3; expected F64"),
+    "beyond the end": (beyond_the_end, "not safetensors"),
+    "deep settings": (deep_settings, "is not JSON"),
+    "long settings": (long_settings, "has 2000000 characters; at most 1048576"),
+    "alpha": (endless_alpha, "has no finite alpha"),
+    "cut": (cut, "not safetensors"),
     "not a number": (not_a_number, "not finite"),
     "rank": (high_rank, "is of rank 10000, and max_rank is 8"),
     "other base": (other_base, "and this model needs"),
@@ -168,6 +232,23 @@ BAD: dict[str, tuple[Callable[[Path, World], None], str]] = {
     "patterns": (many_patterns, "no object of at most 4096 patterns"),
     "blocks": (many_blocks, "it has 10000 tensors"),
 }
+
+
+@pytest.mark.parametrize("kind", ["text as shape", "list as shape", "large numbers"])
+def test_header_costs_no_more_than_its_bytes(world: World, tmp_path: Path, kind: str) -> None:
+    """Neither memory nor CPU time follows from what a file of a few bytes declares."""
+    BAD[kind][0](tmp_path / "bad.safetensors", world)
+    bad = world.by_url((tmp_path / "bad.safetensors").read_bytes())
+    world.drawer.run((0, msgspec.structs.replace(ASKED, seed=9)))
+    before_mb, before_s = peak_mb(), time.process_time()
+    assert isinstance(world.drawer.run((0, bad))[0], BadInput)
+    assert peak_mb() - before_mb < 200
+    assert time.process_time() - before_s < 5
+
+
+def peak_mb() -> float:
+    """The largest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 @pytest.mark.parametrize("kind", BAD)

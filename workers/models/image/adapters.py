@@ -10,15 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import diffusers.utils.state_dict_utils as formats
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 
 from shared.errors import BadInput, ConfigurationError, ModelFailed, PenstockError, Unavailable
@@ -34,6 +34,12 @@ for the names: half an hour for as many as a header has room for, in which each 
 """
 MAX_PATTERNS = 4096
 """Of alphas, in the settings of PEFT. Each is compared with each layer."""
+MAX_SETTINGS_CHARS = 1024 * 1024
+"""Characters of the PEFT settings. Each pattern is copied once for each layer."""
+MAX_DIMENSIONS = 8
+"""Dimensions of a tensor. Weights have at most four; torch stops at 64 with an error of its own."""
+MAX_ALPHA = sys.float_info.max
+"""JSON has integers that no float can hold."""
 _METADATA = "lora_adapter_metadata"
 """Where diffusers keeps the settings of PEFT in a file."""
 _REFUSED = {
@@ -48,9 +54,10 @@ _REFUSED = {
 
 
 _FORMAT = "its file is not safetensors, the only format that is read"
-_MAX_NUMBER_BYTES = 8
-
-
+_MAX_REASON_CHARS = 200
+_TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8")
+"""Types of numbers that are read, by their names in headers. Others have no dtype in torch, or no
+meaning as a weight."""
 _TEXT_LAYERS = {
     "to_q_lora": "q_proj",
     "to_k_lora": "k_proj",
@@ -145,12 +152,15 @@ def read_adapter(
         with file.open("rb") as opened:
             if adapter.is_callers:
                 _check_copy(opened, adapter)
-            header = _header(opened)
-            _check_count(header, modules)
-            _check_size(opened, header, unet.dtype, limit_bytes)
+            header = _read_header(opened, modules)
+            if (taken := header.numbers * unet.dtype.itemsize) > limit_bytes:
+                raise WrongAdapter(
+                    f"it takes {taken} bytes in memory, and image.adapter_memory_bytes is "
+                    f"{limit_bytes}"
+                )
             tensors = _tensors(opened, adapter)
         state, alphas = _converted(tensors, pipeline)
-        settings = _settings(header)
+        settings = _read_settings(header.metadata)
         layers = _layers(state, alphas, settings, modules, adapter.max_rank)
         return _packed(layers, unet.dtype)
     except WrongAdapter as error:
@@ -168,45 +178,49 @@ def _check_copy(file: BinaryIO, adapter: AdapterFile) -> None:
     file.seek(0)
 
 
-def _header(file: BinaryIO) -> dict[str, Any]:
-    """The header of a file of safetensors, which says what is in it."""
-    not_safetensors = WrongAdapter(_FORMAT)
-    size = int.from_bytes(file.read(8), "little")
-    if not 2 <= size <= MAX_HEADER_BYTES:
-        raise not_safetensors
+class _Header(NamedTuple):
+    """The checked header of a safetensors file."""
+
+    numbers: int
+    """How many numbers all tensors have together."""
+    metadata: Mapping[str, str]
+
+
+def _read_header(file: BinaryIO, modules: Mapping[str, LowRankModule]) -> _Header:
+    """Reads what a file declares. The safetensors library checks it against the file's length.
+
+    Raises:
+        WrongAdapter: it is not safetensors, or it has too many tensors or tensors that aren't read.
+    """
+    if not 2 <= int.from_bytes(file.read(8), "little") <= MAX_HEADER_BYTES:
+        raise WrongAdapter(_FORMAT)
     try:
-        header = json.loads(file.read(size))
-    except (ValueError, RecursionError) as error:
-        raise not_safetensors from error
-    if not isinstance(header, dict):
-        raise not_safetensors
-    return header
+        with safe_open(file.name, "pt") as opened:
+            names = opened.keys()
+            _check_count(len(names), modules)
+            numbers = sum(_count_numbers(name, opened.get_slice(name)) for name in names)
+            return _Header(numbers, opened.metadata() or {})
+    except SafetensorError as error:
+        raise WrongAdapter(f"{_FORMAT} ({str(error)[:_MAX_REASON_CHARS]})") from error
 
 
-def _check_count(header: Mapping[str, Any], modules: Mapping[str, LowRankModule]) -> None:
+def _check_count(count: int, modules: Mapping[str, LowRankModule]) -> None:
     layers = sum(len(module.layers) for module in modules.values())
-    if len(header) > MAX_TENSORS * layers:
+    if count > MAX_TENSORS * layers:
         raise WrongAdapter(
-            f"it has {len(header)} tensors, and at most {MAX_TENSORS * layers} are read for the "
+            f"it has {count} tensors, and at most {MAX_TENSORS * layers} are read for the "
             f"{layers} layers of this model"
         )
 
 
-def _check_size(
-    file: BinaryIO, header: Mapping[str, Any], dtype: torch.dtype, limit_bytes: int
-) -> None:
-    try:
-        in_file = os.fstat(file.fileno()).st_size
-        shapes = [one["shape"] for name, one in header.items() if name != "__metadata__"]
-        count = sum(math.prod(shape) for shape in shapes)
-    except (KeyError, TypeError) as error:
-        raise WrongAdapter(_FORMAT) from error
-    if in_file > count * _MAX_NUMBER_BYTES + MAX_HEADER_BYTES:
-        raise WrongAdapter("its file has more than its header says")
-    if (taken := count * dtype.itemsize) > limit_bytes:
-        raise WrongAdapter(
-            f"it takes {taken} bytes in memory, and image.adapter_memory_bytes is {limit_bytes}"
-        )
+def _count_numbers(name: str, tensor: Any) -> int:
+    """Returns how many numbers a tensor has whose shape the library has checked."""
+    shape, kind = tensor.get_shape(), tensor.get_dtype()
+    if len(shape) > MAX_DIMENSIONS:
+        raise WrongAdapter(f"{name} has {len(shape)} dimensions; at most {MAX_DIMENSIONS} are read")
+    if kind not in _TYPES:
+        raise WrongAdapter(f"{name} has numbers of the type {kind}; expected {', '.join(_TYPES)}")
+    return math.prod(shape)
 
 
 def _tensors(file: BinaryIO, adapter: AdapterFile) -> dict[str, torch.Tensor]:
@@ -217,17 +231,20 @@ def _tensors(file: BinaryIO, adapter: AdapterFile) -> dict[str, torch.Tensor]:
         digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
         if digest != adapter.digest:
             raise WrongAdapter(f"the digest of its file is {digest}, not {adapter.digest}")
-    try:
-        return load(data)
-    except SafetensorError as error:
-        raise WrongAdapter(f"its file is not whole: {error}") from error
+    return load(data)
 
 
-def _settings(header: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of PEFT in a header, by `PART.NAME`. Empty if there are none."""
+def _read_settings(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the PEFT settings in a header, by `PART.NAME`. Empty if there are none."""
+    text = metadata.get(_METADATA, "{}")
+    if len(text) > MAX_SETTINGS_CHARS:
+        raise WrongAdapter(
+            f"{_METADATA} of its file has {len(text)} characters; at most {MAX_SETTINGS_CHARS} "
+            "are read"
+        )
     try:
-        known = json.loads(header.get("__metadata__", {}).get(_METADATA, "{}"))
-    except (AttributeError, TypeError, ValueError) as error:
+        known = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise WrongAdapter(f"{_METADATA} of its file is not JSON") from error
     return known if isinstance(known, dict) else {}
 
@@ -369,7 +386,7 @@ class _Scaling:
             for pattern, other in patterns.items():
                 if f".{name}".endswith(f".{pattern.removeprefix('^')}"):
                     alpha = other
-        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        if not isinstance(alpha, int | float) or not abs(alpha) <= MAX_ALPHA:
             raise WrongAdapter(f"{name} has no finite alpha")
         root = math.sqrt(rank) if self._settings.get("use_rslora") else rank
         return float(alpha) / root
