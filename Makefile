@@ -25,7 +25,7 @@ help: ## list the targets
 setup: $(STAMP) ## make .venv with everything pinned; again only when pyproject.toml or constraints.txt change
 
 text: $(STAMP) ## add a small model that writes text, which `make demo` then shows
-	@infra/setup.sh "$(PYTHON)" $(EXTRAS),text
+	@infra/install_locked.sh $(VENV) text
 
 demo: $(STAMP) ## start the whole pipeline, send real input, show what came of it, stop; PROMPT="a green star": draws that; BROKER=rabbitmq: over RabbitMQ
 	@$(BIN)/penstock demo $(if $(BROKER),--broker $(BROKER)) $(if $(PROMPT),--prompt "$(PROMPT)") $(if $(EDIT_PROMPT),--edit-prompt "$(EDIT_PROMPT)")
@@ -101,7 +101,7 @@ deploy-check: $(STAMP) ## schemas and policies of manifests and Terraform, insta
 unit: $(STAMP) ## pytest without the slow tests
 	$(call timed,pytest of quick tests,$(PYTEST) -n $(PYTEST_WORKERS) -m "not slow")
 
-constraints: ## write constraints.txt anew for pyproject.toml, with hashes; UPGRADE=1: with the newest versions
+constraints: ## write constraints.txt again for pyproject.toml, with hashes, and look for wheels; UPGRADE=1: with the newest versions
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@test -x $(BIN)/uv || { $(PYTHON) infra/lock.py only uv > $(VENV)/uv.txt && \
 	  $(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --requirement $(VENV)/uv.txt; }
@@ -109,12 +109,13 @@ constraints: ## write constraints.txt anew for pyproject.toml, with hashes; UPGR
 	  --no-emit-index-url --no-annotate --custom-compile-command "make constraints" \
 	  --no-emit-package penstock-bigquery-emulator --no-emit-package penstock-pubsub-emulator \
 	  --output-file constraints.txt pyproject.toml $(EMULATORS:=/pyproject.toml)
+	@infra/check_wheels.sh $(BIN)/uv
 
 clean: ## remove what the stack left in var/ and what the tools cached; .venv stays
-	rm -rf var .coverage $(foreach folder,. $(EMULATORS),$(addprefix $(folder)/,.mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache))
+	rm -rf var $(foreach folder,. $(EMULATORS),$(addprefix $(folder)/,.mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache))
 	find $(SOURCES) emulators -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml $(EMULATORS:=/pyproject.toml) constraints.txt infra/setup.sh infra/install_torch.sh
+$(STAMP): pyproject.toml $(EMULATORS:=/pyproject.toml) constraints.txt infra/setup.sh infra/step.sh infra/install_locked.sh infra/install_torch.sh
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or later is needed; name one with: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \

@@ -74,7 +74,7 @@ def is_installed() -> bool:
 
 
 def with_text_model(models_file: Path, catalog_file: Path) -> Path:
-    """Writes the catalog with the text model added to it.
+    """Writes the catalog with the text model added to it, unless it has that model.
 
     Args:
         models_file: the catalog.
@@ -84,7 +84,12 @@ def with_text_model(models_file: Path, catalog_file: Path) -> Path:
         `catalog_file`.
     """
     catalog = yaml.safe_load(models_file.read_text(encoding="utf-8"))
-    catalog["models"].append(_ENTRY)
+    names = [[entry["name"], *entry.get("aliases", ())] for entry in catalog["models"]]
+    if not any(MODEL in own for own in names):
+        catalog["models"].append(_ENTRY)
+    for entry in catalog["models"]:
+        if "interface" in entry:  # relative to the catalog's folder
+            entry["interface"] = str((models_file.parent / entry["interface"]).resolve())
     catalog_file.parent.mkdir(parents=True, exist_ok=True)
     catalog_file.write_text(yaml.safe_dump(catalog), encoding="utf-8")
     return catalog_file

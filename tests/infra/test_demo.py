@@ -13,6 +13,7 @@ from infra.local.demo import MODEL, what_it_shows, with_text_model
 from models.shapes.draw import draw
 from models.shapes.world import DrawnShape, Scene
 from shared.catalog_file import read_catalog
+from shared.model_interface import ModelInterface
 
 RED_CIRCLE = DrawnShape("circle", "red", "medium", 17.0, 32.0, 10.0)
 ORANGE_STAR = DrawnShape("star", "orange", "medium", 47.0, 32.0, 10.0)
@@ -42,6 +43,38 @@ def test_text_model_joins_the_others_of_the_catalog(tmp_path: Path) -> None:
     catalog = read_catalog(made)
     assert [model.name for model in catalog.models] == [*before, MODEL]
     assert catalog.default("text").name == MODEL
+
+
+def test_catalog_that_follows_the_examples_has_the_text_model_once(tmp_path: Path) -> None:
+    document = Path("examples/README.md").read_text(encoding="utf-8")
+    entry = document.partition("```yaml\n")[2].partition("```")[0]
+    followed = tmp_path / "models.yaml"
+    followed.write_text(Path("models.yaml").read_text(encoding="utf-8") + entry)
+    names = [model.name for model in read_catalog(followed).models]
+    made = with_text_model(followed, tmp_path / "new" / "models.yaml")
+    assert [model.name for model in read_catalog(made).models] == names
+
+
+def test_new_catalog_finds_interfaces_beside_the_old_one(tmp_path: Path) -> None:
+    interface = ModelInterface(
+        inputs={"type": "object", "properties": {"text": {"type": "string"}}},
+        output={"type": "string"},
+        cog_version="0.23.1",
+        sources_sha256="0" * 64,
+    )
+    (tmp_path / "schema.json").write_text(interface.as_json)
+    before = tmp_path / "models.yaml"
+    entry = {
+        "name": "mine",
+        "task": "custom",
+        "source": "gs://bucket/mine",
+        "interface": "schema.json",
+    }
+    before.write_text(yaml.safe_dump({"models": [entry]}))
+    wanted = read_catalog(before).models[0].interface
+    assert wanted is not None
+    made = with_text_model(before, tmp_path / "new" / "models.yaml")
+    assert read_catalog(made).models[0].interface == wanted
 
 
 def test_the_examples_add_the_same_text_model(tmp_path: Path) -> None:

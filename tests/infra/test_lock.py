@@ -20,23 +20,23 @@ from tests.limits import WAIT_LIMIT_S
 PROJECT = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
 MEMBERS = {"penstock-bigquery-emulator": "0.1.0", "penstock-pubsub-emulator": "0.1.0"}
 """They come from the repository, not from an index."""
+REPORTED: dict[str, list[str]] = {
+    one["name"]: one["requires-dist"] for one in PROJECT["tool"]["uv"]["dependency-metadata"]
+}
+"""What packages are taken to require, whatever they declare, by name."""
 
 
 def installed(requirement: Requirement, seen: set[tuple[str, str]]) -> Iterator[str]:
-    """The packages that a requirement brings here, by name; torch's own libraries are its build's
-    affair.
-    """
+    """The names of a requirement and of all packages that it brings here."""
     for extra in ("", *requirement.extras):
         key = (normalized(requirement.name), extra)
         if key in seen:
             continue
         seen.add(key)
         yield key[0]
-        for text in distribution(requirement.name).requires or ():
+        for text in REPORTED.get(key[0], distribution(requirement.name).requires or ()):
             needed = Requirement(text)
             if needed.marker is None or needed.marker.evaluate({"extra": extra}):
-                if key[0] == "torch" and needed.marker is not None:
-                    continue
                 yield from installed(needed, seen)
 
 
@@ -69,10 +69,15 @@ def test_lock_names_no_index_and_no_place() -> None:
 
 
 def test_torch_asks_for_what_the_lock_was_made_from() -> None:
-    (reported,) = PROJECT["tool"]["uv"]["dependency-metadata"]
     plain = {text for text in distribution("torch").requires or () if ";" not in text}
-    assert set(reported["requires-dist"]) == plain
-    assert f"torch=={reported['version']}" in PROJECT["project"]["optional-dependencies"]["worker"]
+    assert set(REPORTED["torch"]) == plain
+
+
+def test_reported_requirements_are_of_the_pinned_versions() -> None:
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    pins = {text for extra in extras for text in extra}
+    for reported in PROJECT["tool"]["uv"]["dependency-metadata"]:
+        assert f"{reported['name']}=={reported['version']}" in pins
 
 
 @pytest.mark.parametrize("asked", ["six==0.1", "no-such-package==1.0", "six>=1"])
