@@ -60,7 +60,7 @@ from api.openai.generation import (
 from api.openai.token_counts import count_chat
 from api.predictions.creation import digest_of
 from api.predictions.event_stream import HeldResponse
-from api.predictions.generation_stream import StreamPosition
+from api.predictions.generation_stream import StreamPosition, find_return
 from api.problem_details import ErrorRoute
 from api.tasks.base import Inputs
 from shared.catalog import Model
@@ -349,8 +349,9 @@ async def _stream(
         async with call.created(new, waits=False) as creation:
             pass
         events = MessageEvents(chat, answer_id(MESSAGE, creation.snapshot.prediction.id), model)
+        returns = find_return(call.options.idempotency_key, has_positions=False)
         beginning = streams.begin(
-            creation.snapshot, events, [StreamPosition()], call.check_key, has_ids=False
+            creation.snapshot, events, [StreamPosition()], call.check_key, returns, has_ids=False
         )
         sse = await while_connected(call.http.receive, beginning)
         return HeldResponse(sse, held.pop_all(), headers=_HEADERS, media_type=EVENTS_TYPE)

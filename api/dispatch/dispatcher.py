@@ -251,8 +251,8 @@ class Dispatcher:
         self, request: InferenceRequest, job: InFlightJob, task: asyncio.Task[list[ItemOutcome]]
     ) -> None:
         self._jobs.pop(task, None)
-        if task.cancelled() and not self._is_withdrawn(request):
-            self._cancel_on_workers(request, job)
+        if not job.is_answered and not self._is_withdrawn(request):
+            self._cancel_on_workers(request, job, task)
         outcomes = self._outcomes_of(request, job, task)
         self._keep_in_memory(request, job, outcomes)
         self._release(job, outcomes)
@@ -306,20 +306,29 @@ class Dispatcher:
     def _is_withdrawn(self, request: InferenceRequest) -> bool:
         return self.canaries.withdrawals.is_withdrawn(request.model)
 
-    def _cancel_on_workers(self, request: InferenceRequest, job: InFlightJob) -> None:
-        """Notifies the workers, in the background, that no caller waits for the job any more."""
-        metrics.JOBS_CANCELED.labels(request.model.name).inc()
-        if job.published_at_s and not self._is_closing:
-            task = asyncio.create_task(
-                self._cancel_record(record_id(request.facts.request_id, job.index))
-            )
-            self._cancellations.add(task)
-            task.add_done_callback(self._cancellations.discard)
+    def _cancel_on_workers(
+        self, request: InferenceRequest, job: InFlightJob, task: asyncio.Task[list[ItemOutcome]]
+    ) -> None:
+        """Notifies the workers, in the background, that no caller waits for the job any more.
 
-    async def _cancel_record(self, record: str) -> None:
+        All callers hung up, or the broker did not confirm a message that it may have. Workers drop
+        a late job by themselves.
+        """
+        if task.cancelled():
+            metrics.JOBS_CANCELED.labels(request.model.name).inc()
+        elif time.time() >= job.deadline_s:
+            return
+        if job.is_sent and not self._is_closing:
+            canceling = asyncio.create_task(
+                self._cancel_record(record_id(request.facts.request_id, job.index), job.deadline_s)
+            )
+            self._cancellations.add(canceling)
+            canceling.add_done_callback(self._cancellations.discard)
+
+    async def _cancel_record(self, record: str, deadline_s: float) -> None:
         # Without Redis the workers compute the job, and the result is not used.
         with contextlib.suppress(Unavailable):
-            await self._records.cancel(record)
+            await self._records.cancel(record, deadline_s)
 
     def _keep_in_memory(
         self, request: InferenceRequest, job: InFlightJob, outcomes: Sequence[ItemOutcome | None]

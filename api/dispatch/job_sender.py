@@ -121,8 +121,8 @@ class JobSender:
         """Publishes the job when its window has room, and waits for its reply.
 
         Returns one outcome per item. The waiter is registered before the job is published, so no
-        reply can be too early. Sets `job.published_at_s` as soon as the broker has accepted it, and
-        `job.is_answered` with the reply.
+        reply can be too early. Sets `job.is_sent` before publishing begins, and `job.is_answered`
+        with the reply.
 
         Raises:
             DeadlineExceeded: no reply came in time, or the window had no room in time.
@@ -131,17 +131,16 @@ class JobSender:
         """
         job.queued_at_s = time.time()
         await self._take_permit(request, job.demand)
-        is_answered = False
         try:
             items = [await self._without_large_sources(in_flight.item) for in_flight in job.items]
             replies = request.model.replies
             with self._inbox.waiter(request.facts.request_id, job.index, replies) as waiter:
-                job.published_at_s = await self._publish_awaited(request, job, items, waiter)
+                await self._publish_awaited(request, job, items, waiter)
                 outcomes = await self._wait(waiter, request, job, items)
-            is_answered = job.is_answered = True
+            job.is_answered = True
             return outcomes
         finally:
-            self._window.release(job.demand, is_in_topic=not is_answered)
+            self._window.release(job.demand, is_in_topic=job.is_sent and not job.is_answered)
 
     async def send_recorded(
         self,
@@ -250,19 +249,26 @@ class JobSender:
 
     async def _publish_awaited(
         self, request: InferenceRequest, job: InFlightJob, items: list[Item], waiter: ReplyWaiter
-    ) -> float:
-        """Publishes a job whose caller waits. Returns when that began, in unix seconds."""
+    ) -> None:
+        """Publishes a job whose caller waits.
+
+        The broker may have the job as soon as this begins, whatever becomes of the call: a message
+        that is on its way can't be taken back. Only a refusal proves the opposite.
+        """
         now_s = time.time()
         timeout_s = min(PUBLISH_LIMIT_S, job.deadline_s - now_s)
         if timeout_s <= 0:
             raise request.too_late()
         envelope = envelope_of(request, self._api_instance, waiter)
         envelope.part = job.index
+        job.is_sent = True
         try:
-            return await self._publish(envelope, items, request.options, timeout_s)
+            await self._publish(envelope, items, request.options, timeout_s)
         except InputTooLarge:
+            job.is_sent = False
             raise
         except BadInput as error:
+            job.is_sent = False
             # The caller's input is already validated, so a refusal is about the topics.
             raise Unavailable(f"the broker refused the job: {error.message}") from error
         except Unavailable as error:
@@ -276,8 +282,8 @@ class JobSender:
         items: Sequence[Item],
         options: RequestOptions,
         timeout_s: float,
-    ) -> float:
-        """Publishes a job within a span, which the worker's are below. Returns when it began."""
+    ) -> None:
+        """Publishes a job within a span, which the worker's are below."""
         now_s, topic_id = time.time(), jobs_topic_id(envelope.model)
         facts: Attributes = {
             STAGE: "publish",
@@ -294,7 +300,6 @@ class JobSender:
             body = JobBody(list(items), options.cache_read, options.cache_write)
             message = JobMessage(envelope.model, *encode_job(Job(envelope, body)))
             await _publish_job(self._publisher, message, timeout_s=timeout_s)
-        return now_s
 
 
 def envelope_of(

@@ -333,8 +333,9 @@ class InFlightJob:
     """That of its items."""
     queued_at_s: float = 0.0
     """Unix time at which the job could be published. 0 before that."""
-    published_at_s: float = 0.0
-    """Unix time at which the broker accepted the job. 0 before that."""
+    is_sent: bool = False
+    """True once the broker may have the job: publishing has begun, and the broker did not refuse
+    it."""
     is_answered: bool = False
     """True if its outcomes come from a reply."""
     task: asyncio.Task[list[ItemOutcome]] | None = None

@@ -71,6 +71,8 @@ from api.predictions.generation_stream import (
     MAX_S,
     StreamShape,
     StreamTooLong,
+    behind,
+    find_return,
     seen_from_id,
 )
 from api.tasks.base import Inputs
@@ -581,9 +583,14 @@ async def _run_events(
     model: Model,
     seen: int,
 ) -> AsyncGenerator[bytes]:
-    """Yields the events of a flow: one for each window in order, as soon as it is written down."""
+    """Yields the events of a flow: one for each window in order, as soon as it is written down.
+
+    A reader who can't come back and hangs up ends the run.
+    """
     has_ids, predictions = wants_event_ids(call.http.headers), call.dependencies.predictions
     windows, until_s = _WindowEvents(model, seen, has_ids=has_ids), time.monotonic() + MAX_S
+    returns = find_return(call.options.idempotency_key, has_positions=has_ids)
+    is_left = returns == "never"
     try:
         while True:
             call.check_key()
@@ -591,6 +598,7 @@ async def _run_events(
             for event in windows.of(await predictions.step_outcomes(snapshot, windows.seen)):
                 yield event
             if snapshot.record.is_over:
+                is_left = False
                 break
             if time.monotonic() > until_s:
                 if not has_ids:
@@ -604,6 +612,9 @@ async def _run_events(
             yield event
     except PenstockError as error:
         yield shape.failure(error)
+    finally:
+        if is_left:
+            call.dependencies.generation_streams.leave(snapshot.prediction, 0.0)
 
 
 async def _stream(
@@ -629,13 +640,18 @@ async def _stream(
             "has_ids": wants_event_ids(call.http.headers),
         }
         if model.flow is not None:
-            sse = _run_events(call, creation.snapshot, shape, model, int(last_id or -1))
+            events = _run_events(call, creation.snapshot, shape, model, int(last_id or -1))
+            opening = await while_connected(call.http.receive, anext(events, b""))
+            sse = behind(opening, events)
         elif last_id:
             sse = streams.follow(
                 creation.snapshot, shape, seen, call.check_key, stays=False, **options
             )
         else:
-            beginning = streams.begin(creation.snapshot, shape, seen, call.check_key, **options)
+            returns = find_return(call.options.idempotency_key, has_positions=options["has_ids"])
+            beginning = streams.begin(
+                creation.snapshot, shape, seen, call.check_key, returns, **options
+            )
             sse = await while_connected(call.http.receive, beginning)
         headers = {**_HEADERS, "location": f"/v1/predictions/{creation.snapshot.prediction.id}"}
         return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)

@@ -53,7 +53,7 @@ from api.openai.generation import (
 from api.openai.stored import find_stored
 from api.predictions.creation import PredictionSnapshot, digest_of
 from api.predictions.event_stream import HeldResponse
-from api.predictions.generation_stream import StreamShape, seen_from_id
+from api.predictions.generation_stream import StreamShape, find_return, seen_from_id
 from api.predictions.service import PredictionNotOver
 from api.tasks.base import Inputs
 from shared.catalog import Model
@@ -373,8 +373,10 @@ async def _stream(
         shape = endpoint.events(body, completion_id, prediction.created_at_s, model)
         streams = call.dependencies.generation_streams
         if is_new:
+            has_ids = wants_event_ids(call.http.headers)
+            returns = find_return(call.options.idempotency_key, has_positions=has_ids)
             beginning = streams.begin(
-                snapshot, shape, seen, call.check_key, has_ids=wants_event_ids(call.http.headers)
+                snapshot, shape, seen, call.check_key, returns, has_ids=has_ids
             )
             sse = await while_connected(call.http.receive, beginning)
         else:

@@ -42,7 +42,7 @@ from api.openai.stored import (
 )
 from api.predictions.creation import PredictionSnapshot, digest_of
 from api.predictions.event_stream import HeldResponse
-from api.predictions.generation_stream import StreamPosition
+from api.predictions.generation_stream import StreamPosition, find_return
 from api.predictions.service import PredictionNotOver
 from api.tasks.base import Inputs
 from shared.catalog import Model
@@ -346,7 +346,8 @@ async def _stream(
         # Sequence numbers are what readers resume from, so the events need no other ids.
         streams, check = call.dependencies.generation_streams, call.check_key
         if is_new:
-            beginning = streams.begin(snapshot, events, seen, check, has_ids=False)
+            returns = find_return(call.options.idempotency_key, has_positions=True)
+            beginning = streams.begin(snapshot, events, seen, check, returns, has_ids=False)
             sse = await while_connected(call.http.receive, beginning)
         else:
             sse = streams.follow(snapshot, events, seen, check, stays=stays, has_ids=False)

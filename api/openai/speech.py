@@ -27,7 +27,7 @@ from api.openai.chat import failure_event
 from api.openai.images import read_blob
 from api.predictions.creation import digest_of
 from api.predictions.event_stream import HeldResponse
-from api.predictions.generation_stream import StreamShape, seen_from_id
+from api.predictions.generation_stream import StreamShape, find_return, seen_from_id
 from api.tasks.base import Inputs
 from api.tasks.custom import FieldNames, input_of_fields
 from shared.errors import BadInput, ModelFailed, PenstockError
@@ -247,7 +247,10 @@ async def _stream(
                 creation.snapshot, shape, seen, call.check_key, stays=False, **options
             )
         else:
-            beginning = streams.begin(creation.snapshot, shape, seen, call.check_key, **options)
+            returns = find_return(call.options.idempotency_key, has_positions=options["has_ids"])
+            beginning = streams.begin(
+                creation.snapshot, shape, seen, call.check_key, returns, **options
+            )
             sse = await while_connected(call.http.receive, beginning)
         headers = {**_HEADERS, "location": f"/v1/predictions/{creation.snapshot.prediction.id}"}
         sound = _with_sound(sse, call.dependencies.objects)

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
 
 from api.errors import log_reason
 from api.fair_room import FairRoom, OneItem
@@ -54,7 +54,7 @@ FIRST_EVENT_S = 30.0
 """For as long a new stream has no status yet. Proxies give up silent connections after a minute."""
 CLOSE_LIMIT_S = 1.0
 LEFT_S = 30.0
-"""A generation without a reader for LEFT_S seconds is canceled."""
+"""A generation whose reader left, and can come back, is canceled after LEFT_S seconds."""
 _PART = re.compile(r"-|(\d{1,9})(?:f(\d{1,4}))?")
 _LOGS = re.compile(r"~(\d{1,12})$")
 LOGS_EVERY_S = 0.5
@@ -63,6 +63,9 @@ LOGS_EVERY_S = 0.5
 log = logging.getLogger(__name__)
 
 
+Return: TypeAlias = Literal["never", "from_event", "from_request"]
+"""How the reader of a new stream can come back: not at all, after an event that it was sent, or by
+sending its request again. A generation whose reader can't is canceled as soon as it hangs up."""
 StreamedResult: TypeAlias = GenerationResult | CustomResult
 """What can be streamed while it is written. Of a class of one's own, a token is a piece."""
 
@@ -136,6 +139,18 @@ class StreamPosition(NamedTuple):
     is_open: bool = False
     tokens: int = 0
     ended: int = 0
+
+
+def find_return(idempotency_key: str, *, has_positions: bool) -> Return:
+    """Returns how the reader of a new stream can come back.
+
+    Args:
+        idempotency_key: sent with the request. Empty: none was.
+        has_positions: whether events have ids or numbers to resume after.
+    """
+    if idempotency_key:
+        return "from_request"
+    return "from_event" if has_positions else "never"
 
 
 def seen_from_id(last_id: str, items: int) -> list[StreamPosition]:
@@ -274,6 +289,7 @@ class GenerationStreams:
         shape: StreamShape,
         seen: Sequence[StreamPosition],
         check: Callable[[], object],
+        returns: Return,
         *,
         has_ids: bool,
         has_elements: bool = False,
@@ -290,6 +306,7 @@ class GenerationStreams:
         stream = _Stream(
             shape, generations, has_ids=has_ids, is_new=True, has_elements=has_elements
         )
+        stream.returns = returns
         events = self._follow(snapshot, stream, check, stays=False)
         until_s = time.monotonic() + FIRST_EVENT_S
         first = await anext(events)
@@ -313,6 +330,7 @@ class GenerationStreams:
         try:
             try:
                 async for event in self._events(snapshot, stream, watch):
+                    stream.has_begun |= event != stream.heartbeat
                     yield event
                 # It may end before the generations do, for readers who come back.
                 if not stream.is_ended and not stays and not stream.has_ids:
@@ -325,7 +343,7 @@ class GenerationStreams:
         finally:
             if not is_done and not stays and not snapshot.record.is_over:
                 # A key that is not valid any more cannot resume the stream.
-                after_s = READER_S if watch.has_refused else LEFT_S
+                after_s = READER_S if watch.has_refused else stream.waits_for_reader_s
                 self.leave(prediction, after_s)
 
     async def _events(
@@ -357,7 +375,10 @@ class GenerationStreams:
             yield event
 
     def leave(self, prediction: Prediction, after_s: float) -> None:
-        """Cancels a prediction after a while, unless tokens of it are read then."""
+        """Cancels a prediction after a while, unless tokens of it are read then.
+
+        With 0 at once, whoever reads along.
+        """
         leaving = asyncio.create_task(self._cancel_unread(prediction, after_s))
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
@@ -366,7 +387,7 @@ class GenerationStreams:
         """Cancels a prediction if its reader does not come back, to whichever instance."""
         await asyncio.sleep(after_s)
         with contextlib.suppress(PenstockError):
-            if not await self._streams.is_read(prediction.record):
+            if not after_s or not await self._streams.is_read(prediction.record):
                 await self._predictions.cancel(prediction.tenant, prediction.id)
 
 
@@ -429,6 +450,9 @@ class _Stream:
         """What ended the stream early."""
         self.is_ended = False
         """True if the reader has all events."""
+        self.returns: Return = "from_request"
+        self.has_begun = False
+        """True if the reader was sent more than heartbeats."""
         self.logs_seen: int | None = None
         """How many printed characters the reader has. None: they are not in the stream."""
         self._looked_s = 0.0
@@ -437,6 +461,13 @@ class _Stream:
     def heartbeat(self) -> bytes:
         """The comment that keeps the connection open."""
         return HEARTBEAT_BESIDE_IDS if self.has_ids else HEARTBEAT
+
+    @property
+    def waits_for_reader_s(self) -> float:
+        """Seconds for which the generation continues after its reader left."""
+        if self.returns == "never" or (self.returns == "from_event" and not self.has_begun):
+            return 0.0
+        return LEFT_S
 
     def read_all(self, news: Mapping[int, Tokens]) -> Iterator[bytes]:
         """Returns the events of the tokens written of several generations."""

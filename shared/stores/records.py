@@ -30,6 +30,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Literal, NamedTuple, cast
@@ -387,13 +388,21 @@ class Records(RedisStore):
         """
         await self._commands.run_script(PUBLISHED, [self._key(record)])
 
-    async def cancel(self, record: str) -> State:
+    async def cancel(self, record: str, deadline_s: float = 0.0) -> State:
         """Ends a record as canceled unless it is over, notifies the workers, and returns its state.
+
+        Args:
+            record: its id.
+            deadline_s: unix time until which the broker may deliver its job. The record is kept for
+              at least as long, or a worker that gets the job later would compute it. Predictions
+              are kept longer anyway.
 
         Raises:
             Unavailable: Redis did not answer.
         """
-        args = (time.time(), JOB_KEEP_S, self._channel, record)
+        now_s = time.time()
+        keep_s = JOB_KEEP_S + max(0, math.ceil(deadline_s - now_s))
+        args = (now_s, keep_s, self._channel, record)
         state = await self._commands.run_script(CANCEL, [self._key(record), self._store], *args)
         return cast(State, state.decode())
 

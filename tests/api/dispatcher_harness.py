@@ -96,8 +96,9 @@ async def running_dispatcher(
     max_in_flight: int = 1000,
     redis_url: str = NO_REDIS,
     window_floor: int | None = None,
+    transport: InMemoryBroker | None = None,
 ) -> AsyncIterator[DispatcherHarness]:
-    transport, rows, settings = InMemoryBroker(), RowList(), settings_for(tmp_path)
+    transport, rows, settings = transport or InMemoryBroker(), RowList(), settings_for(tmp_path)
     async with HeldCache(redis_url) as cache, Records(redis_url, retry_s=0.01) as records:
         worker = FakeWorker(transport, (TEXT_MODEL,), cache)
         async with (

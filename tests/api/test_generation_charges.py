@@ -58,9 +58,9 @@ async def pieces(answer: httpx.Response) -> AsyncGenerator[tuple[str, str]]:
 
 
 async def read_and_leave(api: ApiUnderTest, letters: int) -> str:
-    """Reads the beginning of a text, and hangs up."""
-    text = ""
-    async with api.http.stream("POST", "/v1/completions", json=BODY, headers=ACME) as answer:
+    """Reads the beginning of a text that it could resume, and hangs up."""
+    text, headers = "", ACME | {"x-penstock-event-ids": "true"}
+    async with api.http.stream("POST", "/v1/completions", json=BODY, headers=headers) as answer:
         assert answer.status_code == 200
         async with aclosing(pieces(answer)) as found:
             async for _, piece in found:

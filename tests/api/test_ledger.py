@@ -450,7 +450,7 @@ def _waiters(world: LedgerWorld) -> int:
 
 def _is_published(world: LedgerWorld) -> bool:
     flights = world.api.dependencies.dispatcher._single_flight._by_key.values()
-    return all(one.job is not None and one.job.published_at_s for one in flights)
+    return all(one.job is not None and one.job.is_sent for one in flights)
 
 
 @asynccontextmanager

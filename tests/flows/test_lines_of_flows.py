@@ -160,6 +160,33 @@ async def test_a_canceled_batch_begins_no_further_step(flows: World, settings: A
     assert run["metrics"]["cost_usd"] == 0.125
 
 
+async def test_a_batch_canceled_while_a_run_begins_leaves_no_run(
+    flows: World, settings: ApiSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker has the first job, and the runner does not know yet."""
+    client, gate, publish = client_of(flows), threading.Event(), flows.broker.publish
+    flows.compute.gates["held"] = gate
+    unconfirmed = asyncio.Event()
+
+    async def publish_unconfirmed(topic_id: str, *message: Any, **options: Any) -> str:
+        message_id = await publish(topic_id, *message, **options)
+        if not unconfirmed.is_set():
+            unconfirmed.set()
+            await asyncio.Event().wait()
+        return message_id
+
+    monkeypatch.setattr(flows.broker, "publish", publish_unconfirmed)
+    async with running_runner(flows, settings):
+        batch = await created(client, jsonl([line("a", "held")]), endpoint=URL)
+        await flows.until_began("held")
+        await client.batches.cancel(batch.id)
+        done = await until(client, batch)
+        await until_canceled(flows)
+        gate.set()
+    assert done.status == "cancelled"
+    assert flows.compute.count(JOIN.name) == 0
+
+
 async def left_by_its_runner(
     flows: World, settings: ApiSettings, text: str, gate: threading.Event
 ) -> Any:

@@ -237,6 +237,15 @@ async def test_job_that_is_no_prediction_goes_by_itself(records: Records, redis_
         assert all(0 < client.ttl(f"penstock:record:{name}") <= 120 for name in "abc")
 
 
+async def test_canceled_job_is_known_as_such_until_its_deadline(
+    records: Records, redis_url: str
+) -> None:
+    """The broker may deliver it until then, to a worker that starts in an hour."""
+    await records.cancel("late", time.time() + 3600)
+    with redis.Redis.from_url(redis_url) as client:
+        assert client.ttl("penstock:record:late") > 3600
+
+
 async def test_predictions_of_a_tenant_are_listed_newest_first(records: Records) -> None:
     for number in range(3):
         await records.create(f"req_{number}", "acme", b"{}", deadline_s=time.time(), keep_s=60)

@@ -14,6 +14,7 @@ import redis.asyncio as redis
 from infra.local.redis_server import RedisServer
 from shared.errors import BadInput, ModelFailed
 from shared.messages import ReplyBody, encode_reply_body, failure
+from shared.stores.records import Records
 from shared.tasks import Input
 from shared.tasks.image import ImageResult
 from shared.transport import (
@@ -22,6 +23,7 @@ from shared.transport import (
     dead_letter_subscription_id,
     workers_subscription_id,
 )
+from tests.gated_link import gated_redis
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.worker_harness import (
     LARGE_IMAGE,
@@ -328,6 +330,25 @@ async def test_job_canceled_before_it_came_is_not_begun(redis_url: str, tmp_path
         harness.process.gate.set()
         assert (await harness.reply()).request_id == "first"
         assert harness.process.batches == [["first"]]
+
+
+async def test_job_canceled_before_it_came_stops_if_the_model_was_faster(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """The model begins a new job before Redis has said that nobody waits for it."""
+    async with (
+        gated_redis(redis_url) as (link, url),
+        Records(redis_url) as callers,
+        running_worker(url, tmp_path) as harness,
+    ):
+        await callers.cancel("early")
+        link.close()
+        harness.process.gate.clear()
+        await harness.send("cat", request_id="early")
+        await harness.process.started.wait()
+        link.open()
+        assert (await harness.reply()).body.outcomes[0].status == "canceled"
+        assert harness.process.cancels == 1
 
 
 async def test_running_job_stops_and_its_row_says_what_was_saved(

@@ -51,7 +51,7 @@ from shared.messages import (
 )
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
-from shared.stores.record_state import Claim, Finish
+from shared.stores.record_state import Finish
 from shared.stores.records import Records
 from shared.stores.token_streams import Delivered, TokenStreams
 from shared.tasks import Result
@@ -455,17 +455,11 @@ class Completion:
         worker = self.worker
         return ReplyBody(list(outcomes), None, worker.worker, worker.device, time.time())
 
-    def repeat(self, pulled: PulledJob, claim: Claim) -> None:
-        """Ends a job whose record is over already.
-
-        Repeats its reply, in case the first one got lost.
-        """
-        if claim.reply is None:
-            for item in pulled.items:
-                self.settle(pulled, pulled.canceled(item.index))
-        elif not pulled.is_over:
+    def repeat(self, pulled: PulledJob, reply: bytes) -> None:
+        """Ends a job whose record has a reply. Sends it again, in case the first one got lost."""
+        if not pulled.is_over:
             pulled.end()
-            self._spawn(pulled, self._repeat(pulled, claim.reply))
+            self._spawn(pulled, self._repeat(pulled, reply))
 
     def notify_webhook(self, pulled: PulledJob, event: EventName, sequence: int = 0) -> None:
         """Publishes a webhook event in the background, if the job's webhook subscribed to it."""

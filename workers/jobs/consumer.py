@@ -272,9 +272,16 @@ them. As with model processes: a death with another cause, or over another job, 
 class Claims:
     """Claims the records of one model's jobs."""
 
-    def __init__(self, records: Records, completion: Completion, steps: StepJobs | None) -> None:
+    def __init__(
+        self,
+        records: Records,
+        completion: Completion,
+        cancellation: Cancellation,
+        steps: StepJobs | None,
+    ) -> None:
         self._records = records
         self._completion = completion
+        self._cancellation = cancellation
         self._steps = steps
 
     async def claim(self, pulled_jobs: Sequence[PulledJob]) -> None:
@@ -333,7 +340,11 @@ class Claims:
     def _apply(self, pulled: PulledJob, claim: Claim) -> None:
         pulled.envelope.attempt = max(pulled.envelope.attempt, claim.attempt)
         if claim.state != "processing":
-            self._completion.repeat(pulled, claim)
+            if claim.reply is None:
+                self._cancellation.cancel(pulled.record)
+            else:
+                self._completion.repeat(pulled, claim.reply)
+            self._cancellation.on_unwanted()  # the model may have begun before the claim was back
         elif claim.unfinished >= UNFINISHED_MAX and claim.alone >= ALONE_MAX:
             error = ModelFailed(
                 f"{claim.unfinished} workers died while they held this job, "
@@ -389,7 +400,7 @@ class JobConsumer:
         )
         self._cache = cache
         self._steps = None if flows is None else StepJobs(flows, completion, records)
-        self._claims = Claims(records, completion, self._steps)
+        self._claims = Claims(records, completion, self.cancellation, self._steps)
         self._completion = completion
         self._forwarding = completion.forwarding
         self._deadlines = (
