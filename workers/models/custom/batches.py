@@ -30,7 +30,7 @@ from workers.models.custom.model import (
     message_of,
     outcome_of,
 )
-from workers.models.custom.process import RunnerProcess, end_of
+from workers.models.custom.process import RunnerProcess, end_of, pass_on
 from workers.models.custom.runner.frames import BATCH, Frame
 
 
@@ -43,6 +43,7 @@ class CustomBatchModel(HostedClass):
         super().__init__(entry, folder, device, threads)
         self._logs: dict[int, PrintedLogs] = {}
         self._numbers = 0
+        self._batch_size = 0
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
         """One: the queue has put together only items that may share a batch."""
@@ -61,9 +62,9 @@ class CustomBatchModel(HostedClass):
             Canceled: nobody waits for the batch any more.
             ModelFailed: the class failed on the whole batch.
         """
-        self._logs = {}
+        self._logs, self._batch_size = {}, len(batch)
         runner = self._running(on_step)
-        runner.printed.take()  # what was printed between two batches is nobody's
+        pass_on(runner.printed.take())  # printed between two batches
         numbers = range(self._numbers, self._numbers + len(batch))
         self._numbers = numbers.stop
         items = [
@@ -72,8 +73,7 @@ class CustomBatchModel(HostedClass):
         ]
         runner.send_all([({"batch": len(batch)}, ()), *items])
         answers = self._answers(runner, numbers, on_step)
-        if len(batch) == 1:
-            self._logs[0] = runner.printed.take()
+        self._note_logs(runner.printed.take())
         for at, frame in enumerate(answers):
             if log := frame.message.get("log"):
                 printed = self._logs.get(at, PrintedLogs())
@@ -93,7 +93,7 @@ class CustomBatchModel(HostedClass):
         while len(answers) < len(numbers):
             for frame in self._received(runner, on_step):
                 if "batch_error" in frame.message:
-                    raise self._failed(frame, runner, is_alone=len(numbers) == 1)
+                    raise self._failed(frame, runner)
                 number: int = frame.message.get("id", BATCH)
                 if number not in numbers or number in answers:
                     # So what it sends later is never taken for the answer of another batch.
@@ -102,10 +102,18 @@ class CustomBatchModel(HostedClass):
                 answers[number] = frame
         return [answers[number] for number in numbers]
 
-    def take_logs(self) -> dict[int, PrintedLogs]:
-        """What the class printed in the last call, by the index of its item, if that is known.
+    def _note_logs(self, printed: PrintedLogs) -> None:
+        """Keeps the output of a batch if it has one item; otherwise its owner is unknown."""
+        if self._batch_size == 1:
+            self._logs[0] = printed
+        else:
+            pass_on(printed)
 
-        What it printed in a batch of several items is nobody's: they may be of several tenants.
+    def take_logs(self) -> dict[int, PrintedLogs]:
+        """Returns what the class printed in the last call, by item index, if the item is known.
+
+        The items of a batch may belong to several tenants, so output of a batch of several goes to
+        the operator's log only.
         """
         logs, self._logs = self._logs, {}
         return logs
@@ -163,9 +171,8 @@ class CustomBatchModel(HostedClass):
         runner.close()
         self._runner = None
 
-    def _failed(self, frame: Frame, runner: RunnerProcess, *, is_alone: bool) -> PenstockError:
-        if is_alone:
-            self._logs[0] = runner.printed.take()
+    def _failed(self, frame: Frame, runner: RunnerProcess) -> PenstockError:
+        self._note_logs(runner.printed.take())
         if frame.message["kind"] == "canceled":
             return ModelFailed("the model canceled the batch by itself")
         return ModelFailed(str(frame.message["batch_error"]))
@@ -173,11 +180,11 @@ class CustomBatchModel(HostedClass):
     def _ended(self, runner: RunnerProcess) -> ModelFailed:
         """Why the runner ended in the middle of a batch."""
         self._runner = None
-        printed, status = runner.printed.take(), runner.close()
+        self._note_logs(runner.printed.take())
+        status = runner.close()
         if runner.killed_for:
             return ModelFailed(f"the process of the model was killed: {runner.killed_for}")
         if status < 0:
             print(f"the process of the class {end_of(status)}", file=sys.stderr, flush=True)
             os._exit(RUNNER_KILLED)
-        self._logs[0] = printed
         return ModelFailed(f"the process of the model {end_of(status)} while it computed this")

@@ -33,7 +33,7 @@ from shared.tasks.custom import (
 from shared.tasks.text import TokenChunk
 from workers.models.base import PreparedCustom, PreparedItem, StepEnd
 from workers.models.custom.environments import python_for
-from workers.models.custom.process import RunnerProcess, end_of
+from workers.models.custom.process import PrintedOutput, RunnerProcess, end_of, pass_on
 from workers.models.custom.runner.frames import Frame
 from workers.models.custom.services import service_ports
 from workers.models.custom.sources import Sources, read_sources
@@ -71,6 +71,8 @@ class _Running:
         """Whether it was in a runner that ended with several. It runs alone from then on."""
         self.received = 0
         """Pieces from the current runner."""
+        self.printed = PrintedLogs()
+        """What it printed while it ran alone, set when another prediction joined it."""
         self._is_text = is_text
         self._ids = list(memoryview(item.written_ids).cast("I"))
         """Of all pieces, reported or not."""
@@ -267,8 +269,10 @@ class CustomModel(HostedClass):
         self._dropped: dict[int, int] = {}
         """Numbers of predictions that were dropped and that the runner has not ended."""
         self._numbers = 0
+        self._alone: _Running | None = None
+        """The only prediction that can have printed anything since the last `printed.take()`."""
         self._logs_seen = 0
-        """What `look_at_logs` has given of the item that is alone."""
+        """What `look_at_logs` has returned of its output."""
         self._wakes_on: socket.socket | None = None
 
     def wake_on(self, connection: socket.socket) -> None:
@@ -330,9 +334,23 @@ class CustomModel(HostedClass):
                 is_alone = running.is_suspect
                 inside += 1
                 running.is_sent = True
-                if inside == 1:
-                    runner.printed.take()  # what was printed between two predictions is nobody's
+                self._attribute_output(runner, running, is_only=inside == 1)
                 runner.send(*message_of(running.number, running.item))
+
+    def _attribute_output(self, runner: RunnerProcess, joining: _Running, *, is_only: bool) -> None:
+        """Takes the output so far, just before a prediction starts.
+
+        The output of a process belongs to a prediction only while no other runs. From the moment
+        that a second one joins until none is left, nobody knows which tenant's data a line has.
+        """
+        printed = runner.printed.take()
+        if self._alone is not None:
+            self._alone.printed = printed
+        else:
+            pass_on(printed)
+        self._alone = joining if is_only else None
+        if is_only:
+            self._logs_seen = 0
 
     def _handle(self, frame: Frame, end: StepEnd) -> None:
         message = frame.message
@@ -356,13 +374,21 @@ class CustomModel(HostedClass):
         number = frame.message["id"]
         assert self._runner is not None, "it has answered; this is a bug"
         self._runner.ended(number)
-        is_alone = len(self._items) + len(self._dropped) == 1
         self._dropped.pop(number, None)
         running = self._found(number)
         if running is not None:
-            logs = self._runner.printed.take() if is_alone else PrintedLogs()
+            logs = self._take_logs(running, self._runner.printed)
+            raised = str(frame.message.get("log", ""))
+            logs = PrintedLogs(logs.text + raised, logs.left_out)
             outcome = outcome_of(frame, self._interface, running.item.length, running.files)
             self._end(running.slot, outcome, end, logs)
+
+    def _take_logs(self, running: _Running, printed: PrintedOutput) -> PrintedLogs:
+        """Returns what a prediction that has ended is known to have printed itself."""
+        if self._alone is not running:
+            return running.printed
+        self._alone = None
+        return printed.take()
 
     def _end(
         self,
@@ -372,7 +398,6 @@ class CustomModel(HostedClass):
         logs: PrintedLogs | None = None,
     ) -> None:
         del self._items[slot]
-        self._logs_seen = 0
         end.results[slot] = outcome
         if logs is not None and logs.end:
             end.logs[slot] = logs
@@ -383,7 +408,12 @@ class CustomModel(HostedClass):
         assert runner is not None, "it has ended just now; this is a bug"
         was_ready, self._is_ready = self._is_ready, False
         self._dropped.clear()
+        alone, self._alone = self._alone, None
         printed = runner.printed.take()
+        if alone is not None:
+            alone.printed = printed
+        else:
+            pass_on(printed)
         status = runner.close()
         inside = [one for one in self._items.values() if one.is_sent]
         for running in inside:
@@ -404,7 +434,7 @@ class CustomModel(HostedClass):
         failed = inside if was_ready else list(self._items.values())
         for running in failed:
             error = ModelFailed(f"the process of the model {how}")
-            self._end(running.slot, error, end, printed if len(failed) == 1 else None)
+            self._end(running.slot, error, end, running.printed)
 
     def take_chunks(self) -> dict[int, TokenChunk]:
         """The pieces of each streamed item since the last call. A checksum stands for an id."""
@@ -424,10 +454,10 @@ class CustomModel(HostedClass):
 
     def look_at_logs(self) -> dict[int, PrintedLogs]:
         """What an item that is alone has printed so far, if there is more since the last call."""
-        if len(self._items) != 1 or self._dropped or self._runner is None:
+        running = self._alone
+        if running is None or self._runner is None or running.slot not in self._items:
             return {}
-        (running,) = self._items.values()
-        logs = self._runner.printed.look() if running.is_sent else PrintedLogs()
+        logs = self._runner.printed.look()
         if logs.end <= self._logs_seen:
             return {}
         self._logs_seen = logs.end

@@ -401,6 +401,12 @@ class RunnerProcess:
         return status
 
 
+def pass_on(printed: PrintedLogs) -> None:
+    """Writes output that belongs to no single prediction to the operator's log, which is stderr."""
+    if printed.end:
+        print(printed.after(0), end="", file=sys.stderr, flush=True)
+
+
 def end_of(status: int) -> str:
     """How a process ended, in words."""
     if status < 0:

@@ -516,6 +516,82 @@ def test_what_is_printed_is_there_while_it_computes(tmp_path: Path, started: Any
     model.drop(0)
 
 
+def test_concurrent_predictions_never_get_each_others_output(tmp_path: Path, started: Any) -> None:
+    """1,000 predictions of two tenants print, raise, log and stream, eight at a time."""
+    body = """
+    class Predictor(BasePredictor):
+        async def predict(self, tenant: str, number: int) -> ConcatenateIterator[str]:
+            for _ in range(number % 4):
+                print(f"{tenant} prints {number}")
+                await asyncio.sleep(0)
+            os.write(2, f"{tenant} logs {number}\\n".encode())
+            yield tenant
+            await asyncio.sleep(0.001 * (number % 3))
+            if number % 5 == 0:
+                raise ValueError(f"{tenant} raises {number}")
+    """
+    folder = write_class(tmp_path, body, "predict: predict.py:Predictor\nconcurrency: {max: 8}\n")
+    model = started(folder)
+    waiting = [(number, ("acme", "globex")[number % 2]) for number in range(1000)]
+    inside: dict[int, str] = {}
+    tracebacks = 0
+    while waiting or inside:
+        while waiting and len(inside) < 8:
+            number, tenant = waiting.pop()
+            inside[number] = tenant
+            model.admit(number, prepared({"tenant": tenant, "number": number}, is_streamed=True))
+        end = model.step()
+        for slot, logs in model.look_at_logs().items():
+            assert_names_only(inside[slot], logs.text)
+        for slot, chunk in model.take_chunks().items():
+            assert_names_only(inside[slot], chunk.text)
+        for slot in end.results:
+            tenant = inside.pop(slot)
+            text = end.logs[slot].text if slot in end.logs else ""
+            assert_names_only(tenant, text)
+            tracebacks += f"{tenant} raises {slot}" in text
+    assert tracebacks == 200, "each traceback is in the logs of its own prediction"
+
+
+def assert_names_only(tenant: str, text: str) -> None:
+    """Raises if a text names the other tenant."""
+    other = {"acme": "globex", "globex": "acme"}[tenant]
+    assert other not in text, f"{tenant} sees: {text}"
+
+
+def test_output_before_a_second_prediction_joins_stays_with_the_first(
+    tmp_path: Path, started: Any
+) -> None:
+    body = """
+    class Predictor(BasePredictor):
+        async def predict(self, name: str) -> str:
+            print("begin", name)
+            while not os.path.exists(name):
+                await asyncio.sleep(0.01)
+                if name == "second":
+                    break
+            print("end", name)
+            return name
+    """
+    folder = write_class(tmp_path, body, "predict: predict.py:Predictor\nconcurrency: {max: 2}\n")
+    model = started(folder)
+    model.admit(0, prepared({"name": "first"}))
+    for _ in range(int(WAIT_LIMIT_S / 0.05)):
+        model.step()
+        if logs := model.look_at_logs():
+            break
+    assert logs == {0: PrintedLogs("begin first\n")}
+    model.admit(1, prepared({"name": "second"}))
+    for _ in range(int(WAIT_LIMIT_S / 0.05)):
+        end = model.step()
+        if end.results:
+            break
+    assert list(end.results) == [1]
+    assert end.logs == {}
+    assert model.look_at_logs() == {}
+    model.drop(0)
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [

@@ -246,7 +246,7 @@ class _Prediction:
         return encode_frame({"id": self.id, "error": words_of(error), "kind": _kind_of(error)})
 
     def failure_alone(self, error: BaseException) -> bytes:
-        """The frame of an error in a batch. The logs of others do not have what it says."""
+        """Encodes the error of a prediction that shares its process, with the traceback."""
         error = self._named(error)
         log = _traceback_of(error)[-MAX_LOG_CHARS:]
         return encode_frame(
@@ -566,8 +566,9 @@ class AsyncRunner:
         try:
             answer = await self._answer(prediction)
         except BaseException as error:
-            # The boundary to the code of the class, as above.
-            answer = prediction.failure(error)
+            # The boundary to the code of the class, as above. Others may run in this process, so
+            # the traceback goes into the answer rather than into their common output.
+            answer = prediction.failure_alone(error)
         prediction.close()
         _flush()
         await self._send_whole(answer)
