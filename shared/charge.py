@@ -143,16 +143,22 @@ def charged_share(price: ItemPrice, outcome: ItemOutcome) -> float:
     return _share_of_result(price, outcome) * price.price_share
 
 
-def charged_work(price: ItemPrice, outcome: ItemOutcome) -> float:
-    """Returns the work that counts for limits, whatever the request pays.
+def counted_work(price: ItemPrice, outcome: ItemOutcome) -> float:
+    """Returns the work that an item counts toward limits. Only this function decides it.
 
-    It is in tokens, in pixel-steps, or in what a class of one's own says that an item weighs.
+    A delivered item counts what its price is computed from. An item without a result costs nothing
+    and counts the work that was done for it, so that a tenant can't waste more than its limits
+    would let it buy. The unit is tokens, pixel-steps, or the weight of a custom class's input.
     """
-    if not _is_delivered(outcome):
-        return 0.0
     receipt = outcome.receipt
-    work = (receipt.tokens or 0) + (receipt.pixel_steps or 0) + (receipt.work or 0)
-    return _share_of_result(price, outcome) * work
+    work = float((receipt.tokens or 0) + (receipt.pixel_steps or 0) + (receipt.work or 0))
+    if outcome.status == "succeeded":
+        return _share_of_result(price, outcome) * work
+    if receipt.spent_work is not None:
+        spent = float(receipt.spent_work)
+    else:  # a result that came after its item had ended
+        spent = 0.0 if receipt.inference_ms is None or receipt.cache in SHARED else work
+    return max(spent, _share_of_result(price, outcome) * work if _is_delivered(outcome) else 0.0)
 
 
 def _is_delivered(outcome: ItemOutcome) -> bool:

@@ -260,6 +260,10 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     """Whether the model process that computed it had loaded the model after the publish."""
     adapter: str | None = None
     """The adapter that an image was drawn with."""
+    spent_work: int | None = None
+    """Work done for an item that has no result, in the unit of its model. It counts toward limits
+    and costs nothing.
+    """
 
     def count(self, result: Result) -> None:
         """Takes over the work that a result reports."""

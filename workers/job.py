@@ -38,10 +38,11 @@ from shared.transport import (
     workers_subscription_id,
 )
 from shared.usage.row import Row, row_of
-from workers.models.base import Prepared, PreparedCustom, PreparedPrompt
+from workers.models.base import Prepared, PreparedCustom, PreparedImage, PreparedPrompt
 from workers.runtime.protocol import BatchResult, Call
 
 FRESH_S = 0.05
+TOKEN_ID_BYTES = 4
 TOLERATED_CRASHES, GENERATION_TOLERATED_CRASHES = 1, 4
 """So many workers may die with a job, or with one for a generation, before it is computed
 by itself.
@@ -299,6 +300,23 @@ class QueuedItem:
         """What it weighs, of a model of one's own, for its receipt. None: its result says it."""
         return self.prepared.length if isinstance(self.prepared, PreparedCustom) else None
 
+    def spent_work(self, steps_saved: int | None = None) -> int:
+        """Returns the work done for it if it ends without a result.
+
+        A text that is streamed counts its prompt and what was written. Anything else counts as the
+        queue weighed it, less the steps of an image that were not computed.
+
+        Args:
+            steps_saved: denoising steps that were left out. None: the model has no steps.
+        """
+        prepared = self.prepared
+        if isinstance(prepared, PreparedPrompt) and prepared.is_streamed:
+            written = self.written[-1].end if self.written else 0
+            return min(prepared.length, len(prepared.ids) // TOKEN_ID_BYTES + written)
+        if isinstance(prepared, PreparedImage) and steps_saved:
+            return max(0, prepared.length - steps_saved * prepared.width * prepared.height)
+        return prepared.length
+
     @property
     def priority(self) -> Priority:
         """`batch` if all waiters are batch jobs."""
@@ -333,8 +351,11 @@ class QueuedItem:
         The first waiter that gets the result has a cache miss. The others were coalesced with it.
         """
         has_miss = False
-        for pulled, item in self.open_waiters():
+        for number, (pulled, item) in enumerate(self.open_waiters()):
             outcome = self._outcome(pulled, item, "joined" if has_miss else "miss")
+            if outcome.result is None:  # waiters beyond the first have caused no work
+                saved = outcome.receipt.steps_saved
+                outcome.receipt.spent_work = 0 if number else self.spent_work(saved)
             if not has_miss and outcome.result is not None:
                 has_miss = True
                 self._mark_for_cache(pulled, item)

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 from api.batches.documents import BatchCreated, LineError
 from api.bodies import Body, check_amount
 from api.errors import error_response, to_bad_input
-from api.inputs.source_images import ImageCaller
+from api.inputs.source_images import ImageCaller, count_nothing
 from api.inputs.storage import StorageQuota
 from api.mistral.ocr import OcrEndpoint
 from api.openai.audio import TranscriptionsEndpoint, TranslationsEndpoint
@@ -93,6 +93,7 @@ class PredictionsEndpoint(Endpoint):
             caller.base_url,
             deadline_s=caller.deadline_s,
             keep_s=0,
+            begin=count_nothing,
         )
         try:
             await add_files(custom_input, files, owner, caller.source_images)

@@ -40,6 +40,7 @@ from api.dispatch.request import (
     RequestState,
     SingleFlight,
     cache_hit,
+    receipt_without_answer,
 )
 from api.errors import ClientGone, log_reason
 from shared import slo
@@ -245,7 +246,10 @@ class Dispatcher:
             return await self._sender.send(request, job)
         except PenstockError as error:
             log_reason(error, request.facts.request_id)
-            return [failure(in_flight.item.index, error) for in_flight in job.items]
+            return [
+                failure(one.item.index, error, receipt_without_answer(one, request.model))
+                for one in job.items
+            ]
 
     def _end_job(
         self, request: InferenceRequest, job: InFlightJob, task: asyncio.Task[list[ItemOutcome]]

@@ -372,6 +372,15 @@ class InFlightItem:
     """The leader left without the result. The first request that gets it pays for all of it."""
 
 
+def receipt_without_answer(in_flight: InFlightItem, model: Model) -> Receipt:
+    """Returns the receipt of an item whose job ended without a reply.
+
+    If its job was published, a worker may have computed it, so it counts as estimated.
+    """
+    is_published = in_flight.job is not None and in_flight.job.published_at_s > 0
+    return Receipt(spent_work=in_flight.item.input.estimate_work(model) if is_published else None)
+
+
 class SingleFlight:
     """All items that other requests may be coalesced with, by cache key."""
 
@@ -467,7 +476,9 @@ class RequestState:
         if not is_final and self.remaining_s() > 0:
             return
         if completion is None or not is_final:
-            completion = ItemCompletion(failure(index, self.request.too_late()), by_worker=False)
+            receipt = receipt_without_answer(in_flight, self.request.model) if is_leader else None
+            late = failure(index, self.request.too_late(), receipt)
+            completion = ItemCompletion(late, by_worker=False)
         elif not is_leader:
             completion = ItemCompletion(
                 _of_coalesced(index, in_flight, completion), by_worker=False

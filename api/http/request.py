@@ -45,6 +45,7 @@ from api.inputs.source_images import SourceImages
 from api.inputs.storage import StorageQuota
 from api.limits.limited_request import LimitedRequest
 from api.limits.limiter import Limiter
+from api.limits.preparation import Preparation
 from api.predictions.conversations import Conversations
 from api.predictions.creation import OWNER, Creation, PredictionSnapshot, ids_of, version_of
 from api.predictions.event_stream import EventStreams
@@ -217,6 +218,7 @@ class ApiRequest:
     context: RequestContext
     caller: Caller
     options: RequestOptions
+    _preparation: Preparation | None = None
 
     async def read_json(self, kind: type[B]) -> B:
         """Reads the body as `kind`. Numbers in quotes and the like are refused.
@@ -271,12 +273,14 @@ class ApiRequest:
     async def asked_before(self, model: Model, inputs: Sequence[Input]) -> list[Result | None]:
         """Returns what a worker says of `inputs`, of which the items of this request are made.
 
-        It is free, and counts in no limit but those of items in flight. Its rows have an id of
-        their own.
+        It is free. Its work counts toward the limits of a minute as a part of the request, even if
+        the request is refused afterwards. Its rows have an id of their own.
 
         Raises:
             PenstockError: an item failed, or there is no room. ClientGone: the caller hung up.
+            RateLimited: a limit of a minute is reached.
         """
+        await self.preparation(model).begin(sum(one.estimate_work(model) for one in inputs))
         facts = msgspec.structs.replace(
             self.context.facts,
             request_id=f"{self.context.facts.request_id}-before",
@@ -429,7 +433,20 @@ class ApiRequest:
             received_at_s=self.context.facts.received_at_s,
             longest_s=longest_s,
             price_share=self.context.facts.price_share,
+            preparation=self._preparation,
         )
+
+    def preparation(self, model: Model) -> Preparation:
+        """Returns what counts the work that is done for this request before it runs `model`."""
+        if self._preparation is None:
+            self._preparation = Preparation(
+                self.dependencies.limiter,
+                self.caller,
+                model,
+                self.context.headers,
+                received_at_s=self.context.facts.received_at_s,
+            )
+        return self._preparation
 
     def check_room(self, model: Model, items: int) -> None:
         """Refuses now what `inferred` would refuse, before the route prepares inputs.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import mimetypes
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 from urllib.parse import parse_qsl, unquote
@@ -45,9 +45,13 @@ IMAGE_TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
 """Buckets give the last two to files of unknown kind."""
 
 
+async def count_nothing() -> None:
+    """Counts nothing. Lines of batches count toward no limit of a minute."""
+
+
 @dataclass(frozen=True, slots=True)
 class ImageCaller:
-    """The tenant of a request, and its deadline."""
+    """The tenant of a request, its deadline, and what counts the work that is done for it."""
 
     tenant: str
     quota: StorageQuota
@@ -58,6 +62,9 @@ class ImageCaller:
     """Unix time at which work on a source image is stopped."""
     keep_s: float
     """Seconds for which an image is kept that belongs to the request."""
+    begin: Callable[[], Awaitable[None]]
+    """Called before each fetch and each decode. Counts the first one toward the tenant's limits, or
+    refuses it."""
 
 
 class FetchedFile(NamedTuple):
@@ -196,6 +203,7 @@ class SourceImages:
     ) -> FetchedInput:
         if self._url_fetcher.is_off:
             raise BadInput(f"{field}: {OFF}", field=field)
+        await caller.begin()
         return await self._url_fetcher.fetch(
             url,
             tenant=caller.tenant,
@@ -245,6 +253,7 @@ class SourceImages:
         Raises:
             BadInput: the URL is neither, or its target does not exist.
         """
+        await caller.begin()
         if url.startswith("data:"):
             data = await data_of_uri(url, field, field=field)
             media_type = url[5:].partition(",")[0].partition(";")[0].lower()
@@ -304,6 +313,7 @@ class SourceImages:
             padding: what goes around it, as in ImageCodec.prepare_source.
             field: of the input, for errors.
         """
+        await caller.begin()
         return await self._image_codec.prepare_source(
             data,
             size,
@@ -322,6 +332,7 @@ class SourceImages:
             caller: the tenant and deadline.
             field: of the input, for errors.
         """
+        await caller.begin()
         return await self._image_codec.prepare_reference(
             data, caller.deadline_s, tenant=caller.tenant, field=field
         )
@@ -343,6 +354,7 @@ class SourceImages:
             caller: the tenant and deadline.
             padding: of the source.
         """
+        await caller.begin()
         return await self._image_codec.prepare_mask(
             data, source, "white", blur, caller.deadline_s, tenant=caller.tenant, padding=padding
         )

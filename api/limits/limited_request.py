@@ -14,13 +14,14 @@ from api.errors import ClientGone
 from api.limits.accounts import Account
 from api.limits.counters import month_of
 from api.limits.limiter import Limiter, RequestDemand, Taking
+from api.limits.preparation import Preparation
 from shared.after_image import drawings_of
 from shared.catalog import Model
 from shared.charge import (
     ItemPrice,
     as_delivered,
-    charged_work,
     cost_usd,
+    counted_work,
     list_price_usd,
     price_of,
     step_prices_of,
@@ -50,6 +51,14 @@ class HeldLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     takings: list[Taking]
     step_prices: list[ItemPrice] = []
     """Of a flow, the terms of each of its steps."""
+
+    def used_unreported(self) -> RequestDemand:
+        """Returns what it counts if a worker had it and never reported what it did.
+
+        The work counts as reserved. It costs nothing, because nothing was delivered.
+        """
+        work = max((one.amount for one in self.takings if one.unit == self.unit), default=0.0)
+        return RequestDemand(self.unit, items=0, work=work, cost_usd=0.0)
 
 
 @dataclass(slots=True)
@@ -93,6 +102,7 @@ class LimitedRequest:
         received_at_s: when it arrived, Unix seconds. Its rows have this time.
         longest_s: how long it may be computed. None: as long as the model allows.
         price_share: the share of the list price that it pays.
+        preparation: what its preparation has taken of the limits. None: it needed none.
         operation: GROUP/NAME, the same each time that this request is made again after the death of
             a process. Budgets count it once. Empty: it is not made again.
     """
@@ -108,8 +118,10 @@ class LimitedRequest:
         received_at_s: float,
         longest_s: float | None = None,
         price_share: float = 1.0,
+        preparation: Preparation | None = None,
         operation: str = "",
     ) -> None:
+        self._preparation = preparation
         self._operation = operation
         self._limiter = limiter
         self._model = model
@@ -135,9 +147,10 @@ class LimitedRequest:
             RateLimited: a limit is reached. BudgetExceeded: it is the budget of the month.
         """
         if self._account is not None:
+            before = None if self._preparation is None else self._preparation.taken
             try:
                 self._reservation = await self._limiter.reserve(
-                    self._account, self._estimate(self._account)
+                    self._account, self._estimate(self._account), before
                 )
             finally:
                 self._headers |= self._limiter.headers(self._account)
@@ -294,15 +307,19 @@ def used_by(
     if step_prices:
         priced = [(step_prices[step_of(one.index)], one) for one in delivered]
         if unit == "work":  # that of its models has many units, so each item counts as one
-            work = float(sum(one.status == "succeeded" for one in outcomes))
+            work = float(sum(_is_computed(one) for one in outcomes))
         else:  # of a request for images, the work of those that draw
             own = [(step_prices[0], one) for one in outcomes if step_of(one.index) == 0]
-            work = sum(charged_work(terms, one) for terms, one in own)
+            work = sum(counted_work(terms, one) for terms, one in own)
     else:
         priced = [(price, one) for one in delivered]
-        work = sum(charged_work(price, outcome) for outcome in outcomes)
+        work = sum(counted_work(price, outcome) for outcome in outcomes)
     usd = sum(cost_usd(terms, one) for terms, one in priced)
     return RequestDemand(unit, items=len(outcomes), work=work, cost_usd=usd)
+
+
+def _is_computed(outcome: ItemOutcome) -> bool:
+    return outcome.status == "succeeded" or bool(outcome.receipt.spent_work)
 
 
 def highest_cost_usd(

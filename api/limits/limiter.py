@@ -34,6 +34,7 @@ from api.limits.counters import (
     Kind,
     MonthCounter,
     Standing,
+    WindowCounter,
 )
 from api.limits.messages import Need, headers_of, refusal
 from shared.errors import Unavailable
@@ -85,10 +86,12 @@ class Taking(msgspec.Struct, frozen=True, omit_defaults=True):
     month: float = 0
     owner: str = ""
     """The process that took it without Redis."""
+    before: float = 0
+    """The amount that the preparation of the request took. It does not come back."""
 
     def settled(self, used: float) -> Ask:
         """Gives back all but `used`."""
-        returns = [(self.period, self.amount - used)]
+        returns = [(self.period, self.amount - max(0.0, used - self.before))]
         return Ask(
             self.key,
             self.kind,
@@ -163,15 +166,44 @@ class Limiter:
         """Returns the `x-ratelimit-*` headers of an answer."""
         return headers_of(account.counters, self._clock())
 
-    async def reserve(self, account: Account, demand: RequestDemand) -> Reservation:
+    async def reserve(
+        self, account: Account, demand: RequestDemand, before: Reservation | None = None
+    ) -> Reservation:
         """Reserves the estimated usage of a request in all limits, or in none.
+
+        Args:
+            account: the counters of its caller and model.
+            demand: what it needs in all.
+            before: what its preparation has taken of that. None: nothing.
 
         Raises:
             RateLimited: a limit is reached. BudgetExceeded: it is the budget of the month.
             Unavailable: the remaining budget is unknown, and the plan says to refuse then.
         """
-        reservation = Reservation(self)
-        needs = [Need(counter, demand.of(counter)) for counter in account.counters]
+        reservation = Reservation(self, before)
+        needs = [
+            need
+            for counter in account.counters
+            if (need := reservation.missing_of(counter, demand)) is not None
+        ]
+        return await self._reserve(reservation, account, needs)
+
+    async def reserve_rates(self, account: Account, demand: RequestDemand) -> Reservation:
+        """Takes `demand` of the limits of a minute, or of none of them. Others are not asked.
+
+        Raises:
+            RateLimited: a limit is reached.
+        """
+        needs = [
+            Need(counter, demand.of(counter))
+            for counter in account.counters
+            if isinstance(counter, WindowCounter)
+        ]
+        return await self._reserve(Reservation(self), account, needs)
+
+    async def _reserve(
+        self, reservation: Reservation, account: Account, needs: Sequence[Need]
+    ) -> Reservation:
         try:
             missing = self._take(reservation, needs)
             if missing and account.asking is not None:
@@ -490,12 +522,33 @@ class Limiter:
 
 
 class Reservation:
-    """Amounts that one request has taken. Settled or canceled once, when the request ends."""
+    """Amounts that one request has taken. Settled or canceled once, when the request ends.
 
-    def __init__(self, limiter: Limiter) -> None:
+    Args:
+        limiter: knows the limits.
+        before: what the preparation of the request has taken. It stays counted, however this ends.
+    """
+
+    def __init__(self, limiter: Limiter, before: Reservation | None = None) -> None:
         self._limiter = limiter
+        taken = () if before is None else before._taken
+        self._before = {need.counter: (need.amount, period) for need, period in taken}
         self._taken: list[tuple[Need, float]] = []
         self._handed_over: list[tuple[Need, float]] = []
+
+    def missing_of(self, counter: Counter, demand: RequestDemand) -> Need | None:
+        """Returns what is still to be taken of a limit. None: the preparation took enough."""
+        amount, period = self._before.get(counter, (0.0, 0.0))
+        missing = demand.of(counter) - amount
+        if amount and missing <= 0:
+            self.note(Need(counter, 0), period)
+            return None
+        return Need(counter, missing)
+
+    def _used_beyond(self, counter: Counter, used: RequestDemand) -> float:
+        """Returns how much of `used` the preparation has not taken."""
+        amount, _ = self._before.get(counter, (0.0, 0.0))
+        return max(0.0, used.of(counter) - amount)
 
     def note(self, need: Need, period: float) -> None:
         """Notes what was taken of one limit, and in which period."""
@@ -516,7 +569,7 @@ class Reservation:
                 ask = counter.settling(amount, period, used.of(counter), operation)
                 budgets.append((counter, ask))
                 continue
-            left = amount - (0 if counter.unit == "items" else used.of(counter))
+            left = amount - (0 if counter.unit == "items" else self._used_beyond(counter, used))
             if left:
                 self._limiter.give_back_to(counter, left, period)
         if budgets:
@@ -535,6 +588,7 @@ class Reservation:
                 period,
                 counter.month if isinstance(counter, MonthCounter) else 0,
                 self._limiter.store.process if period == ALONE else "",
+                self._before.get(counter, (0.0, 0.0))[0],
             )
             for (counter, amount), period in self._taken
             if counter.unit != "items"

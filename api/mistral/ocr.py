@@ -38,7 +38,7 @@ from api.errors import (
 from api.http.fast_route import FastRoute
 from api.http.openapi import inference_body, inference_responses
 from api.http.request import ApiRequest, open_request, while_connected
-from api.inputs.source_images import ACCEPTED, ImageCaller, SourceImages
+from api.inputs.source_images import ACCEPTED, ImageCaller, SourceImages, count_nothing
 from api.inputs.storage import StorageQuota
 from api.mistral.ocr_schemas import (
     OcrBody,
@@ -274,6 +274,7 @@ class OcrEndpoint(Endpoint):
             caller.base_url,
             deadline_s=caller.deadline_s,
             keep_s=0,
+            begin=count_nothing,
         )
         checked = _checked(cast(OcrBody, request.body), request.model)
         return [await _with_document(checked, owner, caller.source_images)]
@@ -384,4 +385,5 @@ def _owner(call: ApiRequest, model: Model) -> ImageCaller:
         call.base_url,
         call.answer_by_s(model),
         keep_s=0,
+        begin=call.preparation(model).begin,
     )

@@ -42,7 +42,7 @@ from api.http.openapi import (
 from api.http.request import ApiRequest, open_request, while_connected
 from api.http.request_options import wants_event_ids
 from api.http.upload_form import MAX_EDIT_FIELDS, closed_form, form_asks_for_stream
-from api.inputs.source_images import ImageCaller, SourceImages
+from api.inputs.source_images import ImageCaller, SourceImages, count_nothing
 from api.inputs.storage import StorageQuota
 from api.openai.audio_schemas import (
     FILE,
@@ -421,6 +421,7 @@ class _LinesOf(Endpoint):
             caller.base_url,
             deadline_s=caller.deadline_s,
             keep_s=0,
+            begin=count_nothing,
         )
         await _add_recording(one, *body.recording, owner, caller.source_images)
         return [one]
@@ -515,11 +516,17 @@ async def _transcribe(
         one = _transcribed(form, model, mode)
         call.check_room(model, 1)
         if recording is not None:
+            await call.preparation(model).begin()
             one.files.append(await images.stored(Blob(_ANY_BYTES, data=recording.data)))
             one.places.append(FilePlace([FILE], recording.name))
         if form.url is not None:
             caller = ImageCaller(
-                call.tenant, call.storage_quota(FILE), call.base_url, call.done_by_s(model), 0
+                call.tenant,
+                call.storage_quota(FILE),
+                call.base_url,
+                call.done_by_s(model),
+                keep_s=0,
+                begin=call.preparation(model).begin,
             )
             adding = _add_recording(one, "url", form.url, caller, images)
             await while_connected(call.http.receive, adding)

@@ -281,6 +281,7 @@ async def _first_image(
     codec, deadline_s = call.dependencies.image_codec, call.answer_by_s(model)
     check_guides(body, model, files=sources.guides)
     files = await _fetched(call, model, sources)
+    await call.preparation(model).begin()
     source = await codec.prepare_source(
         files[IMAGE_URL], size_in(body, model), model.image, deadline_s, tenant=call.tenant
     )

@@ -34,7 +34,7 @@ from api.inputs.guides import (
     with_fetched_adapter,
     with_guides,
 )
-from api.inputs.source_images import ImageCaller, SourceImages
+from api.inputs.source_images import ImageCaller, SourceImages, count_nothing
 from api.inputs.storage import StorageQuota
 from api.openai.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
 from api.openai.image_stream import ImagePosition, ImageStream
@@ -205,7 +205,14 @@ class GenerationsEndpoint(Endpoint):
         if not _names_files(body, first):
             return request.inputs
         quota = StorageQuota(caller.tenant, 0, "images")
-        owner = ImageCaller(caller.tenant, quota, caller.base_url, caller.deadline_s, keep_s=0)
+        owner = ImageCaller(
+            caller.tenant,
+            quota,
+            caller.base_url,
+            caller.deadline_s,
+            keep_s=0,
+            begin=count_nothing,
+        )
         first = await _with_files(first, body, model, owner, caller.source_images)
         drawn = consecutive(first, first.seed, body.n)
         if run is None:
@@ -358,7 +365,8 @@ async def _with_files(
 def image_caller(call: ApiRequest, model: Model) -> ImageCaller:
     """Returns who asks for the images of a request. They are not kept."""
     quota, deadline_s = call.storage_quota("images"), call.answer_by_s(model)
-    return ImageCaller(call.tenant, quota, call.base_url, deadline_s, keep_s=0)
+    begin = call.preparation(model).begin
+    return ImageCaller(call.tenant, quota, call.base_url, deadline_s, keep_s=0, begin=begin)
 
 
 def model_for(call: ApiRequest, body: ImageBody) -> Model:

@@ -127,8 +127,11 @@ class PredictionFollower:
                 await self._end_if_late(due.record_id, kept)
             if record.reply is None and _may_be_reported(record, kept, time.time()):
                 return
-            outcomes = [] if record.reply is None else record.reply.outcomes
-            used = used_by(kept.price, kept.unit, outcomes, step_prices=kept.step_prices)
+            if record.reply is None and record.attempts:
+                used = kept.used_unreported()
+            else:
+                outcomes = [] if record.reply is None else record.reply.outcomes
+                used = used_by(kept.price, kept.unit, outcomes, step_prices=kept.step_prices)
         await self._limiter.settle_hold(due.record_id, kept.takings, used)
 
     async def _end_if_late(self, record_id: str, kept: HeldLimits) -> None:

@@ -28,7 +28,7 @@ from api.dispatch.request import InferenceRequest
 from api.http import openapi
 from api.http.fast_route import FastProblemRoute
 from api.http.idempotency import REPLAYED
-from api.http.openapi import OF_LIMITS, Responses, problems, success
+from api.http.openapi import OF_LIMITS, Responses, problems, references, success
 from api.http.request import ApiRequest, Dependencies, authenticate, open_request, while_connected
 from api.inputs.source_images import ImageCaller
 from api.predictions.creation import OWNER, PredictionSnapshot, digest_of, find_version
@@ -142,6 +142,7 @@ async def read_prediction(
         call.base_url,
         deadline_s=done_by_s,
         keep_s=keep_s + done_by_s - time.time(),
+        begin=call.preparation(model).begin,
     )
     reading = read_inputs(body.input, model, caller, call.dependencies.source_images)
     read = await while_connected(call.http.receive, reading)
@@ -208,7 +209,10 @@ def creation_responses() -> Responses:
         ),
         201: success("The new prediction.", reply, "Location", *OF_LIMITS),
     }
-    return answers | problems(*CREATION_ERRORS)
+    refused = problems(*CREATION_ERRORS)
+    for one in refused.values():
+        one["headers"] |= references(*OF_LIMITS)
+    return answers | refused
 
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])

@@ -258,6 +258,10 @@ class Task(ABC):
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
         """Returns the most work that an item of a step can take, whatever its input is."""
 
+    def least_work(self, entry: CatalogEntry) -> int:
+        """Returns the work of the smallest item that a model computes, in the unit of the task."""
+        return 1
+
     @abstractmethod
     def usual_work(self, entry: CatalogEntry, units: float | None) -> float | None:
         """The work of a usual item, in the unit of the task. None: not known.

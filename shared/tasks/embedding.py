@@ -122,13 +122,16 @@ class TokensInput(TaskInput, tag="tokens"):
 
 
 class TextToTokenize(TaskInput, tag="text_to_tokenize"):
-    """A text whose tokens are wanted, for windows of it. No model computes it, and it is free."""
+    """A text whose tokens are wanted, for windows of it. No model computes it, and it is free.
+
+    It counts toward limits, as a part of the request that asks for it.
+    """
 
     text: str
 
     def estimate_work(self, entry: CatalogEntry) -> int:
-        """None of what a model does."""
-        return 0
+        """Tokens, from the length of the text."""
+        return estimate_tokens(self.text)
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
         """None: it costs nothing."""

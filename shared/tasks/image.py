@@ -392,6 +392,10 @@ class ImageTask(Task):
         """The largest image with the most steps."""
         return WorkBound(entry.image.largest_pixels * entry.image.longest_steps)
 
+    def least_work(self, entry: CatalogEntry) -> int:
+        """One step of the smallest image."""
+        return entry.image.multiple**2
+
     def usual_work(self, entry: CatalogEntry, units: float | None) -> float | None:
         """Pixel-steps of an image with the defaults of the model."""
         return entry.image.width * entry.image.height * entry.image.steps

@@ -193,6 +193,7 @@ def _work(envelope: Envelope, outcome: ItemOutcome, model: Model | None) -> dict
     receipt = outcome.receipt
     known = {name: getattr(receipt, name) for name in receipt.__struct_fields__}
     del known["is_delivered_in_part"]  # the charge says it
+    del known["spent_work"]  # it counts toward limits only
     # A repeated answer may be another revision's.
     known["revision"] = receipt.revision or (model.revision if model else None)
     if receipt.tokens is not None:

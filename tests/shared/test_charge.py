@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from shared.catalog import Model
 from shared.catalog_entry import Batch, Price, PriceChange
 from shared.catalog_file import read_catalog
-from shared.charge import ItemPrice, charge_of, charged_work, price_of
+from shared.charge import ItemPrice, charge_of, counted_work, price_of
 from shared.errors import ConfigurationError
 from shared.messages import (
     Envelope,
@@ -207,4 +207,4 @@ def test_tokens_that_were_read_of_a_text_without_a_result_are_charged(
     receipt = Receipt(cache, tokens=1_500_000, output_tokens=500_000, is_delivered_in_part=in_part)
     outcome = ItemOutcome(0, status, receipt)
     assert charge_of(price, outcome).cost_usd == cost_usd
-    assert bool(charged_work(price, outcome)) == bool(cost_usd)
+    assert bool(counted_work(price, outcome)) == bool(cost_usd)

@@ -22,15 +22,16 @@ import msgspec
 
 from shared.blob import Blob
 from shared.catalog import Model
-from shared.errors import ModelFailed, PenstockError, Unavailable, UndecodableMessage
+from shared.errors import BadInput, ModelFailed, PenstockError, Unavailable, UndecodableMessage
 from shared.flow_engine import FlowEngine
-from shared.messages import Item, decode_job, failure
+from shared.messages import Item, Receipt, decode_job, failure
 from shared.stores.cache import Level, ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.record_state import Claim
 from shared.stores.records import Records
 from shared.stores.withdrawals import LiveWithdrawals, no_withdrawals, withdrawn_error
 from shared.tasks import Input, Result
+from shared.tasks.custom import CustomInput
 from shared.tasks.embedding import TextToTokenize
 from shared.tracing.spans import is_recorded
 from shared.transport import ReceivedMessage, Subscription
@@ -174,16 +175,27 @@ class Cancellation:
         stopping = _items_in(filter(self.is_unwanted, running), pulled)
         for item in pulled.items:
             if item.index not in stopping:
-                is_started, receipt = item.index in started, None
-                if is_started and pulled.reads_cache and item.cache_key:
-                    # Others go on with what has started, and one of them pays all of it. But what
-                    # was read of a stream its reader pays: who stays may leave without reading.
-                    cache = "miss" if is_streamed(item) else "joined"
-                    receipt = pulled.receipt(cache=cache, work=started[item.index].work)
-                outcome = pulled.unwanted(item.index, receipt, started=is_started)
+                queued, receipt = started.get(item.index), None
+                if queued is not None:
+                    receipt = _receipt_of_leaver(pulled, item, queued)
+                outcome = pulled.unwanted(item.index, receipt, started=queued is not None)
                 self._completion.settle(pulled, outcome)
         # The ack makes room for new jobs, so the items of this one must not stay in the queue.
         self._queue.discard_unwanted()
+
+
+def _receipt_of_leaver(pulled: PulledJob, item: Item, queued: QueuedItem) -> Receipt | None:
+    """Returns the receipt of an item whose caller leaves while its batch continues for others.
+
+    If another caller waits for the same item, that one pays for all of it. What was read of a
+    stream is charged to its reader, because a caller that stays may leave without reading.
+    """
+    is_last = all(other is pulled or other.is_unwanted for other, _ in queued.waiters)
+    spent = queued.spent_work() if is_last else None
+    if pulled.reads_cache and item.cache_key:
+        cache = "miss" if is_streamed(item) else "joined"
+        return pulled.receipt(cache=cache, work=queued.work, spent_work=spent)
+    return pulled.receipt(spent_work=spent) if is_last else None
 
 
 def _items_in(batches: Iterable[Sequence[QueuedItem]], pulled: PulledJob) -> dict[int, QueuedItem]:
@@ -592,6 +604,15 @@ class JobConsumer:
             await self._enqueue_part(part, [suspect] if suspect is not None else [])
         self.queue.on_queued()
 
+    def _work_of_refusal(self, item: Item, error: PenstockError) -> int:
+        """Returns what an input counts that could not be prepared.
+
+        Measuring the input of a class is little work, unless it ended at its time limit.
+        """
+        if isinstance(item.input, CustomInput) and isinstance(error, BadInput):
+            return 1
+        return item.input.estimate_work(self.model)
+
     async def _enqueue_part(
         self, missing: list[tuple[PulledJob, Item]], suspects: list[PulledJob]
     ) -> None:
@@ -604,7 +625,8 @@ class JobConsumer:
         written = await self.tokens.resume(missing, prepared)
         for (pulled, item), ready, before in zip(missing, prepared, written, strict=True):
             if isinstance(ready, PenstockError):
-                self._completion.settle(pulled, failure(item.index, ready, pulled.receipt()))
+                receipt = pulled.receipt(spent_work=self._work_of_refusal(item, ready))
+                self._completion.settle(pulled, failure(item.index, ready, receipt))
             elif isinstance(ready, WithoutModel):  # no model is needed
                 self._completion.settle(pulled, pulled.hit(item, ready, "none"))
             elif not self.queue.coalesce(

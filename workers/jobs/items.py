@@ -389,9 +389,11 @@ class BatchResults:
                 f"{queued.deaths_alone} of them with it alone"
             )
             error = ModelFailed(f"{deaths}; the last: {reason}")
-            for pulled, item in queued.open_waiters():
+            for number, (pulled, item) in enumerate(queued.open_waiters()):
                 pulled.dead_letter_reason = error.message
-                self._completion.settle(pulled, failure(item.index, error, pulled.receipt()))
+                spent = 0 if number else queued.deaths * queued.length
+                receipt = pulled.receipt(spent_work=spent)
+                self._completion.settle(pulled, failure(item.index, error, receipt))
         self._queue.on_queued()
 
 
