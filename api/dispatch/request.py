@@ -377,7 +377,7 @@ def receipt_without_answer(in_flight: InFlightItem, model: Model) -> Receipt:
 
     If its job was published, a worker may have computed it, so it counts as estimated.
     """
-    is_published = in_flight.job is not None and in_flight.job.published_at_s > 0
+    is_published = in_flight.job is not None and in_flight.job.is_sent
     return Receipt(spent_work=in_flight.item.input.estimate_work(model) if is_published else None)
 
 
