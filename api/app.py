@@ -48,7 +48,9 @@ from api.inputs.image_codec import ImageCodec
 from api.inputs.source_images import SourceImages
 from api.inputs.storage import Storage
 from api.inputs.url_fetcher import UrlFetcher
+from api.limits.budget_marks import BudgetMarks
 from api.limits.limiter import Limiter, open_limiter
+from api.limits.spent import SpentReader, SpentRows
 from api.mistral import ocr
 from api.mistral.ocr_schemas import OcrBody, OcrErrorReply, OcrReply
 from api.openai import (
@@ -268,6 +270,7 @@ def create_app(
     transport: AbstractAsyncContextManager[Transport],
     admin: AbstractAsyncContextManager[Admin],
     rows: AbstractAsyncContextManager[RowSink],
+    spent: SpentReader | None = None,
 ) -> FastAPI:
     """Returns the API as an ASGI app. Only its lifespan opens connections.
 
@@ -277,6 +280,7 @@ def create_app(
         transport: the connection to the broker. Not yet open.
         admin: creates an inbox if no pool has one. Not yet open.
         rows: takes the rows that the API writes. Not yet open.
+        spent: adds up rows. None: those in BigQuery.
 
     Raises:
         ConfigurationError: the API keys or the object store's URL are wrong, or keys are needed.
@@ -292,7 +296,15 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as opened:
-            app.state.dependencies = await _open(opened, configuration, transport, admin, rows)
+            dependencies = await _open(opened, configuration, transport, admin, rows)
+            await opened.enter_async_context(
+                BudgetMarks(
+                    dependencies.limiter.store,
+                    configuration.access.budgets,
+                    spent or SpentRows(*_report_dataset(settings)),
+                )
+            )
+            app.state.dependencies = dependencies
             settle_heap()
             yield
 

@@ -28,7 +28,7 @@ from shared.loopback import is_loopback
 from shared.settings import ApiSettings
 from shared.stores.key_stores import KeyCopy, key_store, served_by
 from shared.tenants.api_key import parse_key
-from shared.tenants.directory import Scope
+from shared.tenants.directory import BudgetHolder, Scope
 from shared.tenants.key_store import KeyStore
 from shared.tenants.plan import Caller
 
@@ -269,6 +269,10 @@ class OpenOnLoopback:
     store = None
     """None: without keys there is nothing to administer."""
 
+    def budgets(self) -> frozenset[BudgetHolder]:
+        """None: without keys no tenant has a plan."""
+        return frozenset()
+
     async def refresh(self) -> None:
         """Does nothing."""
 
@@ -337,6 +341,10 @@ class Access(Protocol):
     @property
     def store(self) -> KeyStore | None:
         """The store in which keys are administered. None if no key is required."""
+        ...
+
+    def budgets(self) -> frozenset[BudgetHolder] | None:
+        """The tenants and keys that have a budget. None if the directory may have changed."""
         ...
 
     async def refresh(self) -> None:
@@ -436,6 +444,10 @@ class ApiKeys:
     def store(self) -> KeyStore:
         """The store in which keys are administered."""
         return self.directory.store
+
+    def budgets(self) -> frozenset[BudgetHolder] | None:
+        """The tenants and keys that have a budget. None if the directory may have changed."""
+        return self.directory.budgets()
 
     async def refresh(self) -> None:
         """Reads the keys again now."""

@@ -23,7 +23,7 @@ from prometheus_client import Counter, Gauge
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.stores.key_stores import KeyCopy
 from shared.tenants.api_key import SALT_BYTES, ApiKey, hash_of
-from shared.tenants.directory import Directory, decode_document, mistake_in
+from shared.tenants.directory import BudgetHolder, Directory, decode_document, mistake_in
 from shared.tenants.key_store import KeyStore, StoredDocument
 from shared.tenants.rules import Served, document_mistakes
 
@@ -127,6 +127,12 @@ class LiveDirectory:
         if self._clock() - self._current_s > STALE_LIMIT_S:
             return None
         return self._directory
+
+    def budgets(self) -> frozenset[BudgetHolder] | None:
+        """The tenants and keys that have a budget. None if the last read of the store failed."""
+        if self._failure is not None or self._directory is None:
+            return None
+        return self._directory.budgets
 
     def status(self) -> str:
         """Returns `ok` if keys can be checked, else a public reason. The log has the details."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from uuid import uuid4
@@ -34,6 +34,7 @@ from shared.errors import PenstockError, Unavailable
 from shared.stores.records import hold_keys
 from shared.stores.redis_client import RedisLink, RedisStore, Script, load_script
 from shared.tasks.base import Unit
+from shared.tenants.directory import BudgetHolder
 from shared.tenants.plan import Caller, Limits, Plan, Rates
 
 MAX_ACCOUNTS = 8192
@@ -220,6 +221,11 @@ ENDED_GROUP_S = 3600
 """For so long it knows those of a group that is over: somebody else may still be at them."""
 TOTALS_KEPT_MS = 62 * 24 * 3600 * 1000
 CLOCK = "api/limits/now.lua"
+MAX_COMPARED = 64
+"""Budgets in one call of the script that compares them with their rows."""
+MARKS_LOCK_MS = 180_000
+"""An instance that dies while it looks after marks keeps others from it for so long."""
+_RELEASE = load_script("shared/stores/lease_release.lua")
 
 
 class AnswerLost(Unavailable):
@@ -244,13 +250,59 @@ class Totals(NamedTuple):
 _answers = msgspec.json.Decoder(list[Answer])
 
 
-def scripts(clock: str = CLOCK) -> tuple[Script, Script, Script]:
-    """Returns the scripts that take, register and read totals, with a file for the time."""
+class RowsAsk(NamedTuple):
+    """Compares one month of a budget with its rows, and adds what is missing (rows.lua)."""
+
+    name: str
+    """The budget's counter: `t:TENANT:usd`, or `k:TENANT:KEY_ID:usd`."""
+    month: int
+    """Months since January of the year 0, as `month_of` counts."""
+    rows: float = -1.0
+    """The sum of the rows, in US dollars, of all requests that were answered before an earlier
+    reading. Negative: only read.
+    """
+    seen: float = 0.0
+    """`used` less `raised` at that reading."""
+    lowers: bool = False
+    """Also subtract what is counted beyond the rows, if no request in flight has reserved any."""
+
+
+class BudgetReading(msgspec.Struct, frozen=True):
+    """One month of a budget in Redis. All amounts are in US dollars."""
+
+    at_ms: float
+    """The time of the reading, by Redis's clock."""
+    used: float
+    """The amount used or reserved by all instances."""
+    raised: float
+    """The part of it that was added because rows say so."""
+    held: float
+    """The part of it that requests in flight may give back."""
+    added: float
+    """The amount added by this call. Negative: subtracted."""
+
+
+def budget_name(holder: BudgetHolder) -> str:
+    """Returns the name of the counter of a budget."""
+    tenant, key_id = holder
+    return f"k:{tenant}:{key_id}:{BUDGET_UNIT}" if key_id else f"t:{tenant}:{BUDGET_UNIT}"
+
+
+def scripts(clock: str = CLOCK) -> tuple[Script, Script, Script, Script]:
+    """Returns the scripts that take, register, read totals and compare with rows.
+
+    Args:
+        clock: the file with Redis's time.
+    """
     return (
-        load_script(clock, "api/limits/take.lua"),
+        load_script(clock, "api/limits/months.lua", "api/limits/take.lua"),
         load_script(clock, "api/limits/register.lua"),
         load_script(clock, "api/limits/totals.lua"),
+        load_script(clock, "api/limits/months.lua", "api/limits/rows.lua"),
     )
+
+
+_readings = msgspec.json.Decoder(list[BudgetReading])
 
 
 class LimitStore(RedisStore):
@@ -287,11 +339,12 @@ class LimitStore(RedisStore):
             )
         )
         self._commands = self._link.commands("the store of limits")
-        self._take, self._register, self._totals = scripts(clock)
+        self._take, self._register, self._totals, self._rows = scripts(clock)
         self._instance = instance
         self._prefix = f"{prefix}limits:"
         self._hold_keys = hold_keys(prefix)
         self._budgets_key = f"{self._prefix}budgets"
+        self._marks_key, self._lock_key = f"{self._prefix}marks", f"{self._prefix}marks_lock"
         self._record_prefix = f"{prefix}record:"
         # Two processes may have the same id, one after the other. Their calls are not the same.
         self.process = uuid4().hex
@@ -408,6 +461,60 @@ class LimitStore(RedisStore):
             newest = float(month)
             totals[key.decode()] = {newest: float(used), newest - 1: float(before)}
         return Totals(totals, int(now_ms), is_whole=int(changed) <= MAX_TOTALS)
+
+    async def compare(self, asks: Sequence[RowsAsk]) -> list[BudgetReading]:
+        """Adds to budgets what their rows say and Redis lacks. Returns the budgets afterwards.
+
+        Raises:
+            Unavailable: Redis did not answer. It may still have added some. Ask again.
+        """
+        readings = list[BudgetReading]()
+        for start in range(0, len(asks), MAX_COMPARED):
+            part = asks[start : start + MAX_COMPARED]
+            keys = [f"{self._prefix}month:{ask.name}" for ask in part]
+            encoded = msgspec.json.encode([ask._asdict() for ask in part])
+            outcome = await self._commands.run_script(
+                self._rows, [*keys, self._budgets_key], encoded
+            )
+            readings += _readings.decode(outcome)
+        return readings
+
+    async def lock_marks(self) -> bool:
+        """Returns whether this instance may look after the marks now. Ends with `unlock_marks`.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        args = ("NX", "PX", MARKS_LOCK_MS)
+        return bool(await self._commands.run("SET", self._lock_key, self.process, *args))
+
+    async def unlock_marks(self) -> None:
+        """Lets other instances look after the marks.
+
+        Raises:
+            Unavailable: Redis did not answer. They may after MARKS_LOCK_MS.
+        """
+        await self._commands.run_script(_RELEASE, [self._lock_key], self.process)
+
+    async def marks(self) -> dict[str, bytes]:
+        """Returns the mark of each budget that is counted, by its counter's name.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        found = await self._commands.run("HGETALL", self._marks_key)
+        return {name.decode(): mark for name, mark in found.items()}
+
+    async def put_marks(self, marks: Mapping[str, bytes], removed: Iterable[str] = ()) -> None:
+        """Stores marks, and removes others.
+
+        Raises:
+            Unavailable: Redis did not answer. It may still have stored them.
+        """
+        if gone := list(removed):
+            await self._commands.run("HDEL", self._marks_key, *gone)
+        if pairs := [word for pair in marks.items() for word in pair]:
+            await self._commands.run("HSET", self._marks_key, *pairs)
 
     async def leave(self) -> None:
         """Says that this instance counts no more.

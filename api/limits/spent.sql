@@ -1,21 +1,24 @@
--- What each key of some tenants was charged, by calendar month (UTC), counted from year 0: for all
--- requests, and for those from before @settled.
+-- What each budget's rows were charged, by calendar month (UTC), counted from year 0: those of requests
+-- answered before the time in @befores of the budget at the same place. A budget is that of a tenant, or
+-- of one of its keys. @tenants has each tenant once, @budget_tenants one tenant for each budget.
 -- The filter is directly on the table, as required for tables with a mandatory partition filter.
 WITH once AS (
-  SELECT tenant, key_id, received_at, cost_usd
+  SELECT tenant, key_id, received_at, COALESCE(replied_at, received_at) AS answered_at, cost_usd
   FROM `rows`
   WHERE received_at >= @since
     AND tenant IN UNNEST(@tenants)
   QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1
+),
+budgets AS (
+  SELECT place, budget_tenant, @keys[OFFSET(place)] AS budget_key, @befores[OFFSET(place)] AS before
+  FROM UNNEST(@budget_tenants) AS budget_tenant WITH OFFSET AS place
 )
 SELECT
-  tenant,
-  key_id,
+  place,
   EXTRACT(YEAR FROM received_at) * 12 + EXTRACT(MONTH FROM received_at) - 1 AS month,
-  SUM(cost_usd) AS usd,
-  SUM(IF(received_at < @settled, cost_usd, 0)) AS settled_usd
-FROM once
-GROUP BY tenant, key_id, month
+  SUM(cost_usd) AS usd
+FROM budgets
+JOIN once ON tenant = budget_tenant AND (budget_key = '' OR key_id = budget_key) AND answered_at < before
+GROUP BY place, month
 HAVING usd > 0
-ORDER BY tenant, key_id, month
-LIMIT @most
+ORDER BY place, month

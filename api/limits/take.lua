@@ -1,4 +1,4 @@
--- Takes from several limits at once, or from none of them. Follows now.lua.
+-- Takes from several limits at once, or from none of them. Follows now.lua and months.lua.
 --
 -- KEYS: one for each limit, then budgets by the time at which they changed (totals.lua), holds, the
 -- times at which they are due (shared/stores/records.py), the instance's calls, and operations
@@ -41,10 +41,7 @@
 
 local BUCKET_MS, LEASE_BUCKETS, SLICES = 250, 1, 64
 local BUCKETS = 60000 / BUCKET_MS + 1 + LEASE_BUCKETS
-local ROUNDING_USD = 1e-9 -- sums of doubles
 local SKEW_MS = 60000 -- by so much the clocks of instances may be ahead at the turn of a month
-
-local function whole(number) return string.format('%.0f', number) end
 
 local instance, slots_ms, asked = ARGV[1], tonumber(ARGV[2]), cjson.decode(ARGV[3])
 local changed, holds = KEYS[#asked + 1], KEYS[#asked + 2]
@@ -139,45 +136,7 @@ local function start_ms(months)
   return (era * 146097 + day - 719468) * 86400000
 end
 
--- A budget is a hash with the newest month, what was used of it, what was of the one before, and what
--- each instance holds of a month.
-local months, HELD = {}, '^held:(%d+):(.*)$'
 local budgets = {} -- by key, as a call may be about two months of one
-
--- The newest month of a budget, what was used of the months, and all its fields.
-function months.read(key)
-  local fields, entries = {}, redis.call('HGETALL', key)
-  for at = 1, #entries, 2 do fields[entries[at]] = entries[at + 1] end
-  local kept = tonumber(fields.month or 0)
-  local used = {[kept] = tonumber(fields.used or 0), [kept - 1] = tonumber(fields.used_before or 0)}
-  return {newest = kept, used = used, fields = fields}
-end
-
-function months.forget(key, before)
-  for _, field in ipairs(redis.call('HKEYS', key)) do
-    local of = string.match(field, '^%a+:(%d+)')
-    if tonumber(of or before) < before then redis.call('HDEL', key, field) end
-  end
-end
-
--- Amounts held of a period, by this instance and by others.
-function months.held(key, period, fields)
-  local own, others = 0, 0
-  for field, value in pairs(fields) do
-    local of, holder = string.match(field, HELD)
-    if of then
-      local held, ends_ms = string.match(value, '^(%S+) (%d+)$')
-      if tonumber(ends_ms) <= now_ms then
-        redis.call('HDEL', key, field)
-      elseif tonumber(of) == period and holder == instance then
-        own = tonumber(held)
-      elseif tonumber(of) == period then
-        others = others + tonumber(held)
-      end
-    end
-  end
-  return own, others
-end
 
 function months.open(key, one)
   local budget = budgets[key] or months.read(key)
@@ -190,7 +149,7 @@ function months.open(key, one)
   local period = month
   if wanted > 0 then period = math.min(month, math.max(month - 1, wanted)) end
   local is_over = wanted > 0 and wanted < period
-  local own_held, others_held = months.held(key, period, budget.fields)
+  local own_held, others_held = months.held(key, period, budget.fields, instance)
   return {
     name = one.key, budget = budget, used = budget.used[period] or 0, period = period, is_over = is_over,
     own_held = own_held, others_held = others_held,
@@ -227,13 +186,11 @@ function months.give_back_alone(key, state, amount, owner)
 end
 
 function months.take(key, state, amount, one)
-  local newest, all = state.budget.newest, state.budget.used
+  local all = state.budget.used
   state.used = (all[state.period] or 0) + amount
   all[state.period] = state.used
   if amount ~= 0 or state.came_back then redis.call('ZADD', changed, now_ms, state.name) end
-  local used, before = all[newest] or 0, all[newest - 1] or 0
-  redis.call('HSET', key, 'month', whole(newest), 'used', string.format('%.17g', used),
-    'used_before', string.format('%.17g', before))
+  months.write(key, state.budget)
   if (one.held or -1) >= 0 and not state.is_over then
     local field = 'held:' .. whole(state.period) .. ':' .. instance
     state.own_held = math.max(0, one.held - one.need + amount)

@@ -20,6 +20,7 @@ import math
 import re
 import secrets
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Annotated, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
@@ -141,6 +142,14 @@ class Found(NamedTuple):
     """Whose key it is, if the state is not `unknown`."""
 
 
+class BudgetHolder(NamedTuple):
+    """A tenant or a key that has a budget."""
+
+    tenant: str
+    key_id: str = ""
+    """Empty: the budget is the tenant's."""
+
+
 class _Entry(NamedTuple):
     """One key, ready to be compared."""
 
@@ -180,6 +189,18 @@ class Directory:
         is_known = is_current | (is_previous & (now_s < entry.previous_until_s))
         state = 4 * entry.is_revoked + 2 * (now_s >= entry.expires_s) + entry.is_frozen
         return Found(_STATES[is_known][state], entry.caller)
+
+    @cached_property
+    def budgets(self) -> frozenset[BudgetHolder]:
+        """The tenants with keys, and the keys, that have a budget."""
+        found = set[BudgetHolder]()
+        for caller in (entry.caller for entry in self._entries.values()):
+            if caller.plan.budget_usd_per_month is not None:
+                found.add(BudgetHolder(caller.tenant))
+            limits = caller.key_limits
+            if limits is not None and limits.budget_usd_per_month is not None:
+                found.add(BudgetHolder(caller.tenant, caller.key_id))
+        return frozenset(found)
 
 
 _STATES: tuple[tuple[KeyState, ...], tuple[KeyState, ...]] = (

@@ -18,6 +18,7 @@ from fastapi import FastAPI
 
 from api.app import create_app
 from api.http.request import Dependencies
+from api.limits.spent import SpentReader
 from api.server import server_config
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Batch, Generation
@@ -32,6 +33,7 @@ from shared.usage.row import Row
 from shared.usage.row_list import RowList
 from tests.api.declared import Declared
 from tests.api.fake_worker import FakeWorker
+from tests.api.row_sums import RowSums
 from tests.limits import WAIT_LIMIT_S
 from tests.waiting import until
 
@@ -114,14 +116,16 @@ async def running_api(
     cache: ResultCache | None = None,
     worker: FakeWorker | None = None,
     written: list[Row] | None = None,
+    spent: SpentReader | None = None,
 ) -> AsyncIterator[ApiUnderTest]:
     """An API and a worker; with `worker` that one, which somebody else keeps running, serves it.
 
-    `written` gets its rows.
+    `written` gets its rows. `spent` adds up rows; by default, those of this API.
     """
     in_memory = InMemoryBroker()
     broker, inbox_admin, rows = transport or in_memory, admin or in_memory, RowList(written)
-    app = create_app(settings, catalog, already_open(broker), already_open(inbox_admin), rows)
+    parts = (already_open(broker), already_open(inbox_admin), rows)
+    app = create_app(settings, catalog, *parts, spent or RowSums([rows.rows]))
     async with AsyncExitStack() as opened:
         if worker is None:
             records = None if settings.redis_url == NO_REDIS else Records(settings.redis_url)

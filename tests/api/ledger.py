@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ import redis.asyncio
 from api.dispatch.request import COST_HEADER
 from api.limits.counters import month_of
 from api.limits.limiter import Limiter
+from api.limits.spent import SpentReader
 from shared.catalog import Catalog, Model
 from shared.catalog_entry import Cache, Price
 from shared.errors import Unavailable
@@ -31,6 +32,7 @@ from shared.tenants.plan import Limits, Plan
 from shared.usage.row import Row
 from tests.api.fake_worker import FakeWorker
 from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.api.row_sums import RowSums, once
 from tests.keys import bearer, keys_url, stored
 from tests.limits import PATIENCE, WAIT_LIMIT_S
 from tests.workers.worker_harness import MODEL, WorkerHarness, running_worker
@@ -48,19 +50,6 @@ PRICED = MODEL.model_copy(
     }
 )
 """A letter costs a tenth of a cent."""
-
-
-def once(rows: Iterable[Row]) -> list[Row]:
-    """Each row_id once, as the reports count it (infra/bigquery/views/rows_deduplicated.sql)."""
-
-    def order(row: Row) -> tuple[bool, float, float]:
-        attempt = -math.inf if row.attempt is None else row.attempt
-        return row.status == "succeeded", -attempt, -(row.replied_at_s or 0.0)
-
-    found: dict[tuple[float, str], Row] = {}
-    for row in sorted(rows, key=order):
-        found.setdefault((row.received_at_s, row.row_id), row)
-    return list(found.values())
 
 
 @dataclass
@@ -236,6 +225,7 @@ async def ledger_world(
     *,
     instances: int = 1,
     worker: AbstractAsyncContextManager[WorkerHarness] | None = None,
+    spent: SpentReader | None = None,
 ) -> AsyncIterator[LedgerWorld]:
     """A deployment of embeddings whose text is its vector (tests/workers/worker_harness.py).
 
@@ -245,6 +235,7 @@ async def ledger_world(
         model: which the worker serves.
         instances: of the API.
         worker: another one that serves the model.
+        spent: the rows that have arrived. None: all of the ledger.
     """
     settings = settings_for(folder, redis_url=redis_url, keys_url=ledger_keys(folder))
     catalog = Catalog((model,))
@@ -256,7 +247,14 @@ async def ledger_world(
         async with AsyncExitStack() as opened:
             for _ in range(instances):
                 api = await opened.enter_async_context(
-                    running_api(settings, broker, broker, catalog, worker=FakeWorker(broker, ()))
+                    running_api(
+                        settings,
+                        broker,
+                        broker,
+                        catalog,
+                        worker=FakeWorker(broker, ()),
+                        spent=spent or RowSums(ledger.row_lists),
+                    )
                 )
                 ledger.apis.append(api)
                 ledger.row_lists.append(api.rows)

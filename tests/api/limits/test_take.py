@@ -119,7 +119,7 @@ async def test_budget_in_small_parts_is_spent_to_the_last(store: LimitStore) -> 
 @given(st.datetimes(datetime(1990, 1, 1), datetime(2200, 1, 1)))
 def test_months_are_those_of_the_calendar(redis_server_url: str, at: datetime) -> None:
     at = at.replace(tzinfo=UTC)
-    script = load_script(CLOCK, "api/limits/take.lua")
+    script = load_script(CLOCK, "api/limits/months.lua", "api/limits/take.lua")
     with redis.Redis.from_url(redis_server_url) as client:
         client.flushall()
         client.set("test:now_ms", int(at.timestamp() * 1000))

@@ -1,0 +1,190 @@
+"""Counts what was spent of a budget before there was one.
+
+The counter of a budget is the sum of its rows (docs/reference/limits.md). While a tenant or a key
+has no budget, nothing is counted for it. So when it gets one in the middle of a month, an API
+instance marks the time and adds the rows of earlier answers from BigQuery. Rows may arrive late, so
+the mark is checked again, less and less often, for a day. Once no request in flight has reserved
+any of the budget, the mark moves to that moment. This adds what instances had let through that did
+not know of the budget yet.
+
+The marks are in Redis, next to the counters. If Redis loses both, all budgets are marked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from api.limits.accounts import BudgetReading, LimitStore, RowsAsk, budget_name
+from api.limits.counters import month_of
+from api.limits.spent import SpentQuestion, SpentReader
+from shared.errors import Unavailable
+from shared.tenants.directory import BudgetHolder
+
+POLL_S = 1.0
+PASS_S = 10.0
+"""Seconds between two passes while the directory does not change."""
+CHECKS_AFTER_S = (15.0, 60.0, 300.0, 1800.0, 7200.0, 28_800.0, 43_200.0)
+"""Pauses between the checks of a mark. On Google a row is in BigQuery after about 150 s."""
+RETRY_S = 60.0
+"""Pause after a check that could not read the rows."""
+log = logging.getLogger(__name__)
+
+
+class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was known of a budget's counter at one time."""
+
+    at_s: float
+    """Unix time, by Redis's clock."""
+    seen: dict[int, float]
+    """By month: what was used at that time, less what had been added because rows say so."""
+    due_s: float = 0.0
+    """Unix time of the next check. 0: none is left."""
+    checks: int = 0
+
+
+class BudgetMarks:
+    """Compares new budgets with their rows, in the background. An async context manager.
+
+    Args:
+        store: counts for all instances. Open.
+        budgets: returns the budgets of the directory. None if it may have changed.
+        spent: reads rows.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        store: LimitStore,
+        budgets: Callable[[], frozenset[BudgetHolder] | None],
+        spent: SpentReader,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._budgets = budgets
+        self._spent = spent
+        self._clock = clock
+        self._passed: frozenset[BudgetHolder] = frozenset()
+
+    async def __aenter__(self) -> Self:
+        self._running = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+
+    async def _run(self) -> None:
+        passed_s = -math.inf
+        while True:
+            budgets, now_s = self._budgets(), time.monotonic()
+            is_due = bool(budgets) and now_s >= passed_s + PASS_S
+            if budgets is not None and (is_due or budgets != self._passed):
+                with contextlib.suppress(Unavailable):  # Redis is away. The next pass is soon.
+                    if await self.check(budgets):
+                        passed_s = now_s
+            await asyncio.sleep(POLL_S)
+
+    async def check(self, budgets: frozenset[BudgetHolder]) -> bool:
+        """Marks new budgets, and checks the marks that are due.
+
+        Args:
+            budgets: all that there are.
+
+        Returns:
+            False if another instance does so now.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        if not await self._store.lock_marks():
+            return False
+        try:
+            await self._check({budget_name(one): one for one in budgets})
+        finally:
+            await self._store.unlock_marks()
+        self._passed = budgets
+        return True
+
+    async def _check(self, budgets: Mapping[str, BudgetHolder]) -> None:
+        now_s, stored = self._clock(), await self._store.marks()
+        marks = {name: msgspec.json.decode(mark, type=Mark) for name, mark in stored.items()}
+        fresh = await self._marked([name for name in budgets if name not in marks], now_s)
+        await self._put(fresh, [name for name in marks if name not in budgets])
+        due = {
+            name: mark
+            for name, mark in (marks | fresh).items()
+            if name in budgets and 0 < mark.due_s <= now_s
+        }
+        if due:
+            await self._put(await self._checked(budgets, due, now_s))
+
+    async def _marked(self, names: Sequence[str], now_s: float) -> dict[str, Mark]:
+        """Returns marks of this moment, which are due at once."""
+        month = int(month_of(now_s))
+        asks = [RowsAsk(name, one) for name in names for one in (month, month - 1)]
+        readings = await self._compare(asks)
+        return {name: _mark(own, due_s=now_s, checks=0) for name, own in readings.items()}
+
+    async def _compare(self, asks: Sequence[RowsAsk]) -> dict[str, dict[int, BudgetReading]]:
+        """Returns the readings by budget and month."""
+        readings = defaultdict[str, dict[int, BudgetReading]](dict)
+        for ask, reading in zip(asks, await self._store.compare(asks), strict=True):
+            readings[ask.name][ask.month] = reading
+        return readings
+
+    async def _checked(
+        self, budgets: Mapping[str, BudgetHolder], due: Mapping[str, Mark], now_s: float
+    ) -> dict[str, Mark]:
+        """Adds what the rows say. Returns the next marks."""
+        month = int(month_of(now_s))
+        questions = [SpentQuestion(budgets[name], mark.at_s) for name, mark in due.items()]
+        try:
+            sums = await asyncio.to_thread(self._spent.read, month, questions)
+        except Unavailable as error:
+            log.warning("budgets not compared with their rows", extra={"reason": error.message})
+            later_s = now_s + RETRY_S
+            return {name: msgspec.structs.replace(one, due_s=later_s) for name, one in due.items()}
+        asks = [
+            RowsAsk(name, month - back, usd, mark.seen[month - back])
+            for (name, mark), spent in zip(due.items(), sums, strict=True)
+            for back, usd in enumerate(spent)
+            if month - back in mark.seen
+        ]
+        readings = await self._compare(asks)
+        added_usd = sum(one.added for own in readings.values() for one in own.values())
+        log.info("budgets compared", extra={"budgets": len(due), "added_usd": added_usd})
+        return {name: _next_mark(mark, readings[name], now_s) for name, mark in due.items()}
+
+    async def _put(self, marks: Mapping[str, Mark], removed: Sequence[str] = ()) -> None:
+        encoded = {name: msgspec.json.encode(mark) for name, mark in marks.items()}
+        await self._store.put_marks(encoded, removed)
+
+
+def _mark(readings: Mapping[int, BudgetReading], *, due_s: float, checks: int) -> Mark:
+    at_s = min((one.at_ms for one in readings.values()), default=0.0) / 1000
+    seen = {month: one.used - one.raised for month, one in readings.items()}
+    return Mark(at_s, seen, due_s, checks)
+
+
+def _next_mark(mark: Mark, readings: Mapping[int, BudgetReading], now_s: float) -> Mark:
+    """Returns the mark after a check. It moves to now if nothing of the budget is reserved."""
+    is_last = mark.checks >= len(CHECKS_AFTER_S)
+    due_s = 0.0 if is_last else now_s + CHECKS_AFTER_S[mark.checks]
+    if any(one.held > 0 for one in readings.values()):
+        return msgspec.structs.replace(mark, due_s=due_s, checks=mark.checks + 1)
+    return _mark(readings, due_s=due_s, checks=mark.checks + 1)

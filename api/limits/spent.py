@@ -1,0 +1,111 @@
+"""Reads from the rows in BigQuery what was spent of budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import resources
+from typing import Any, NamedTuple, Protocol
+
+from shared.errors import Unavailable
+from shared.tenants.directory import BudgetHolder
+from shared.usage.bigquery import open_client, run_query
+
+QUERY_LIMIT_S = 20.0
+"""A process that ends waits for its query."""
+
+
+class SpentQuestion(NamedTuple):
+    """Asks for the charges of all requests that were answered before a time."""
+
+    holder: BudgetHolder
+    before_s: float
+    """Unix time."""
+
+
+class SpentReader(Protocol):
+    """Adds up rows. Calls block, so they run on threads."""
+
+    def read(self, month: int, questions: Sequence[SpentQuestion]) -> list[tuple[float, float]]:
+        """Returns US dollars per question: of a month, and of the month before.
+
+        Args:
+            month: months since January of the year 0, as `month_of` counts.
+            questions: the budgets, each once.
+
+        Raises:
+            Unavailable: the rows can't be read now.
+        """
+        ...
+
+
+class SpentRows:
+    """Reads the usage table.
+
+    Args:
+        project: the project of the dataset, which pays for the queries.
+        dataset: its ID.
+        endpoint: URL of an embedded BigQuery. Empty for Google's.
+        most_bytes: a query that would read more is refused.
+        limit_s: how long a query may take.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        dataset: str,
+        endpoint: str,
+        most_bytes: int,
+        limit_s: float = QUERY_LIMIT_S,
+    ) -> None:
+        self._project = project
+        self._dataset = dataset
+        self._endpoint = endpoint
+        self._most_bytes = most_bytes
+        self._limit_s = limit_s
+        self._client: Any = None
+
+    def read(self, month: int, questions: Sequence[SpentQuestion]) -> list[tuple[float, float]]:
+        """As `SpentReader.read`.
+
+        Raises:
+            Unavailable: BigQuery is unreachable, or refused the query.
+        """
+        from google.api_core.exceptions import GoogleAPIError
+        from google.auth.exceptions import GoogleAuthError
+        from google.cloud.bigquery import QueryJobConfig
+        from requests.exceptions import RequestException
+
+        sql = resources.files("api.limits").joinpath("spent.sql").read_text(encoding="utf-8")
+        config = QueryJobConfig(
+            default_dataset=f"{self._project}.{self._dataset}",
+            maximum_bytes_billed=self._most_bytes,
+            query_parameters=_parameters(month, questions),
+        )
+        spent = [[0.0, 0.0] for _ in questions]
+        try:
+            if self._client is None:
+                self._client = open_client(self._project, self._endpoint)
+            _, result = run_query(self._client, sql, config, self._limit_s)
+            for place, of_month, usd in (row.values() for row in result):
+                if of_month in (month, month - 1):
+                    spent[place][month - of_month] = usd
+        except (GoogleAPIError, GoogleAuthError, RequestException, TimeoutError) as error:
+            reason = (str(error).splitlines() or [repr(error)])[0]
+            raise Unavailable(f"the rows can't be read now: {reason}") from error
+        return [(usd, before) for usd, before in spent]
+
+
+def _parameters(month: int, questions: Sequence[SpentQuestion]) -> list[Any]:
+    from google.cloud.bigquery import ArrayQueryParameter, ScalarQueryParameter
+
+    since = datetime((month - 1) // 12, (month - 1) % 12 + 1, 1, tzinfo=UTC)
+    holders = [one.holder for one in questions]
+    befores = [datetime.fromtimestamp(one.before_s, UTC) for one in questions]
+    return [
+        ScalarQueryParameter("since", "TIMESTAMP", since),
+        ArrayQueryParameter("tenants", "STRING", sorted({one.tenant for one in holders})),
+        ArrayQueryParameter("budget_tenants", "STRING", [one.tenant for one in holders]),
+        ArrayQueryParameter("keys", "STRING", [one.key_id for one in holders]),
+        ArrayQueryParameter("befores", "TIMESTAMP", befores),
+    ]

@@ -1,0 +1,248 @@
+"""A budget that is set in the middle of a month counts what was spent before."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from api.limits import budget_marks
+from api.limits.accounts import LimitStore, budget_name
+from api.limits.budget_marks import BudgetMarks
+from api.limits.counters import Ask, month_of
+from api.limits.restore import restore
+from api.limits.spent import SpentQuestion
+from shared.errors import Unavailable
+from shared.tenants.directory import BudgetHolder
+from shared.tenants.plan import Limits, Plan
+from shared.usage.row import Row
+from tests.api.ledger import LedgerWorld, ledger_world
+from tests.api.limits.clocks import CLOCK, T0_MS, Clock
+from tests.api.row_sums import RowSums
+from tests.api.test_ledger import words
+from tests.keys import keys_url, stored
+from tests.limits import REDIS_LIMIT_S, WAIT_LIMIT_S
+
+pytestmark = pytest.mark.anyio
+
+WORD_USD = 0.004
+TENANT = "globex"
+HOLDER = BudgetHolder(TENANT)
+
+
+class ArrivingRows:
+    """Rows that arrive in BigQuery when the test says so."""
+
+    def __init__(self) -> None:
+        self.arrived: list[Row] = []
+        self.is_away = False
+
+    def read(self, month: int, questions: Sequence[SpentQuestion]) -> list[tuple[float, float]]:
+        if self.is_away:
+            raise Unavailable("BigQuery is away")
+        return RowSums([self.arrived]).read(month, questions)
+
+
+@dataclass
+class Deployment:
+    """Two API instances whose tenants have no budget yet."""
+
+    world: LedgerWorld
+    rows: ArrivingRows
+    folder: Path
+
+    async def set_keys(self, **given: Any) -> None:
+        """Replaces the file of keys. `other` is a key of globex, and `one` one of acme."""
+        own = given.pop("limits", None)
+        tenant_of = {"other": TENANT, "one": "acme", "two": "acme", "poor": "initech"}
+        keys = [
+            stored(name, tenant, limits=own if name == "other" else None)
+            for name, tenant in tenant_of.items()
+        ]
+        keys_url(self.folder, keys=keys, **given)
+        for api in self.world.ledger.apis:
+            await api.dependencies.access.refresh()
+
+    async def set_budget(self, usd: float) -> None:
+        await self.set_keys(
+            plans={"poor": Plan(budget_usd_per_month=usd)}, tenants={TENANT: "poor"}
+        )
+
+    async def spend(self, texts: Sequence[str], key: str = "other") -> None:
+        answer = await self.world.ledger.embed(key, list(texts))
+        assert answer.status_code == 200, answer.text
+        await self.world.ledger.until_idle()
+
+    def arrive(self) -> None:
+        """Lets all rows arrive that were written."""
+        self.rows.arrived[:] = [row for rows in self.world.ledger.row_lists for row in rows]
+
+    async def counted(self, holder: BudgetHolder = HOLDER) -> float:
+        client: Any
+        async with redis.asyncio.Redis.from_url(self.world.ledger.redis_url) as client:
+            used = await client.hget(f"penstock:limits:month:{budget_name(holder)}", "used")
+        return float(used or 0)
+
+    async def until_counted(self, usd: float, holder: BudgetHolder = HOLDER) -> None:
+        await _until(self.counted, usd, holder)
+
+    async def marks(self) -> dict[str, bytes]:
+        return await self.world.api.dependencies.limiter.store.marks()
+
+    async def until_marked(self, *, is_marked: bool = True) -> None:
+        """Waits until an instance has seen that the tenant has a budget, or has none."""
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while (budget_name(HOLDER) in await self.marks()) is not is_marked:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    async def refusal(self, at: int = 0) -> str:
+        """The code with which a text of a tenth of a budget is refused. Empty: it is not."""
+        answer = await self.world.ledger.embed("other", ["zzzz"], at=at)
+        return "" if answer.is_success else str(answer.json()["error"]["code"])
+
+
+async def _until(
+    counted: Callable[[BudgetHolder], Awaitable[float]], usd: float, holder: BudgetHolder
+) -> None:
+    found = -1.0
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while abs(found - usd) > 1e-9:
+            await asyncio.sleep(0.02)
+            found = await counted(holder)
+
+
+@pytest.fixture
+async def deployed(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Deployment]:
+    monkeypatch.setattr(budget_marks, "POLL_S", 0.02)
+    monkeypatch.setattr(budget_marks, "PASS_S", 0.05)
+    monkeypatch.setattr(budget_marks, "CHECKS_AFTER_S", (0.01,) * 10_000)
+    monkeypatch.setattr(budget_marks, "RETRY_S", 0.01)
+    rows = ArrivingRows()
+    async with ledger_world(redis_url, tmp_path, instances=2, spent=rows) as world:
+        made = Deployment(world, rows, tmp_path)
+        await made.set_keys()
+        yield made
+
+
+async def test_budget_set_below_what_is_spent_refuses(deployed: Deployment) -> None:
+    await deployed.spend(words(10))
+    deployed.arrive()
+    await deployed.set_budget(10 * WORD_USD)
+    await deployed.until_counted(10 * WORD_USD)
+    assert await deployed.refusal(at=0) == "insufficient_quota"
+    assert await deployed.refusal(at=1) == "insufficient_quota"
+
+
+async def test_budget_of_a_key_starts_at_what_the_key_has_spent(deployed: Deployment) -> None:
+    await deployed.spend(words(3))
+    await deployed.spend(words(2), key="one")
+    deployed.arrive()
+    await deployed.set_keys(limits=Limits(budget_usd_per_month=3 * WORD_USD))
+    [row, *_] = [row for row in deployed.rows.arrived if row.tenant == TENANT]
+    await deployed.until_counted(3 * WORD_USD, BudgetHolder(TENANT, row.key_id or ""))
+    assert await deployed.refusal() == "insufficient_quota"
+
+
+async def test_tenant_moved_to_a_plan_with_a_budget_starts_at_what_it_spent(
+    deployed: Deployment,
+) -> None:
+    plans = {"free": Plan(), "poor": Plan(budget_usd_per_month=2 * WORD_USD)}
+    await deployed.set_keys(plans=plans, tenants={TENANT: "free"})
+    await deployed.spend(words(2))
+    deployed.arrive()
+    await deployed.set_keys(plans=plans, tenants={TENANT: "poor"})
+    await deployed.until_counted(2 * WORD_USD)
+    assert await deployed.refusal() == "insufficient_quota"
+
+
+async def test_budget_that_was_away_for_a_while_counts_that_time_too(deployed: Deployment) -> None:
+    await deployed.set_budget(1.0)
+    await deployed.spend(words(1))
+    await deployed.set_keys()
+    await deployed.spend(words(2, 10))
+    deployed.arrive()
+    await deployed.until_marked(is_marked=False)
+    await deployed.set_budget(1.0)
+    await deployed.until_counted(3 * WORD_USD)
+
+
+async def test_rows_that_arrive_late_count(deployed: Deployment) -> None:
+    await deployed.spend(words(1))
+    deployed.arrive()
+    await deployed.spend(words(2, 10))
+    deployed.rows.is_away = True
+    await deployed.set_budget(1.0)
+    await deployed.until_marked()
+    await deployed.spend(words(1, 20))
+    deployed.rows.is_away = False
+    await deployed.until_counted(2 * WORD_USD)
+    deployed.arrive()
+    await deployed.until_counted(4 * WORD_USD)
+    await deployed.spend(words(1, 30))
+    deployed.arrive()
+    await deployed.until_counted(5 * WORD_USD)
+
+
+async def test_budgets_come_back_by_themselves_after_redis_lost_them(deployed: Deployment) -> None:
+    await deployed.set_budget(1.0)
+    await deployed.spend(words(4))
+    deployed.arrive()
+    await deployed.until_counted(4 * WORD_USD)
+    client: Any
+    async with redis.asyncio.Redis.from_url(deployed.world.ledger.redis_url) as client:
+        await client.flushall()
+    await deployed.until_counted(4 * WORD_USD)
+
+
+async def test_what_is_in_flight_while_rows_are_added_counts_once(deployed: Deployment) -> None:
+    """Its row is there before its request has settled what it reserved, and the other way round."""
+    await deployed.spend(words(3))
+    deployed.arrive()
+    deployed.world.harness.process.gate.clear()
+    waiting = asyncio.create_task(deployed.world.ledger.embed("other", words(5, 50)))
+    await deployed.world.harness.process.started.wait()
+    await deployed.set_budget(1.0)
+    counted = asyncio.create_task(deployed.world.ledger.embed("other", words(5, 60)))
+    await deployed.until_marked()
+    deployed.world.harness.process.gate.set()
+    assert [(await one).status_code for one in (waiting, counted)] == [200, 200]
+    await deployed.world.ledger.until_idle()
+    deployed.arrive()
+    await deployed.until_counted(13 * WORD_USD)
+
+
+class MeetingRows:
+    """Rows of $5 that several readers get at the same time, before anyone has added them."""
+
+    def __init__(self, readers: int) -> None:
+        self._met = threading.Barrier(readers, timeout=WAIT_LIMIT_S)
+
+    def read(self, month: int, questions: Sequence[SpentQuestion]) -> list[tuple[float, float]]:
+        self._met.wait()
+        return [(5.0, 1.0) for _ in questions]
+
+
+async def test_operators_at_once_add_rows_once(redis_url: str, clock: Clock) -> None:
+    """A command and an instance read the same rows, while a request spends."""
+    rows = MeetingRows(3)
+    async with LimitStore(redis_url, "a", clock=CLOCK, timeout_s=REDIS_LIMIT_S) as store:
+        month = month_of(T0_MS / 1000)
+        marks = BudgetMarks(store, lambda: frozenset({HOLDER}), rows, clock=clock)
+        at_once = [
+            asyncio.create_task(marks.check(frozenset({HOLDER}))),
+            *(asyncio.create_task(restore(store, rows, [HOLDER], now_s=clock())) for _ in range(2)),
+        ]
+        await store.take([Ask(budget_name(HOLDER), "month", 100.0, 2.0, month=month)])
+        await asyncio.gather(*at_once)
+        [now] = await store.take([Ask(budget_name(HOLDER), "month", 100.0, 0.0, month=month)])
+        [before] = await store.take(
+            [Ask(budget_name(HOLDER), "month", 100.0, 0.0, month=month - 1)]
+        )
+    assert now.used in (5.0, 7.0), "the request was counted before the first reading, or after it"
+    assert before.used == 1.0
