@@ -11,6 +11,7 @@ unknown fields 1.7 s.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from typing import Annotated, Any
@@ -195,6 +196,11 @@ def check_amount(body: bytes) -> None:
         raise InputTooLarge(f"the body has more than {MAX_STRINGS} strings and field names")
     if commas + body.count(b",", end) >= MAX_VALUES:
         raise InputTooLarge(f"the body has more than {MAX_VALUES} values")
+
+
+def strip_mark(body: bytes) -> bytes:
+    """Removes a byte order mark, which a parser of JSON may ignore (RFC 8259, section 8.1)."""
+    return body.removeprefix(codecs.BOM_UTF8)
 
 
 def object_in(text: str | bytes, field: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ record. Links would end before a batch is read, so the files of an output are in
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -169,7 +170,7 @@ ENDPOINTS: dict[str, Endpoint] = {
 """By path: those that lines of a batch may name."""
 
 MAX_LINE_BYTES = 4 * 1024 * 1024
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BYTE_ORDER_MARK = codecs.BOM_UTF8
 _BESIDE_BYTES = len(BYTE_ORDER_MARK) + 1
 """A mark and a CR, which are not part of the data."""
 
@@ -189,7 +190,7 @@ class LineSplitter:
     """Splits pieces of a file, cut anywhere, into lines. Pure: no I/O.
 
     A line ends with LF or CRLF, the last one also with the file. Blank lines are left out, as is a
-    byte order mark at the start of the file. No more than one line is held.
+    byte order mark at the start of a line, which joined files have. No more than one line is held.
 
     Args:
         longest_bytes: the data of longer lines is dropped.
@@ -234,7 +235,7 @@ class LineSplitter:
     def _end_line(self, lines: list[Line], end_bytes: int) -> None:
         size_bytes = self._dropped + len(self._held)
         data: bytes | None = None if self._dropped else bytes(self._held).removesuffix(b"\r")
-        if data is not None and self._start == 0:
+        if data is not None:
             data = data.removeprefix(BYTE_ORDER_MARK)
         if data is not None and len(data) > self._longest_bytes:
             data = None

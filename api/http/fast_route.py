@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from api.bodies import strip_mark
 from api.errors import EXPECTED_ERRORS, handle_error
 from api.http.idempotency import run_idempotent
 from api.http.middleware import BodyBudget, ContextMiddleware
@@ -125,7 +126,7 @@ class StreamedRoute(FastRoute):
     async def asks_for_stream(self, request: Request) -> bool:
         """Returns whether the body requests a streamed answer. An invalid body does not."""
         try:
-            return bool(_streamed_decoder.decode(await request.body()).stream)
+            return bool(_streamed_decoder.decode(strip_mark(await request.body())).stream)
         except (msgspec.MsgspecError, RecursionError):
             return False
 

@@ -21,7 +21,7 @@ from starlette.types import Receive
 
 from api.batches.files import BatchFiles
 from api.batches.service import Batches
-from api.bodies import check_amount
+from api.bodies import check_amount, strip_mark
 from api.dispatch.admission import Admission
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.readiness import Readiness
@@ -228,9 +228,13 @@ class ApiRequest:
             BodyTooLarge: it is larger than the API accepts.
             InputTooLarge: it has more values than any request needs.
         """
-        body = await self.http.body()
+        body = await self.json_body()
         check_amount(body)
         return kind.model_validate_json(body, strict=True)
+
+    async def json_body(self) -> bytes:
+        """Reads the body, without the byte order mark that some clients put before JSON."""
+        return strip_mark(await self.http.body())
 
     def check_charset(self) -> None:
         """Accepts only forms in UTF-8.

@@ -18,6 +18,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.bodies import strip_mark
 from api.http.fast_route import StreamedRoute
 from api.http.openapi import Responses, binary, inference_body, inference_responses, streamed
 from api.http.request import ApiRequest, open_request, while_connected
@@ -158,7 +159,7 @@ class SpeechRoute(StreamedRoute):
     async def asks_for_stream(self, request: Request) -> bool:
         """Returns whether it does."""
         try:
-            asked = _asked_decoder.decode(await request.body())
+            asked = _asked_decoder.decode(strip_mark(await request.body()))
         except (msgspec.MsgspecError, UnicodeError, RecursionError):
             return False
         return asked.stream_format == "sse"

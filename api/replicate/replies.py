@@ -113,6 +113,7 @@ class WebhookAttemptReply(msgspec.Struct, kw_only=True):
     status: int | None
     """HTTP status of the receiver's answer. Null without one."""
     error: str | None
+    """Why there is no answer, or that it is a redirect, which is not followed. Otherwise null."""
 
 
 class WebhookAttempts(msgspec.Struct):

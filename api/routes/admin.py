@@ -408,7 +408,7 @@ def _check_slashes(request: Request) -> None:
 
 async def _read(call: ApiRequest, kind: type[Body]) -> Body:
     """Returns the body of a change. Plans and limits are structs, which check themselves."""
-    data = await call.http.body()
+    data = await call.json_body()
     check_amount(data)
     try:
         return msgspec.json.decode(data, type=kind)

@@ -29,7 +29,7 @@ class WebhookAttempt(msgspec.Struct, kw_only=True):
     status: int | None = None
     """The status of the answer. None without an answer."""
     error: str | None = None
-    """Why there is no answer."""
+    """Why there is no answer, or what is wrong with it."""
     attempt: int = 1
     """Counts the attempts with this webhook-id."""
 

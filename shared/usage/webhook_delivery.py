@@ -28,3 +28,9 @@ class WebhookDelivery(msgspec.Struct, kw_only=True):
     published_at_s: float | None = msgspec.field(name="published_at", default=None)
     delivered_at_s: float = msgspec.field(name="delivered_at", default=0.0)
     region: str | None = None
+
+    def note_answer(self, status: int) -> None:
+        """Sets the status of the receiver's answer, and what is wrong with a redirect."""
+        self.status_code = status
+        if 300 <= status < 400:
+            self.error = "redirected"

@@ -63,6 +63,11 @@ class WebhookResponse(NamedTuple):
     status: int
     words: str
 
+    @property
+    def is_redirect(self) -> bool:
+        """True if the receiver is somewhere else. A webhook follows no redirect."""
+        return 300 <= self.status < 400
+
 
 class WebhookClient:
     """Posts to one webhook.
@@ -121,6 +126,10 @@ WORTH_RETRYING = frozenset({408, 425, 429})
 REFUSED_LIMIT_S = 3600.0
 """The time that a refused event is retried. With growing pauses that is a dozen attempts."""
 WORDS_LOGGED = 200
+REDIRECTED = (
+    "the receiver answered with a redirect, and webhooks follow none; set the webhook to the URL "
+    "that it redirects to"
+)
 T = TypeVar("T")
 
 WEBHOOKS = Counter(
@@ -226,7 +235,7 @@ class Webhooks:
         try:
             async with self._deliveries.recorded(delivery):
                 answer = await self._logged_post(prediction, record, delivery, turn)
-                delivery.status_code = answer.status
+                delivery.note_answer(answer.status)
                 end = await end_of(answer, message, delivery.delivery_id, self._delivery_state)
                 delivery.outcome = end
         except WebhookUrlForbidden as error:
@@ -257,6 +266,8 @@ class Webhooks:
         try:
             answer = await self._post(prediction, record, delivery.delivery_id, turn)
             attempt.status = answer.status
+            if answer.is_redirect:
+                attempt.error = REDIRECTED
         except PenstockError as error:
             attempt.error = error.public_message
             raise
@@ -345,7 +356,8 @@ async def end_of(
         first_s = await state.refused_since(delivery_id, now_s) or message.publish_time_s or now_s
         if now_s - first_s > REFUSED_LIMIT_S:
             return "refused"
-    raise Unavailable(f"the receiver answered {answer.status}: {answer.words[:WORDS_LOGGED]}")
+    why = REDIRECTED if answer.is_redirect else answer.words[:WORDS_LOGGED]
+    raise Unavailable(f"the receiver answered {answer.status}: {why}")
 
 
 ATTRIBUTES = frozenset({"batch", "budget"})
@@ -440,7 +452,7 @@ class EventWebhooks:
                 client = WebhookClient(event.url, allow_private=self._allow_private)
                 with turn.posting():
                     answer = await client.post(headers, body)
-                delivery.status_code = answer.status
+                delivery.note_answer(answer.status)
                 end = await end_of(answer, message, event_id, self._delivery_state)
                 delivery.outcome = end
             return end

@@ -27,8 +27,7 @@ def expected(data: bytes) -> list[Line]:
     lines, offset = [], 0
     for number, raw in enumerate(data.split(b"\n"), 1):
         text = raw.removesuffix(b"\r")
-        if offset == 0:
-            text = text.removeprefix(BYTE_ORDER_MARK)
+        text = text.removeprefix(BYTE_ORDER_MARK)
         kept = None if len(text) > LONGEST else text
         if text.strip(b" \t\r"):
             lines.append(Line(number, offset, kept))
@@ -63,7 +62,7 @@ def test_reading_goes_on_at_any_line(data: bytes, which: int) -> None:
 def test_offsets_lead_to_the_line(data: bytes) -> None:
     for line in split([data]):
         if line.data is not None:
-            found = data[line.offset :].removeprefix(BYTE_ORDER_MARK if not line.offset else b"")
+            found = data[line.offset :].removeprefix(BYTE_ORDER_MARK)
             assert found.startswith(line.data)
 
 

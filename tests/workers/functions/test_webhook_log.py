@@ -45,6 +45,19 @@ async def test_what_can_not_be_reached_is_logged(world: World) -> None:
     assert "secret" not in attempt.error
 
 
+async def test_redirect_is_named_as_the_reason(world: World, receiver: Receiver) -> None:
+    """A status of 307 alone does not tell its tenant that no redirect is followed."""
+    receiver.statuses = [307]
+    await world.create(receiver.url)
+    assert await world.push_event("start", 1) == 503
+    (attempt,) = await world.records.webhook_log.read(world.request_id)
+    assert attempt.status == 307
+    assert attempt.error is not None
+    assert "redirect" in attempt.error
+    (row,) = await world.deliveries(1)
+    assert (row["status_code"], row["error"]) == (307, "redirected")
+
+
 async def test_replay_is_signed_anew_under_the_same_id(world: World, receiver: Receiver) -> None:
     delivered = await world.count(METRIC, "delivered", 0)
     await world.create(receiver.url)

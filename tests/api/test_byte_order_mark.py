@@ -1,0 +1,54 @@
+"""JSON behind a byte order mark, which some editors and clients write, is read as without one."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from typing import Any
+
+import pytest
+
+from tests.api.harness import ApiUnderTest, api_with_redis
+from tests.api.test_generation import chat, parsed, said
+
+pytestmark = pytest.mark.anyio
+MARK = codecs.BOM_UTF8
+JSON = {"content-type": "application/json"}
+api = api_with_redis()
+
+
+def json_routes(api: ApiUnderTest) -> list[tuple[str, str]]:
+    """(method, path) of the routes that take JSON."""
+    routes = [
+        (method.upper(), re.sub(r"\{.*?\}", "x", path))
+        for path, methods in api.app.openapi()["paths"].items()
+        for method, operation in methods.items()
+        if "application/json" in operation.get("requestBody", {}).get("content", {})
+    ]
+    assert len(routes) > 20
+    return routes
+
+
+async def test_every_route_reads_json_behind_a_mark(api: ApiUnderTest) -> None:
+    """`{}` lacks fields nearly everywhere, and the error says which: so it was read."""
+    for method, path in json_routes(api):
+        answers = [
+            await api.http.request(method, path, content=mark + b"{}", headers=JSON)
+            for mark in (b"", MARK)
+        ]
+        plain, marked = (_known_part(answer.status_code, answer.json()) for answer in answers)
+        assert marked == plain, (method, path)
+
+
+def _known_part(status: int, body: Any) -> tuple[int, Any]:
+    """The status, and the error without what differs between equal requests."""
+    return status, {**body, "request_id": ""} if status >= 400 else None
+
+
+async def test_a_marked_request_is_streamed_under_its_key(api: ApiUnderTest) -> None:
+    """Whether a request with an Idempotency-Key asks for a stream is read before all else."""
+    body = api.http.build_request("POST", "/", json=chat(stream=True)).content
+    headers = JSON | {"idempotency-key": "marked"}
+    answer = await api.http.post("/v1/chat/completions", content=MARK + body, headers=headers)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert said(parsed(answer.text))
