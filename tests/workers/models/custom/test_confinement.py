@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.workers.models.custom.classes import compute, entry_of, output_of, write_class
+from workers.models.custom.model import CustomModel
 from workers.models.custom.runner.confinement import abi_version
 
 ROOT = Path(__file__).parents[4]
@@ -210,16 +214,112 @@ for old, new in (
 """
 
 
+@pytest.fixture
+def outside() -> Iterator[Path]:
+    """A folder that is not below /tmp and not in the scratch folder, wherever the clone is."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        if Path("/tmp").resolve() in Path(folder).resolve().parents:
+            pytest.skip("/var/tmp is below /tmp on this system")
+        yield Path(folder)
+
+
 @pytest.mark.skipif(abi_version() < 4, reason="Landlock 4 restricts connections (Linux 6.7)")
-def test_files_are_moved_between_folders_as_caches_do(tmp_path: Path) -> None:
-    """Triton compiles below a folder and moves the result up. Out of its own folders none moves."""
+def test_files_are_moved_between_folders_as_caches_do(tmp_path: Path, outside: Path) -> None:
+    """Triton compiles below a folder and moves the result up. No file is moved out of it."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    command = [sys.executable, "-c", MOVES, str(ROOT), str(scratch), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", MOVES, str(ROOT), str(scratch), str(outside)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     up, from_tmp, out = done.stdout.splitlines()
     assert up == "moved", done
     # Its /tmp is another mount, if it is its own. Then no rename goes there, as between two disks.
     assert from_tmp in ("moved", "OSError Invalid cross-device link")
     assert out in ("PermissionError Permission denied", "OSError Invalid cross-device link")
-    assert not (Path(__file__).parent / "moved-by-a-class").exists()
+    assert not (outside / "moved-by-a-class").exists()
+
+
+READS = """
+import one, two, three
+from near import four
+
+class Predictor(BasePredictor):
+    def predict(self, path: str) -> str:
+        if path:
+            return os.listdir(path).__repr__() if os.path.exists(path) else "not there"
+        with open("large") as file:
+            words = [one.WORD, two.WORD, three.WORD, four.WORD, file.read()]
+        with open(os.environ["COG_WEIGHTS"] + "/w") as file:
+            words.append(file.read())
+        for name in ("one.py", "near/four.py"):
+            try:
+                open(f"{os.path.dirname(__file__)}/{name}", "a")
+                words.append("written")
+            except OSError:
+                pass
+        return " ".join(words)
+"""
+SHARES_TMP = " written written"
+"""Added where the system has no mount namespaces for classes."""
+
+
+@pytest.fixture
+def below_tmp() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def linked_class(below_tmp: Path, outside: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A class folder below /tmp. Some of its files are links, and so is the way to it.
+
+    The links are relative and absolute, lead to files and folders, below /tmp and outside, through
+    other links, and in a circle.
+    """
+    folder, near = below_tmp / "real" / "class", below_tmp / "real" / "near"
+    for place in (folder, near, below_tmp / "far", below_tmp / "hub" / "blobs"):
+        place.mkdir(parents=True)
+    for place, name in ((near, "one"), (below_tmp / "far", "two"), (outside, "three")):
+        (place / f"{name}.py").write_text(f"WORD = {name!r}")
+    (near / "four.py").write_text("from near.five import WORD")
+    (below_tmp / "far" / "five.py").write_text("WORD = 'four'")
+    (near / "five.py").symlink_to("../../far/five.py")
+    write_class(folder, READS)
+    (folder / "one.py").symlink_to("../near/one.py")
+    (below_tmp / "passed").symlink_to(below_tmp / "far")
+    (folder / "two.py").symlink_to(below_tmp / "passed" / "two.py")
+    (folder / "three.py").symlink_to(outside / "three.py")
+    (folder / "near").symlink_to("../near")
+    (near / "circle").symlink_to("circle")
+    (near / "back").symlink_to(folder)
+    (near / "all").symlink_to("/tmp")
+    (below_tmp / "far" / "large").write_text("large")
+    (folder / "large").symlink_to("../../far/large")
+    (below_tmp / "hub" / "blobs" / "w").write_text("weights")
+    (outside / "snapshot").mkdir()
+    (outside / "snapshot" / "w").symlink_to(below_tmp / "hub" / "blobs" / "w")
+    monkeypatch.setenv("COG_WEIGHTS", str(outside / "snapshot"))
+    (below_tmp / "way").symlink_to("real")
+    return below_tmp / "way" / "class"
+
+
+@pytest.mark.parametrize("temporary", ["usual", "linked", "above the class"])
+def test_a_class_below_tmp_has_what_its_links_lead_to(
+    linked_class: Path, below_tmp: Path, temporary: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if temporary == "linked":
+        (below_tmp / "of-runners").mkdir()
+        (below_tmp / "t").symlink_to("of-runners")
+        monkeypatch.setattr(tempfile, "tempdir", str(below_tmp / "t"))
+    elif temporary == "above the class":
+        (below_tmp / "real" / "near" / "above").symlink_to(below_tmp)
+        monkeypatch.setattr(tempfile, "tempdir", str(below_tmp))
+    model = CustomModel(entry_of(linked_class), linked_class, "cpu", 1)
+    try:
+        model.setup()
+        words = output_of(compute(model, {"path": ""}))
+        assert words.removesuffix(SHARES_TMP) == "one two three four large weights"
+        if not words.endswith(SHARES_TMP):
+            with tempfile.TemporaryDirectory(dir="/tmp") as others:
+                assert output_of(compute(model, {"path": others})) == "not there"
+    finally:
+        model.close()

@@ -24,10 +24,11 @@ import ctypes
 import os
 import resource
 import signal
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_CAPBSET_DROP = 1, 15, 24
 _PR_SET_NO_NEW_PRIVS = 38
@@ -57,6 +58,10 @@ _SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1 << 0, 1 << 1
 _SIGNALS_FROM_ABI = 6
 
 TMP = "/tmp"
+MAX_SEARCHED_ENTRIES = 10_000
+"""Maximum number of files and folders that are searched for symbolic links."""
+MAX_LINKS = 40
+"""Maximum number of links on the way to a file, as in Linux (path_resolution(7))."""
 _PR_SET_DUMPABLE = 4
 _NEW_MOUNTS, _NEW_USER = 0x0002_0000, 0x1000_0000
 _READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 1 << 5, 1 << 12, 1 << 14, 1 << 18
@@ -98,6 +103,7 @@ class _NetPort(ctypes.Structure):
 def confine(
     scratch: str,
     read_only: Sequence[str] = (),
+    followed: Sequence[str] = (),
     denied_ports: Sequence[int] = (),
     max_file_bytes: int = 0,
 ) -> list[str]:
@@ -106,6 +112,7 @@ def confine(
     Args:
         scratch: the folder below which it writes.
         read_only: folders that it reads, which stay where they are if they are below `/tmp`.
+        followed: more such folders. What their symbolic links lead to stays where it is as well.
         denied_ports: TCP ports to which it does not connect.
         max_file_bytes: the largest file that it writes. 0: no bound.
 
@@ -121,10 +128,10 @@ def confine(
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     _set(_PR_SET_NAME, ctypes.create_string_buffer(NAME))
     _set(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    paths = [Path(one) for one in (scratch, *read_only)]
     writable = [scratch, SHARED_MEMORY, TMP]
     missing = []
-    if not take_private_tmp(Path(scratch, "tmp"), paths):
+    kept = find_places([scratch, *read_only], followed)
+    if not take_private_tmp(Path(scratch, "tmp"), kept):
         missing.append("no namespace of mounts: it shares /tmp with others")
     missing += _give_up(writable)
     if denied_ports and not deny_tcp(denied_ports):
@@ -269,42 +276,135 @@ def _syscall() -> Any:
     return syscall
 
 
-def take_private_tmp(folder: Path, kept: Sequence[Path]) -> bool:
+class KeptPlaces(NamedTuple):
+    """Places that stay visible when `/tmp` is replaced.
+
+    Attributes:
+        paths: real paths of files and folders. Only the first is writable.
+        links: target of each symbolic link that leads to one of them.
+    """
+
+    paths: list[Path]
+    links: dict[Path, Path]
+
+
+def find_places(read: Sequence[str], followed: Sequence[str]) -> KeptPlaces:
+    """Finds the places behind these paths and, for `followed`, behind the links in them.
+
+    Folders that links lead to are searched for links too, if they are below `/tmp`. The search
+    stops after MAX_SEARCHED_ENTRIES files and folders.
+    """
+    paths, links = dict[Path, None](), dict[Path, Path]()
+    for path in read:
+        if real := _resolve(Path(path), links):
+            paths[real] = None
+    waiting = deque(Path(path) for path in followed)
+    roots = set(waiting)
+    searched, entries = set[Path](), 0
+    while waiting and entries < MAX_SEARCHED_ENTRIES:
+        path = waiting.popleft()
+        real = _resolve(path, links)
+        if real is None or real in searched:
+            continue
+        paths[real] = None
+        searched.add(real)
+        if path not in roots and Path(TMP) not in real.parents:
+            continue
+        for entry in _entries_below(real):
+            entries += 1
+            if entry.is_symlink():
+                waiting.append(Path(entry.path))
+            if entries >= MAX_SEARCHED_ENTRIES:
+                break
+    return KeptPlaces(list(paths), links)
+
+
+def _resolve(path: Path, links: dict[Path, Path]) -> Path | None:
+    """Returns the real path, and adds the links on the way. None if nothing is there."""
+    real, waiting, followed = Path("/"), deque(path.absolute().parts[1:]), 0
+    while waiting:
+        part = waiting.popleft()
+        step = real.parent if part == ".." else real / part
+        try:
+            target = step.readlink() if step.is_symlink() else None
+        except OSError:
+            return None
+        if target is None:
+            real = step
+            continue
+        links[step] = target
+        followed += 1
+        if followed > MAX_LINKS:
+            return None
+        real = Path("/") if target.is_absolute() else real
+        waiting.extendleft(reversed(target.parts[1:] if target.is_absolute() else target.parts))
+    return real if real.exists() else None
+
+
+def _entries_below(folder: Path) -> Iterator[os.DirEntry[str]]:
+    waiting = deque([folder])
+    while waiting:
+        with contextlib.suppress(OSError), os.scandir(waiting.popleft()) as entries:
+            for entry in entries:
+                yield entry
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(Path(entry.path))
+
+
+def take_private_tmp(folder: Path, kept: KeptPlaces) -> bool:
     """Mounts a folder at `/tmp` of this process. It must have one thread.
 
     Args:
         folder: what `/tmp` is from now on. It is made.
-        kept: folders that stay at their paths if they are below `/tmp`: the first as it is, the
-            others read-only.
+        kept: places that stay at their paths if they are below `/tmp`.
 
     Returns:
         Whether it was done. If not, `/tmp` is as it was.
     """
     folder.mkdir(mode=0o1777, exist_ok=True)
+    writable, *read_only = kept.paths
+    outermost = _outermost(read_only)
     try:
         _enter_namespace()
         _mount("none", "/", _RECURSIVE | _PRIVATE)
-        for number, path in enumerate(_below_tmp(kept)):
-            _show(path, folder / path.relative_to(TMP), is_writable=number == 0 and path == kept[0])
+        for path in outermost:
+            _show(path, folder, is_writable=False)
+        if Path(TMP) in writable.parents:  # last: it may be inside one of the others
+            _show(writable, folder, is_writable=True)
+        for link, target in kept.links.items():
+            _link(link, target, folder, [writable, *outermost])
         _mount(str(folder), TMP, _BIND | _RECURSIVE)
     except OSError:
         return False
     return True
 
 
-def _below_tmp(paths: Sequence[Path]) -> list[Path]:
-    """Those below /tmp, each once, and none that is in another one."""
-    below = [one for one in dict.fromkeys(paths) if Path(TMP) in one.parents and one.is_dir()]
-    return [one for one in below if not any(other in one.parents for other in below)]
+def _outermost(paths: Sequence[Path]) -> list[Path]:
+    """Returns the paths below `/tmp`, without those inside another one."""
+    below = [path for path in paths if Path(TMP) in path.parents]
+    return [path for path in below if not any(other in path.parents for other in below)]
 
 
-def _show(path: Path, at: Path, *, is_writable: bool) -> None:
-    at.mkdir(parents=True, exist_ok=True)
+def _show(path: Path, tmp: Path, *, is_writable: bool) -> None:
+    at = tmp / path.relative_to(TMP)
+    if path.is_dir():
+        at.mkdir(parents=True, exist_ok=True)
+    else:
+        at.parent.mkdir(parents=True, exist_ok=True)
+        at.touch()
     _mount(str(path), str(at), _BIND | (0 if is_writable else _RECURSIVE))
     if not is_writable:
         options = os.statvfs(at).f_flag
         flags = options & _KEPT_FLAGS | (_RELATIME if options & _ST_RELATIME else 0)
         _mount("none", str(at), _REMOUNT | _BIND | _READ_ONLY | flags)
+
+
+def _link(link: Path, target: Path, tmp: Path, shown: Sequence[Path]) -> None:
+    """Makes a link again, unless it is outside `/tmp` or already visible."""
+    if Path(TMP) in link.parents and not any(path in link.parents for path in shown):
+        at = tmp / link.relative_to(TMP)
+        at.parent.mkdir(parents=True, exist_ok=True)
+        at.symlink_to(target)
 
 
 def _enter_namespace() -> None:

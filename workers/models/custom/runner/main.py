@@ -82,8 +82,14 @@ def main(
         inspects_only: whether to end when the class is inspected.
         is_aside: whether to call `work` and `is_close` instead of computing.
     """
-    read_only = (folder, sys.prefix, sys.base_prefix, os.environ.get("COG_WEIGHTS", ""))
-    unconfined = confinement.confine(scratch, read_only, denied_ports, disk_bytes)
+    weights = os.environ.get("COG_WEIGHTS")
+    unconfined = confinement.confine(
+        scratch,
+        read_only=(sys.prefix, sys.base_prefix),
+        followed=(folder, weights) if weights else (folder,),
+        denied_ports=denied_ports,
+        max_file_bytes=disk_bytes,
+    )
     connection = socket.socket(fileno=fd)
     connection.set_inheritable(False)
     os.register_at_fork(after_in_child=connection.close)
