@@ -62,7 +62,7 @@ test-emulators: $(EMULATORS:=/test) ## types and suites of the embedded Pub/Sub 
 
 # Their output comes at the end: other tests run beside them.
 $(EMULATORS:=/test): $(STAMP)
-	$(call timed,$(@D),out=$$($(MAKE) --no-print-directory -C $(@D) types unit BIN=$(CURDIR)/$(BIN) 2>&1); status=$$?; echo "$$out"; (exit $$status))
+	$(call timed,$(@D),out=$$($(MAKE) --no-print-directory -C $(@D) types unit BIN="$(CURDIR)/$(BIN)" 2>&1); status=$$?; echo "$$out"; (exit $$status))
 
 # What takes longest first, and the emulators one after the other beside it.
 test-slow: $(STAMP) ## the other tests: whole stacks, kills, fuzz, oracles, real models, outside tools, both emulators
@@ -88,22 +88,22 @@ types: $(STAMP) ## mypy --strict; the emulators have their own, before their tes
 
 imports: $(STAMP) ## who may import whom
 	$(call timed,lint-imports,$(BIN)/lint-imports)
-	@$(MAKE) --no-print-directory -C emulators/bigquery imports BIN=$(CURDIR)/$(BIN)
-	@$(MAKE) --no-print-directory -C emulators/pubsub imports BIN=$(CURDIR)/$(BIN)
+	@$(MAKE) --no-print-directory -C emulators/bigquery imports BIN="$(CURDIR)/$(BIN)"
+	@$(MAKE) --no-print-directory -C emulators/pubsub imports BIN="$(CURDIR)/$(BIN)"
 
 terraform-check: ## fmt, validate and test of infra/terraform, where terraform is there
 	$(call timed,terraform-check,infra/terraform/check.sh)
 
 deploy-check: $(STAMP) ## schemas and policies of manifests and Terraform, installs of the images; what it needs goes into var/
 	$(call timed,manifests and Terraform,infra/kubernetes/check.sh)
-	$(call timed,images,PYTHON=$(PYTHON) infra/docker/check.sh)
+	$(call timed,images,PYTHON="$(PYTHON)" infra/docker/check.sh)
 
 unit: $(STAMP) ## pytest without the slow tests
 	$(call timed,pytest of quick tests,$(PYTEST) -n $(PYTEST_WORKERS) -m "not slow")
 
 constraints: ## write constraints.txt again for pyproject.toml, with hashes, and look for wheels; UPGRADE=1: with the newest versions
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@test -x $(BIN)/uv || { $(PYTHON) infra/lock.py only uv > $(VENV)/uv.txt && \
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	@test -x $(BIN)/uv || { "$(PYTHON)" infra/lock.py only uv > $(VENV)/uv.txt && \
 	  $(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --requirement $(VENV)/uv.txt; }
 	@$(BIN)/uv pip compile --quiet $(if $(UPGRADE),--upgrade) --all-extras --universal --generate-hashes \
 	  --no-emit-index-url --no-annotate --custom-compile-command "make constraints" \
@@ -116,11 +116,11 @@ clean: ## remove what the stack left in var/ and what the tools cached; .venv st
 	find $(SOURCES) emulators -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml $(EMULATORS:=/pyproject.toml) constraints.txt infra/setup.sh infra/step.sh infra/install_locked.sh infra/install_torch.sh
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or later is needed; name one with: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "$(PYTHON) has no venv module; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	@infra/setup.sh $(PYTHON) $(EXTRAS)
+	@infra/setup.sh "$(PYTHON)" $(EXTRAS)
 	@touch $(STAMP)
 
 # Runs $(2) under the title $(1) and says how long it took.

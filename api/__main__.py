@@ -16,6 +16,7 @@ from shared.catalog_file import read_catalog, reread_interfaces
 from shared.errors import ConfigurationError
 from shared.inspection import deny_inspection
 from shared.logs import configure_logs
+from shared.loopback import exempt_loopback_from_proxies
 from shared.settings import ApiSettings, read_settings
 from shared.tracing.setup import traced
 from shared.usage.senders import sender_of
@@ -24,6 +25,7 @@ from shared.usage.writer import RowWriter
 
 def main() -> int:
     """Serves until a signal arrives. Returns 0, or 1 if it could not start."""
+    exempt_loopback_from_proxies()
     # uvicorn raises the signal again after draining. Without these handlers a clean stop looks like
     # a kill.
     for number in (signal.SIGTERM, signal.SIGINT):

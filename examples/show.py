@@ -40,6 +40,7 @@ from infra.local.stack import Stack
 from infra.local.supervision import Supervisor
 from infra.local.up import WATCH_S, served_stack
 from shared.errors import ConfigurationError, PenstockError
+from shared.loopback import exempt_loopback_from_proxies
 from shared.settings import given_settings
 
 EXAMPLES = Path(__file__).parent
@@ -241,6 +242,7 @@ def show(name: str, file: Path | None, *, stays: bool) -> int:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the program. Returns the exit status."""
+    exempt_loopback_from_proxies()
     parser = argparse.ArgumentParser(prog="make example", description=__doc__)
     parser.add_argument("name", metavar="NAME", nargs="?", default="")
     parser.add_argument("--file", type=Path, help="sent in place of the usual one")

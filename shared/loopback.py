@@ -1,9 +1,15 @@
-"""Detects addresses that only this machine can reach."""
+"""Detects addresses that only this machine can reach, and keeps proxies away from them."""
 
 from __future__ import annotations
 
 import ipaddress
+import os
+from collections.abc import MutableMapping
 from functools import lru_cache
+
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
+_BYPASS_VARIABLES = ("no_proxy", "NO_PROXY")
+_GRPC_BYPASS_VARIABLE = "no_grpc_proxy"
 
 
 @lru_cache(maxsize=1024)
@@ -15,3 +21,31 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def exempt_loopback_from_proxies(variables: MutableMapping[str, str] = os.environ) -> None:
+    """Lets this process and its children reach this machine without a proxy.
+
+    Each library has its own rules for `HTTP_PROXY` and `NO_PROXY`. gRPC, for example, reads
+    only the lowercase names, and `no_grpc_proxy` before `no_proxy`. So every variable for
+    exceptions gets the hosts of this machine. Call it first in a program, because some libraries
+    read the environment when they are imported.
+
+    Args:
+        variables: environment to change. Without a proxy in it nothing changes.
+    """
+    names = {name.lower() for name in variables}
+    if not any(name.endswith("_proxy") and not name.startswith("no_") for name in names):
+        return
+    lowercase, uppercase = (variables.get(name, "") for name in _BYPASS_VARIABLES)
+    variables["no_proxy"] = _with_loopback(lowercase or uppercase)
+    variables["NO_PROXY"] = _with_loopback(uppercase or lowercase)
+    if _GRPC_BYPASS_VARIABLE in variables:
+        variables[_GRPC_BYPASS_VARIABLE] = _with_loopback(variables[_GRPC_BYPASS_VARIABLE])
+
+
+def _with_loopback(exceptions: str) -> str:
+    hosts = [host.strip() for host in exceptions.split(",") if host.strip()]
+    if hosts == ["*"]:
+        return "*"  # with other hosts next to it, it is no longer a wildcard in Python
+    return ",".join(dict.fromkeys([*hosts, *LOOPBACK_HOSTS]))

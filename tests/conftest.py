@@ -22,6 +22,7 @@ from infra.local.redis_server import RedisServer
 from infra.local.stack import Broker
 from infra.local.stack_processes import RabbitServer
 from shared.gc_tuning import YOUNG_OBJECTS
+from shared.loopback import exempt_loopback_from_proxies
 from shared.stores.cache import ResultCache
 from shared.stores.key_stores import KeyRedis
 from shared.stores.records import Records
@@ -56,9 +57,19 @@ settings.load_profile("few")
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.timeout is None:
         config.option.timeout = TEST_LIMIT_S
-    config.pluginmanager.register(QuickTests(), "quick-tests")
+    config.pluginmanager.register(QuickTests(is_enforced="CI" in os.environ), "quick-tests")
+    exempt_loopback_from_proxies()
     # All that tests start ends with this process, also when it is killed.
     os.environ.update(child_marks())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """Undoes what `settle_heap` of an API in this process did.
+
+    Python frees no frozen object when it ends, so libraries would report thousands of leaks.
+    """
+    gc.unfreeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -29,6 +29,7 @@ from shared.flow_engine import FlowEngine
 from shared.gc_tuning import settle_heap
 from shared.inspection import deny_inspection
 from shared.logs import configure_logs
+from shared.loopback import exempt_loopback_from_proxies
 from shared.settings import WorkerSettings, read_settings
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
@@ -65,6 +66,7 @@ log = logging.getLogger(__name__)
 
 def main() -> int:
     """Runs a worker. Returns the exit status."""
+    exempt_loopback_from_proxies()
     try:
         settings = read_settings(WorkerSettings)
         configure_logs(settings.log_level, settings.project)

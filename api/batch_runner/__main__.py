@@ -17,6 +17,7 @@ from shared.errors import PenstockError
 from shared.gc_tuning import settle_heap
 from shared.inspection import deny_inspection
 from shared.logs import configure_logs
+from shared.loopback import exempt_loopback_from_proxies
 from shared.settings import ApiSettings, read_settings
 from shared.usage.senders import sender_of
 from shared.usage.writer import RowWriter
@@ -24,6 +25,7 @@ from shared.usage.writer import RowWriter
 
 def main() -> int:
     """Runs until a signal arrives. Returns 0, or 1 if it could not start."""
+    exempt_loopback_from_proxies()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         settings = read_settings(ApiSettings)

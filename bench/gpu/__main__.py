@@ -31,6 +31,7 @@ from bench.gpu import texts as gpu_texts
 from bench.gpu.card import card_name, matrix_tflops
 from bench.gpu.scale import FULL, TINY, Scale
 from bench.report import Figure, Outcome, keep, machine, table
+from shared.loopback import exempt_loopback_from_proxies
 
 PARTS = (
     "texts",
@@ -48,6 +49,7 @@ _WHO = ("plain", "ours")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs it. Returns 1 without a GPU, unless `--tiny` was given."""
+    exempt_loopback_from_proxies()
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
     parser.add_argument(

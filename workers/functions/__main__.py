@@ -13,6 +13,7 @@ from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
 from shared.inspection import deny_inspection
 from shared.logs import configure_logs
+from shared.loopback import exempt_loopback_from_proxies
 from shared.rabbitmq.admin import RabbitAdmin
 from shared.rabbitmq.client import RabbitTransport
 from shared.settings import read_settings
@@ -24,6 +25,7 @@ from workers.functions.settings import FunctionSettings
 
 def main() -> int:
     """Handles messages until a signal arrives. Returns 0, or 1 if it could not start."""
+    exempt_loopback_from_proxies()
     try:
         settings = read_settings(FunctionSettings)
         if not settings.broker:

@@ -28,6 +28,7 @@ from prometheus_client import Counter
 from shared.errors import BadInput, PenstockError, UndecodableMessage
 from shared.inspection import deny_inspection
 from shared.logs import configure_logs
+from shared.loopback import exempt_loopback_from_proxies
 from shared.reports.day_tables import days_asked
 from shared.reports.scheduled import RUN_LIMIT_S, RunResult, opened_reports
 from shared.settings import ReportSettings, read_settings
@@ -119,6 +120,7 @@ def _summary_of(result: RunResult) -> dict[str, Any]:
 
 
 settings = read_settings(FunctionSettings)
+exempt_loopback_from_proxies()
 configure_logs(settings.log_level, settings.project)
 deny_inspection()
 authenticator = PushAuthenticator(

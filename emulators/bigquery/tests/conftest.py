@@ -19,6 +19,9 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, print_b
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
 settings.load_profile("repeatable")
 
+# The servers are on this machine. No proxy that the environment names can reach them.
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = "localhost,127.0.0.1,::1"
+
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """The name of a test's parameter that is bytes: its length; None leaves other values to pytest.

@@ -196,6 +196,7 @@ def minutes(case: Case) -> int:
     return sum(length for length, _ in case.counted[0].parts)
 
 
+@pytest.mark.slow
 def test_rules_of_prometheus(tmp_path: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed")

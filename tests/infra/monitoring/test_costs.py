@@ -12,6 +12,8 @@ from infra.monitoring.grafana import TERMS as GRAFANA
 from infra.monitoring.panels import Terms, sections
 from tests.limits import START_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 PRICES = " or ".join(
     f"label_replace(vector({usd}), 'worker', '{worker}', '', '')"
     for worker, usd in (("texts", 0.5), ("images", 2))

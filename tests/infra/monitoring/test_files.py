@@ -116,6 +116,7 @@ def test_wrong_number_is_refused(tmp_path: Path, words: list[str], field: str) -
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_prometheus_takes_rules_and_configuration(tmp_path: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed")

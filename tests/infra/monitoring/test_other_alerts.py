@@ -220,6 +220,7 @@ def test_each_alert_leads_to_a_section_that_says_what_to_do() -> None:
         assert len(sections[alert.anchor]) >= 12, alert.title
 
 
+@pytest.mark.slow
 def test_alerts_of_prometheus_fire_there(tmp_path: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed")

@@ -295,8 +295,8 @@ def find_places(read: Sequence[str], followed: Sequence[str]) -> KeptPlaces:
     stops after MAX_SEARCHED_ENTRIES files and folders.
     """
     paths, links = dict[Path, None](), dict[Path, Path]()
-    for path in read:
-        if real := _resolve(Path(path), links):
+    for place in read:
+        if real := _resolve(Path(place), links):
             paths[real] = None
     waiting = deque(Path(path) for path in followed)
     roots = set(waiting)
