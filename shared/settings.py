@@ -204,12 +204,13 @@ class ApiSettings(Settings):
     is closed. If none is idle, the new one is refused (429).
     """
     picture_processes: int = Field(2, ge=1, le=64)
-    """Processes that decode and encode images, each one at a time. They start with the first
-    image.
+    """Processes that decode and encode images for one tenant, each one at a time. All tenants
+    together have one more, so no tenant has all of them. They start with the first image.
     """
     picture_budget_bytes: int = Field(256 * 1024 * 1024, ge=1)
     """Memory for images that are decoded at the same time. A larger one (a WebP of 25 megapixels
-    takes 400 MB) is decoded alone.
+    takes 400 MB) is decoded alone. In addition, each process may decode an image of a quarter of
+    this.
     """
 
     @field_validator("tls_key")

@@ -3,7 +3,8 @@
 The deadline of a request applies in the queue and while its image is decoded. At the deadline, or
 when the caller hangs up, the process is killed. A new one starts within a tenth of a second. Idle
 processes exit, so an API without image traffic has none. Tenants take turns in the queue. Within a
-tenant it is in order of arrival.
+tenant it is in order of arrival. No tenant has all processes, and a small image of a tenant that is
+decoding nothing else does not wait for the memory of others.
 
 See docs/decisions/0015-image-codec-processes.md.
 """
@@ -16,10 +17,11 @@ import signal
 import socket
 import sys
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -169,7 +171,10 @@ class CodecClient:
         await self.kill()
         status = self._process.returncode
         if status == -signal.SIGXCPU:
-            return BadInput("the image takes too long to decode")
+            return BadInput(
+                "it takes too much CPU time to decode; send it in another format, or with fewer "
+                "pixels"
+            )
         return Unavailable(f"the process that handled the image ended (status {status})")
 
     async def kill(self) -> None:
@@ -202,15 +207,25 @@ class FairQueue(Generic[T]):
         if not entries:
             del self._of_tenants[tenant]
 
-    def pop(self) -> T | None:
-        """Removes and returns the first entry of the tenant whose turn it is. None if none wait."""
-        if not self._of_tenants:
+    def pop(self, may_start: Callable[[str], bool]) -> tuple[str, T] | None:
+        """Removes the first entry of the tenant whose turn it is, and returns it with the tenant.
+
+        Args:
+            may_start: whether a tenant may have a turn.
+
+        Returns:
+            None if no such tenant waits.
+        """
+        tenant = next(filter(may_start, self._of_tenants), None)
+        if tenant is None:
             return None
-        tenant, entries = self._of_tenants.popitem(last=False)
+        entries = self._of_tenants[tenant]
         first = entries.popleft()
         if entries:
-            self._of_tenants[tenant] = entries
-        return first
+            self._of_tenants.move_to_end(tenant)
+        else:
+            del self._of_tenants[tenant]
+        return tenant, first
 
 
 MAX_QUEUED = 64
@@ -222,6 +237,10 @@ IDLE_S = 30.0
 FIRST_SERVICE_S, NEWEST_WEIGHT = 0.3, 0.2
 """Seconds per image: the first guess, and the weight of the newest value in the moving average."""
 MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
+SPARE_PROCESSES = 1
+"""Processes beyond those that one tenant may have."""
+SMALL_SHARE = 0.25
+"""The part of the memory budget up to which an image is small."""
 
 
 @dataclass(slots=True)
@@ -238,9 +257,11 @@ class CodecPool:
     """An async context manager that owns its processes.
 
     Args:
-        processes: maximum number of processes at a time.
+        processes: maximum number of processes of one tenant at a time. All tenants together have
+            SPARE_PROCESSES more.
         budget_bytes: the memory for all images that are being decoded. A larger one is decoded
-            alone.
+            alone. In addition, each process may decode a small image of a tenant that is decoding
+            nothing else.
         start: starts a process. Tests replace it.
     """
 
@@ -251,8 +272,10 @@ class CodecPool:
         start: Callable[[], Awaitable[CodecClient]] = CodecClient.start,
     ) -> None:
         self._start = start
-        self._free = processes
+        self._free = processes + SPARE_PROCESSES
         self._processes = processes
+        self._running: Counter[str] = Counter()
+        """Processes by tenant."""
         self._budget_bytes = budget_bytes
         # Results before new images, since they are already computed and paid for.
         self._lines: dict[bool, FairQueue[asyncio.Future[None]]] = {
@@ -267,6 +290,8 @@ class CodecPool:
         self._memory_lock = asyncio.Lock()
         self._memory_freed = asyncio.Event()
         self._decoding_bytes = 0
+        self._decoding: Counter[str] = Counter()
+        """Images with reserved memory, by tenant."""
         self._service_s = FIRST_SERVICE_S
 
     async def __aenter__(self) -> Self:
@@ -309,7 +334,7 @@ class CodecPool:
         """
         task = _Task(is_new, tenant, len(data))
         remaining_s = deadline_s - time.time()
-        if is_new and not self._free:
+        if is_new and not self._may_start(tenant):
             self._check(task, remaining_s)
         end = "abandoned"
         try:
@@ -358,9 +383,9 @@ class CodecPool:
         raise Overloaded(f"{reason}; try again in {bounded_s:.2g} s", retry_after_s=bounded_s)
 
     async def _acquire_process(self, task: _Task) -> None:
-        """Waits for a process."""
-        if self._free:
-            self._free -= 1
+        """Waits for a process. `_release_process` must follow, unless this raises."""
+        if self._may_start(task.tenant):
+            self._occupy_process(task.tenant)
             return
         line, turn = self._lines[task.is_new], asyncio.get_running_loop().create_future()
         line.add(task.tenant, turn)
@@ -372,7 +397,7 @@ class CodecPool:
                     # A process that became free in the meantime may have passed it over already.
                     line.discard(task.tenant, turn)
                 else:
-                    self._release_process()
+                    self._release_process(task.tenant)
                 raise
 
     @contextmanager
@@ -394,14 +419,25 @@ class CodecPool:
             else:
                 self._results_waiting -= 1
 
-    def _release_process(self) -> None:
-        """Gives a free process to the command whose turn it is."""
-        for line in self._lines.values():
-            while (turn := line.pop()) is not None:
-                if not turn.done():
-                    turn.set_result(None)
-                    return
+    def _may_start(self, tenant: str) -> bool:
+        return self._free > 0 and self._running[tenant] < self._processes
+
+    def _occupy_process(self, tenant: str) -> None:
+        self._free -= 1
+        self._running[tenant] += 1
+
+    def _release_process(self, tenant: str) -> None:
+        """Frees a process of a tenant, and starts the commands whose turn it is."""
         self._free += 1
+        self._running[tenant] -= 1
+        if not self._running[tenant]:
+            del self._running[tenant]
+        for line in self._lines.values():
+            while (popped := line.pop(self._may_start)) is not None:
+                waiting, turn = popped
+                if not turn.done():
+                    self._occupy_process(waiting)
+                    turn.set_result(None)
 
     async def _run(
         self, task: _Task, command: CodecCommand, data: bytes
@@ -411,7 +447,7 @@ class CodecPool:
         try:
             child = self._reuse_idle() or await self._start()
             try:
-                done = await child.run(command, data, self._reserve_memory)
+                done = await child.run(command, data, partial(self._reserve_memory, task.tenant))
             finally:
                 is_reusable = child.is_up
             self._service_s += NEWEST_WEIGHT * (time.monotonic() - started_s - self._service_s)
@@ -424,14 +460,14 @@ class CodecPool:
             raise
         finally:
             if child is None:
-                self._release_process()
+                self._release_process(task.tenant)
             elif is_reusable:
                 self._idle[child] = asyncio.get_running_loop().call_later(
                     IDLE_S, self._stop_idle, child
                 )
-                self._release_process()
+                self._release_process(task.tenant)
             else:
-                self._kill(child, releases=True)
+                self._kill(child, then=partial(self._release_process, task.tenant))
 
     def _reuse_idle(self) -> CodecClient | None:
         """Returns the process that has been idle for the shortest time. None without one."""
@@ -447,24 +483,40 @@ class CodecPool:
         self._idle.pop(child).cancel()
         self._kill(child)
 
-    def _kill(self, child: CodecClient, *, releases: bool = False) -> None:
-        """Kills a process. Its place is released once it is gone, so there are never too many."""
+    def _kill(self, child: CodecClient, then: Callable[[], None] | None = None) -> None:
+        """Kills a process, and calls `then` once it is gone, so there are never too many."""
         task = asyncio.create_task(child.kill())
         self._killing.add(task)
         task.add_done_callback(self._killing.discard)
-        if releases:
-            task.add_done_callback(lambda task: self._release_process())
+        if then is not None:
+            task.add_done_callback(lambda task: then())
 
     @asynccontextmanager
-    async def _reserve_memory(self, cost_bytes: int) -> AsyncGenerator[None]:
-        """Holds memory of the budget. In order of arrival, so that large images get some too."""
+    async def _reserve_memory(self, tenant: str, cost_bytes: int) -> AsyncGenerator[None]:
+        """Holds memory for an image of a tenant.
+
+        A small image of a tenant that is decoding nothing else has it at once, in addition to the
+        budget. Others wait for the budget in order of arrival, so that large images get some too.
+        """
+        is_small = cost_bytes <= self._budget_bytes * SMALL_SHARE
+        is_additional = is_small and not self._decoding[tenant]
+        if not is_additional:
+            await self._take_memory(cost_bytes)
+        self._decoding[tenant] += 1
+        try:
+            yield
+        finally:
+            self._decoding[tenant] -= 1
+            if not self._decoding[tenant]:
+                del self._decoding[tenant]
+            if not is_additional:
+                self._decoding_bytes -= cost_bytes
+                self._memory_freed.set()
+
+    async def _take_memory(self, cost_bytes: int) -> None:
+        """Takes memory of the budget, all of it for an image that is larger."""
         async with self._memory_lock:
             while self._decoding_bytes and self._decoding_bytes + cost_bytes > self._budget_bytes:
                 self._memory_freed.clear()
                 await self._memory_freed.wait()
             self._decoding_bytes += cost_bytes
-        try:
-            yield
-        finally:
-            self._decoding_bytes -= cost_bytes
-            self._memory_freed.set()

@@ -17,7 +17,9 @@ from PIL import Image
 from prometheus_client import REGISTRY
 
 from api.inputs import codec_pool
+from api.inputs.codec_pool import SPARE_PROCESSES
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest, running_api, settings_for
+from tests.hostile_jpeg import repeat_scans
 from tests.keys import bearer, keys_url
 from tests.limits import WAIT_LIMIT_S
 from tests.metrics import metric
@@ -82,7 +84,7 @@ async def _stopped(api: ApiUnderTest) -> tuple[psutil.Process, "asyncio.Task[htt
     process.suspend()
     sent = asyncio.create_task(_edit(api, "in hand"))
     pool = api.dependencies.image_codec._pool
-    await _until(lambda: pool._free == 0)
+    await _until(lambda: pool._free == SPARE_PROCESSES)
     return process, sent
 
 
@@ -205,6 +207,23 @@ async def test_image_whose_process_died_is_told_and_the_next_gets_another(
     assert (await _edit(api, "next")).status_code == 200
 
 
+async def test_image_of_a_caller_has_a_few_seconds_of_cpu_time(api: ApiUnderTest) -> None:
+    (process,) = _processes()
+    soft_s, _ = process.rlimit(psutil.RLIMIT_CPU)
+    times = process.cpu_times()
+    assert soft_s <= times.user + times.system + 7, "6 s, rounded up"
+
+
+async def test_many_scans_are_the_callers_error(api: ApiUnderTest) -> None:
+    fields = {"prompt": "a", "model": IMAGE_MODEL.name}
+    files = {"image": repeat_scans(4000, 1000)}
+    answer = await api.http.post("/v1/images/edits", files=files, data=fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "image")
+    assert "a JPEG with more than 100 scans" in error["message"]
+    assert _processes(), "it lives on"
+
+
 async def test_processes_have_no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PENSTOCK_SECRET", "hush")
     async with running_api(settings_for(tmp_path)) as api:
@@ -226,7 +245,7 @@ async def test_prediction_waits_for_its_image_until_its_deadline(api: ApiUnderTe
     assert response.json()["detail"] == "deadline exceeded: the image was still being decoded"
 
 
-async def test_tenants_take_turns(short_line: None, tmp_path: Path) -> None:
+async def test_no_tenant_has_all_processes(short_line: None, tmp_path: Path) -> None:
     keys = keys_url(tmp_path, b="busy", q="quiet")
     async with running_api(settings_for(tmp_path, picture_processes=1, keys_url=keys)) as api:
         busy, quiet = bearer("b"), bearer("q")
@@ -234,11 +253,41 @@ async def test_tenants_take_turns(short_line: None, tmp_path: Path) -> None:
         (process,) = _processes()
         process.suspend()
         sent = [asyncio.create_task(_edit(api, "in hand", **busy))]
-        await _until(lambda: api.dependencies.image_codec._pool._free == 0)
+        await _until(lambda: api.dependencies.image_codec._pool._running["busy"] == 1)
         sent += [await _in_line(api, f"busy {number}", **busy) for number in range(3)]
         assert (await _edit(api, "too many", **busy)).status_code == 429
-        sent.append(await _in_line(api, "quiet", **quiet))
+        assert (await _edit(api, "quiet", **quiet)).status_code == 200, "it has one of its own"
+        assert _prompts(api) == ["first", "quiet"]
         process.resume()
         assert {response.status_code for response in await asyncio.gather(*sent)} == {200}
-        assert _prompts(api).index("quiet") <= 3, "after the first, the one in hand and one more"
         await api.until_idle()
+
+
+async def test_tenants_take_turns(tmp_path: Path) -> None:
+    keys = keys_url(tmp_path, b="busy", o="other", q="quiet")
+    async with running_api(settings_for(tmp_path, picture_processes=1, keys_url=keys)) as api:
+        busy, other, quiet = bearer("b"), bearer("o"), bearer("q")
+        pool, sent = api.dependencies.image_codec._pool, []
+        for key in (busy, other):
+            assert (await _edit(api, "first", **key)).status_code == 200
+            sent.append(await _held(api, key))
+        sent += [await _in_line(api, f"busy {number}", **busy) for number in range(3)]
+        sent.append(await _in_line(api, "quiet", **quiet))
+        for process in _processes():
+            process.resume()
+        assert {response.status_code for response in await asyncio.gather(*sent)} == {200}
+        prompts = [one for one in _prompts(api) if one not in ("first", "in hand")]
+        assert prompts.index("quiet") <= 2, "after one of the busy tenant for each process"
+        assert not pool._running
+        await api.until_idle()
+
+
+async def _held(api: ApiUnderTest, key: dict[str, str]) -> "asyncio.Task[httpx.Response]":
+    """A request of a tenant whose image process stands still."""
+    pool, before = api.dependencies.image_codec._pool, set(_processes())
+    (idle,) = (one for one in before if one.status() != psutil.STATUS_STOPPED)
+    idle.suspend()
+    free = pool._free
+    sent = asyncio.create_task(_edit(api, "in hand", **key))
+    await _until(lambda: pool._free == free - 1)
+    return sent

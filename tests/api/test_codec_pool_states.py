@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from prometheus_client import REGISTRY
 
-from api.inputs.codec_pool import CodecClient, CodecPool, ReserveMemory
+from api.inputs.codec_pool import SPARE_PROCESSES, CodecClient, CodecPool, ReserveMemory
 from api.inputs.codec_protocol import CodecCommand, CodecReply, EncodeImage, ImageEncoded
 from shared.errors import BadInput, DeadlineExceeded, Overloaded, Unavailable
 from tests.tiers import examples
@@ -24,6 +25,8 @@ from tests.tiers import examples
 pytestmark = pytest.mark.slow(about_s=5)
 
 PROCESSES = 2
+"""Of one tenant."""
+ALL_PROCESSES = PROCESSES + SPARE_PROCESSES
 TURNS = 30
 """Turns of the event loop, after which nothing continues by itself."""
 EXPECTED = (Overloaded, DeadlineExceeded, Unavailable, BadInput)
@@ -64,6 +67,10 @@ class FakeProcess(CodecClient):
             self._running.remove(self)
             self.end = None
 
+    def finish(self) -> None:
+        assert self.end is not None
+        self.end.set_result(ImageEncoded())
+
     def die(self) -> None:
         self._is_dead = True
         assert self.end is not None
@@ -79,6 +86,7 @@ class Pool(RuleBasedStateMachine):
         self.loop = MovedLoop()
         self.running: list[FakeProcess] = []
         self.commands: list[asyncio.Task[Any]] = []
+        self.tenants: dict[asyncio.Task[Any], str] = {}
         self.canceled: set[asyncio.Task[Any]] = set()
         self.waiting_before = _waiting()
         self.pool = self.do(_opened(self.start))
@@ -116,7 +124,9 @@ class Pool(RuleBasedStateMachine):
             )
             return asyncio.create_task(running)
 
-        self.commands.append(self.do(begin()))
+        command = self.do(begin())
+        self.commands.append(command)
+        self.tenants[command] = tenant
 
     @rule(which=st.integers(0, 100))
     def cancel(self, which: int) -> None:
@@ -137,7 +147,7 @@ class Pool(RuleBasedStateMachine):
         process = at_work[which % len(at_work)]
         assert process.end is not None
         if how == "finish":
-            process.end.set_result(ImageEncoded())
+            process.finish()
         elif how == "refuse":
             process.end.set_exception(BadInput("no image"))
         else:
@@ -145,7 +155,7 @@ class Pool(RuleBasedStateMachine):
 
     @invariant()
     def no_more_processes_than_allowed_are_at_work(self) -> None:
-        assert len(self.running) <= PROCESSES
+        assert len(self.running) <= ALL_PROCESSES
 
     @invariant()
     def commands_end_as_described(self) -> None:
@@ -158,9 +168,12 @@ class Pool(RuleBasedStateMachine):
 
     @rule()
     def nobody_waits_beside_a_free_process(self) -> None:
+        """And no tenant has all processes, however many commands it has."""
         self.settle()
         open_commands = [command for command in self.commands if not command.done()]
-        assert len(self.running) == min(PROCESSES, len(open_commands))
+        by_tenant = Counter(self.tenants[command] for command in open_commands)
+        wanted = sum(min(count, PROCESSES) for count in by_tenant.values())
+        assert len(self.running) == min(ALL_PROCESSES, wanted)
         assert _waiting() - self.waiting_before == len(open_commands) - len(self.running)
 
     def teardown(self) -> None:

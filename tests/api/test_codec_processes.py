@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from api.inputs import codec_pool
-from api.inputs.codec_pool import CodecPool
+from api.inputs.codec_pool import CodecClient, CodecPool
 from api.inputs.codec_protocol import PrepareSource, SourceLimits
 from shared.errors import BadInput, Unavailable
+from tests.api.test_codec_pool_states import FakeProcess
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 LIMITS = SourceLimits(64, 64, 8, 4096)
@@ -78,8 +80,33 @@ async def test_image_that_takes_too_long_is_no_fault_of_ours() -> None:
             *(prepare(b"too long") for _ in range(24)), return_exceptions=True
         )
         assert {type(end) for end in ends} == {BadInput}
-        assert all("takes too long" in str(end) for end in ends)
+        assert all("too much CPU time" in str(end) for end in ends)
         await prepare(b"")
+
+
+async def test_small_image_does_not_wait_for_memory_of_another_tenant() -> None:
+    """Not even while one image has all of the budget, and the next waits for all of it."""
+    running: list[FakeProcess] = []
+
+    async def start() -> CodecClient:
+        return FakeProcess(running)
+
+    async def prepare(tenant: str, cost_bytes: int) -> None:
+        order, data = PrepareSource((1, 1), LIMITS), bytes(cost_bytes)
+        await pool.run(order, data, deadline_s=FAR_S, is_new=True, tenant=tenant)
+
+    async with CodecPool(2, budget_bytes=100, start=start) as pool:
+        large = [asyncio.create_task(prepare("busy", 1000)) for _ in range(2)]
+        await until(lambda: len(running) == 2)
+        small = asyncio.create_task(prepare("quiet", 25))
+        await until(lambda: len(running) == 3)
+        running[2].finish()
+        await small
+        assert not any(one.done() for one in large)
+        for _ in large:
+            running[0].finish()
+            await asyncio.wait(large, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.gather(*large)
 
 
 async def test_process_that_cannot_be_started_is_told(

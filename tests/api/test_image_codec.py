@@ -23,11 +23,12 @@ from api.inputs.codec_protocol import (
     SourceLimits,
     SourcePrepared,
 )
-from api.inputs.codec_server import SOURCE_LIMIT_PIXELS, run_command, size_like
+from api.inputs.codec_server import MAX_SCANS, SOURCE_LIMIT_PIXELS, run_command, size_like
 from api.inputs.image_codec import BASE64_CHUNK, data_of_uri
 from shared.errors import BadInput
 from shared.tasks.image import ImageInput
 from tests.api.harness import ApiUnderTest, running_api, settings_for
+from tests.hostile_jpeg import repeat_scans
 from tests.tiers import examples
 
 pytestmark = pytest.mark.anyio
@@ -123,6 +124,31 @@ def _png_with(header: tuple[int, int], *chunks: bytes) -> bytes:
         + pixels
         + _chunk(b"IEND", b"")
     )
+
+
+def test_jpeg_with_many_scans_is_refused_before_it_is_decoded() -> None:
+    def reserve(cost_bytes: int) -> None:
+        raise AssertionError("nothing is decoded")
+
+    data = repeat_scans(4000, 1000)
+    assert len(data) < 105_000
+    answer, png = run_command(PrepareSource(None, LIMITS), data, reserve)
+    assert isinstance(answer, CodecError)
+    assert (answer.code, png) == ("invalid_input", b"")
+    assert answer.reason == "a JPEG with more than 100 scans; save it as a baseline JPEG"
+
+
+@pytest.mark.parametrize("kind", ["many scans", "thumbnail", "video behind it"])
+def test_jpeg_within_the_limit_of_scans_is_drawn(kind: str) -> None:
+    """What begins like a scan in metadata, or behind the image, is none."""
+    scan = b"\xff\xda" * 5000
+    data = {
+        "many scans": repeat_scans(64, MAX_SCANS - 6),
+        "thumbnail": _encoded("jpeg", "RGB", comment=scan),
+        "video behind it": _encoded("jpeg", "RGB", progressive=True) + scan,
+    }[kind]
+    answer, _ = _prepared(data, (64, 64))
+    assert isinstance(answer, SourcePrepared), answer
 
 
 @pytest.mark.parametrize("size", [(5000, 5001), (1, SOURCE_LIMIT_PIXELS + 1), (30000, 30000)])
