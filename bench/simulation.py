@@ -29,7 +29,7 @@ from bench.pipeline import samples_of
 from bench.report import Figure, Outcome
 from infra.local.ports import Ports
 from infra.local.process import Process, answers, free_port
-from infra.local.stack import WORKER_LIMIT_S, Stack
+from infra.local.stack import PREPARE_LIMIT_S, Stack
 from infra.local.stack_processes import WORKER_STOP_LIMIT_S
 from infra.planning.simulation.scenario import scenario_of
 from infra.planning.simulation.world import simulate
@@ -202,7 +202,7 @@ class _Worker:
     def start(self) -> None:
         """Starts it, and returns once it pulls jobs."""
         self._process.start()
-        self._process.wait_ready(partial(answers, self._port, "/readyz"), WORKER_LIMIT_S)
+        self._process.wait_ready(partial(answers, self._port, "/readyz"), PREPARE_LIMIT_S)
 
     def kill(self) -> None:
         """Kills it like a crash."""

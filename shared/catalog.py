@@ -198,6 +198,11 @@ class WorkerGroup:
         return self.models[0].gpu
 
     @property
+    def startup_s(self) -> float:
+        """Time limit for one of their model processes, which loads all models, to get ready."""
+        return sum(model.startup_s for model in self.models)
+
+    @property
     def is_shared(self) -> bool:
         """True if they serve several models."""
         return len(self.models) > 1

@@ -42,6 +42,8 @@ class Batch(EntryPart):
 
 
 MAX_WORK = 1_000_000_000
+DEFAULT_STARTUP_S = 180.0
+MAX_STARTUP_S = 7200.0
 
 
 class ItemWork(EntryPart):
@@ -377,6 +379,10 @@ class CatalogEntry(EntryPart):
     gpu: Gpu = Gpu()
     replicas: Replicas = Replicas()
     resources: ModelResources = ModelResources()
+    startup_s: float = Field(DEFAULT_STARTUP_S, gt=0, le=MAX_STARTUP_S)
+    """Time limit for a model process to load and warm up this model. A process that is not ready
+    then is killed. Downloads of weights, and installations, happen before and do not count.
+    """
     price: Price = Price()
     canary: Canary | None = None
     """A new revision that gets a share of the requests. None: there is none."""

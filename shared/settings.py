@@ -14,6 +14,7 @@ from pydantic import AliasChoices, Field, ValidationError, ValidationInfo, field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from redis.connection import parse_url
 
+from shared.catalog_entry import MAX_STARTUP_S
 from shared.errors import ConfigurationError
 from shared.rabbitmq.broker_url import broker_url
 from shared.retention import BUDGET_BYTES
@@ -301,6 +302,10 @@ class WorkerSettings(ClassSettings):
     memory_budget_bytes: int = Field(0, ge=0)
     """Memory for the models of each model process. Above it, the least recently used one is
     dropped. 0: limited by the device only.
+    """
+    startup_s: float = Field(0.0, ge=0, le=MAX_STARTUP_S)
+    """Time limit for a model process to get ready, instead of the sum of its models' `startup_s`.
+    0: as in the catalog.
     """
     max_outstanding_bytes: int = Field(64 * 1024 * 1024, ge=1)
     ack_deadline_s: int = Field(10, ge=10, le=600)

@@ -252,6 +252,7 @@ def _pool(settings: WorkerSettings, hosted: Sequence[HostedModel], layout: Layou
         threads=layout.threads,
         memory_fraction=settings.memory_fraction,
         memory_budget_bytes=settings.memory_budget_bytes,
+        start_timeout_s=settings.startup_s or sum(one.entry.startup_s for one in hosted),
     )
 
 

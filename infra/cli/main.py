@@ -118,6 +118,10 @@ def up(
     ] = "",
     tls_cert: Annotated[str, typer.Option(metavar="FILE", help="certificate of the API")] = "",
     tls_key: Annotated[str, typer.Option(metavar="FILE", help="its key")] = "",
+    startup_s: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="instead of startup_s of each model in the catalog"),
+    ] = 0,
 ) -> None:
     """Start the whole pipeline here and keep it up: what dies is started again."""
     from infra.local.up import stay_up
@@ -139,6 +143,7 @@ def up(
         "PENSTOCK_HOST": host,
         "PENSTOCK_TLS_CERT": str(Path(tls_cert).resolve()) if tls_cert else "",
         "PENSTOCK_TLS_KEY": str(Path(tls_key).resolve()) if tls_key else "",
+        "PENSTOCK_STARTUP_S": str(startup_s) if startup_s else "",
     }
     settings = given_settings() | {name: value for name, value in named.items() if value}
     raise typer.Exit(stay_up(STATE_DIR, ports, settings, broker))

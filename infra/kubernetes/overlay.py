@@ -18,6 +18,7 @@ GPU is kept in the same bucket, by the same mount (workers/models/kernel_store.p
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +39,7 @@ from infra.kubernetes.kustomization import (
 )
 from infra.kubernetes.placement import Placement, compute_class, leave_room, place, share_of
 from shared.catalog import Catalog, Model, WorkerGroup
-from shared.catalog_entry import Gpu
+from shared.catalog_entry import DEFAULT_STARTUP_S, Gpu
 from shared.errors import ConfigurationError
 from shared.kubernetes_names import slug
 
@@ -50,6 +51,10 @@ WORKER_ID = 10001
 TOKEN_DIR, TOKEN_FILE = "/var/run/penstock-hub", "token"
 CACHE_VOLUME = "gke-gcsfuse-cache"
 """The sidecar takes a volume of this name for its file cache."""
+STARTUP_PERIOD_S, BASE_STARTUP_TRIES, BASE_PROGRESS_S = 5, 240, 1800
+"""The startup probe and the progress deadline in infra/kubernetes/worker/deployment.yaml.
+
+The probe leaves 1020 s for weights and measurements, and DEFAULT_STARTUP_S for the models."""
 SIDECAR_CPU_M, SIDECAR_MIB = 100, 256
 """Resource requests of the sidecar. The worker alongside requests that much less."""
 TMP_MIB = 2048
@@ -552,6 +557,12 @@ def _sized_volumes(group: WorkerGroup, placement: Placement) -> Iterator[dict[st
         yield {"name": "tmp", "emptyDir": {"sizeLimit": f"{tmp_mib}Mi"}}
 
 
+def _additional_startup_s(group: WorkerGroup, deployment: Deployment) -> int:
+    """Seconds that the models may take to start beyond what the tree's probe leaves them."""
+    startup_s = float(deployment.settings.get("PENSTOCK_STARTUP_S", 0)) or group.startup_s
+    return max(0, math.ceil(startup_s - DEFAULT_STARTUP_S))
+
+
 def _worker_patch(
     group: WorkerGroup, placement: Placement, weights: Weights, deployment: Deployment
 ) -> dict[str, Any]:
@@ -559,6 +570,11 @@ def _worker_patch(
     if weights.has_sidecar:
         resources = leave_room(resources, SIDECAR_CPU_M, SIDECAR_MIB)
     container: dict[str, Any] = {"name": "worker", "resources": resources}
+    spec: dict[str, Any] = {}
+    if more_s := _additional_startup_s(group, deployment):
+        tries = BASE_STARTUP_TRIES + math.ceil(more_s / STARTUP_PERIOD_S)
+        container["startupProbe"] = {"failureThreshold": tries}
+        spec["progressDeadlineSeconds"] = BASE_PROGRESS_S + more_s
     if weights.mounts:
         container["volumeMounts"] = list(weights.mounts)
     volumes = [*weights.volumes, *_sized_volumes(group, placement)]
@@ -576,9 +592,9 @@ def _worker_patch(
         pod["volumes"] = volumes
     if deployment.is_outside:
         # With an autoscaler, each apply would take its count back.
-        count = {} if deployment.is_scaled else {"replicas": max(1, group.replicas.min)}
-        return deployment_patch("worker", pod, **count)
-    patch = deployment_patch("worker", pod)
+        spec |= {} if deployment.is_scaled else {"replicas": max(1, group.replicas.min)}
+        return deployment_patch("worker", pod, **spec)
+    patch = deployment_patch("worker", pod, **spec)
     if weights.annotations:
         patch["spec"]["template"]["metadata"] = {"annotations": weights.annotations}
     return patch

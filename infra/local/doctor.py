@@ -208,8 +208,6 @@ def _ports() -> Diagnosis:
         ports.redis,
         ports.functions,
         ports.metrics,
-        ports.health[0],
-        ports.health[1],
     )
     taken = [port for port in wanted if listens(port)]
     if ports.api in taken and answers(ports.api, "/readyz"):

@@ -19,6 +19,7 @@ import yaml
 
 from shared.catalog_file import LOCAL
 from shared.errors import ConfigurationError
+from shared.model_interface import FILE_NAME
 from shared.tasks import TASKS
 
 CHECK = (sys.executable, "-m", "workers.models.custom", "check", "--if-changed")
@@ -80,8 +81,11 @@ def refresh_interfaces(models_file: Path, say: Callable[[str], None]) -> None:
         models_file: the catalog.
         say: gets each line for a person.
 
+    A class that can't be served is reported. Its worker refuses it if it has a schema.json.
+
     Raises:
-        ConfigurationError: one of them can't be served. The message says why.
+        ConfigurationError: a class can't be served, and has no schema.json from an earlier
+            inspection, without which the catalog can't be read.
     """
     for one in local_classes(models_file):
         inspection = Inspection(one.folder)
@@ -95,7 +99,13 @@ def refresh_interfaces(models_file: Path, say: Callable[[str], None]) -> None:
         except BaseException:
             inspection.kill()
             raise
-        for line in inspection.end():
+        try:
+            notes = inspection.end()
+        except ConfigurationError as error:
+            if not (Path(one.folder).expanduser() / FILE_NAME).is_file():
+                raise
+            notes = [error.message]
+        for line in notes:
             say(f"{one.model}: {line}")
 
 

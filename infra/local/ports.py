@@ -10,7 +10,7 @@ from infra.local.process import free_port
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports on 127.0.0.1. Worker number n of the catalog answers probes on `health[n]`."""
+    """The ports on 127.0.0.1. Worker number n answers probes on the n-th free port of `health`."""
 
     api: int = 8080
     pubsub: int = 8085

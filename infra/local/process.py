@@ -125,8 +125,8 @@ class Process:
         """Returns once `is_ready` says so.
 
         Raises:
-            Unavailable: it ended first, or `limit_s` seconds passed. The message has the end of its
-                log.
+            Unavailable: it ended first, or `limit_s` seconds passed, after which it is stopped. The
+                message has the end of its log.
         """
         deadline_s = time.monotonic() + limit_s
         while not is_ready():
@@ -135,6 +135,7 @@ class Process:
                     f"{self.name} {self.ending} before it was ready{self.last_words()}"
                 )
             if time.monotonic() > deadline_s:
+                self.stop()  # first: what it prints when it is stopped may give the reason
                 raise Unavailable(
                     f"{self.name} was not ready within {limit_s:g} s{self.last_words()}"
                 )
@@ -156,6 +157,11 @@ class Process:
             time.sleep(POLL_S)
         if self._code() != 0:
             raise Unavailable(f"{self.name} {self.ending}{self.last_words()}")
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code, negative for a signal. None: it runs, or was not started."""
+        return self._code()
 
     @property
     def ending(self) -> str:
@@ -248,7 +254,9 @@ class Process:
             else []
         )
         return "; " + (
-            "\n  ".join([f"the end of {self.log_path}:", *said]) if said else "it said nothing"
+            "\n  ".join([f"the end of {self.log_path}:", *said])
+            if said
+            else f"its log is empty: {self.log_path}"
         )
 
 

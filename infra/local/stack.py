@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -32,7 +33,7 @@ from infra.reports.tables import create_tables
 from shared.catalog import Catalog, Model
 from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError, Unavailable
-from shared.settings import ApiSettings, read_settings
+from shared.settings import ApiSettings, WorkerSettings, read_settings
 
 WEBHOOK_KEY_BYTES = 32
 
@@ -110,8 +111,8 @@ def await_graphs(
 
 
 SERVER_LIMIT_S = 60.0
-WORKER_LIMIT_S = 180.0
-"""Time to load a model and warm it up. The shipped ones take about ten seconds."""
+PREPARE_LIMIT_S = 1020.0
+"""Time for a worker to download weights and measure backends, before its models' `startup_s`."""
 API_LIMIT_S = 120.0
 FUNCTIONS_LIMIT_S = 120.0
 TEMP_DIR_LONGEST = 60
@@ -128,6 +129,8 @@ REPLACED_BY = {
 
 class Stack:
     """The running pipeline. Entering starts all parts and waits for them, leaving stops them.
+
+    `without_waiting` is another way in, which does not wait for the workers.
 
     Args:
         state_dir: gets the logs, the rows, the objects and the spool.
@@ -175,7 +178,10 @@ class Stack:
         self._began_s = 0.0
         self._undo = ExitStack()
         self._sockets: dict[str, str] = {}
-        self._ready: dict[str, tuple[Callable[[], bool], float]] = {}
+        self._checks: dict[str, tuple[Callable[[], bool], float]] = {}
+        """By the processes' names: what returns whether it does its work, and how long it may take
+        to get there, in seconds."""
+        self._were_ready: set[str] = set()
 
     @property
     def api_url(self) -> str:
@@ -210,28 +216,53 @@ class Stack:
     @property
     def settings(self) -> ApiSettings:
         """The API's settings, parsed."""
-        fields = {
+        return read_settings(ApiSettings, **self._fields)
+
+    @property
+    def _fields(self) -> dict[str, str]:
+        return {
             name.removeprefix("PENSTOCK_").lower(): value
             for name, value in self.environment.items()
         }
-        return read_settings(ApiSettings, **fields)
 
     def __enter__(self) -> Self:
+        self._open()
+        try:
+            for name in dict.fromkeys(self.workers.values()):
+                self._await(name, "warm")
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    @contextmanager
+    def without_waiting(self) -> Iterator[Self]:
+        """Starts all parts and waits for all but the workers. Leaving stops them.
+
+        A supervisor of `parts` reports each worker that gets ready, and each that fails.
+        """
+        self._open()
+        try:
+            yield self
+        finally:
+            self._close()
+
+    def _open(self) -> None:
         self._began_s = time.monotonic()
         with ExitStack() as undo:
             undo.callback(self.report, "stopped", "")
             settings = self.settings
             catalog = read_catalog(settings.models_file)
-            self._check_ports(len(catalog.worker_groups))
+            self._check_ports()
+            health = self._free_health_ports(len(catalog.worker_groups))
             makers = self._start_makers(undo, catalog)
             self._start_servers(undo)
             provision_broker(settings, catalog, self.functions_url)
             self.report("made", "topics and subscriptions")
             create_tables(settings)
             self.report("made", f"dataset {settings.dataset}")
-            self._start_pipeline(undo, catalog, makers)
+            self._start_pipeline(undo, catalog, health, makers)
             self._undo = undo.pop_all()
-        return self
 
     def __exit__(
         self,
@@ -239,15 +270,24 @@ class Stack:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._close()
+
+    def _close(self) -> None:
         with _undisturbed():
             self._undo.close()
 
     @property
     def parts(self) -> list[SupervisedPart]:
-        """The processes, to be supervised once they all run."""
+        """The processes, to be supervised once they all were started."""
         always: tuple[Callable[[], bool], float] = (lambda: True, 0.0)
+        workers = set(self.workers.values())
         return [
-            SupervisedPart(process, *self._ready.get(name, always))
+            SupervisedPart(
+                process,
+                *self._checks.get(name, always),
+                was_ready=name in self._were_ready or name not in self._checks,
+                is_optional=name in workers,
+            )
             for name, process in self.processes.items()
         ]
 
@@ -255,28 +295,32 @@ class Stack:
         """Says what happened, with the seconds since the start."""
         self._say(f"{time.monotonic() - self._began_s:6.1f} s  {word:<8}{facts}".rstrip())
 
-    def _check_ports(self, workers: int) -> None:
+    def _check_ports(self) -> None:
         """Refuses before anything starts: a port taken later would show only in some log."""
-        if workers > len(self.ports.health):
-            raise ConfigurationError(
-                f"{workers} models need as many health ports, not {len(self.ports.health)}"
-            )
         wanted = {"metrics of the API": self.ports.metrics}
         wanted |= {name: getattr(self.ports, name) for name in self._own_servers()}
         wanted |= {"functions": self.ports.functions} if self.functions_url else {}
         wanted |= {"row archive": self.ports.row_archive} if self.settings.rows_url else {}
-        wanted |= {
-            f"health of worker {n}": port for n, port in enumerate(self.ports.health[:workers])
-        }
         taken = {part: port for part, port in wanted.items() if listens(port)}
         if listens(self.ports.api, self._api_host):
             taken["API"] = self.ports.api
         if taken:
-            part, port = taken.popitem()
+            ports = ", ".join(f"port {port} ({part})" for part, port in taken.items())
             raise ConfigurationError(
-                f"port {port} ({part}) is taken: stop what listens there, or choose others, "
+                f"{ports} {'is' if len(taken) == 1 else 'are'} taken: stop what listens there, or "
+                "choose others, see penstock up --help"
+            )
+
+    def _free_health_ports(self, workers: int) -> list[int]:
+        """A port for each worker. Nobody else needs to know them, so taken ones are passed over."""
+        free = list(islice((port for port in self.ports.health if not listens(port)), workers))
+        if len(free) < workers:
+            raise ConfigurationError(
+                f"{workers} workers need as many health ports, and {len(free)} of "
+                f"{len(self.ports.health)} from {self.ports.health[0]} are free: choose others, "
                 "see penstock up --help"
             )
+        return free
 
     def _own_servers(self) -> list[str]:
         other = {"pubsub": "rabbitmq", "rabbitmq": "pubsub"}[self.broker]
@@ -304,7 +348,8 @@ class Stack:
         }
         for name in own:
             port = getattr(self.ports, name)
-            self._await(name, partial(listens, port), SERVER_LIMIT_S, f"127.0.0.1:{port}")
+            self._checks[name] = (partial(listens, port), SERVER_LIMIT_S)
+            self._await(name, f"127.0.0.1:{port}")
 
     def _start_makers(self, undo: ExitStack, catalog: Catalog) -> dict[str, Process]:
         """Has the optimized graphs made that the models lack, by the models' names."""
@@ -315,17 +360,18 @@ class Stack:
         }
 
     def _start_pipeline(
-        self, undo: ExitStack, catalog: Catalog, makers: Mapping[str, Process]
+        self,
+        undo: ExitStack,
+        catalog: Catalog,
+        health: Sequence[int],
+        makers: Mapping[str, Process],
     ) -> None:
         """Starts the API, the functions and the workers, each as early as possible.
 
         A worker whose model has no graphs yet starts last. It measures backends on this machine,
         and waits until nothing else starts.
         """
-        workers = {
-            group.name: self._make.worker(group, port, self._sockets)
-            for group, port in zip(catalog.worker_groups, self.ports.health, strict=False)
-        }
+        workers = self._make_workers(catalog, health)
         for worker in workers.values():
             undo.callback(worker.stop)
         # Runs after the API has stopped and before the first worker is awaited, so that all workers
@@ -363,31 +409,39 @@ class Stack:
                 if missing == {optimized}:
                     workers[name].start()
                 missing.discard(optimized)
-        self._await_pipeline(list(workers.values()))
+        self._await_pipeline()
 
-    def _await_pipeline(self, workers: Sequence[Process]) -> None:
+    def _make_workers(self, catalog: Catalog, health: Sequence[int]) -> dict[str, Process]:
+        """The workers by the names of their groups, none of them started."""
+        override_s = read_settings(WorkerSettings, model="", **self._fields).startup_s
+        workers: dict[str, Process] = {}
+        for group, port in zip(catalog.worker_groups, health, strict=True):
+            worker = self._make.worker(group, port, self._sockets)
+            limit_s = PREPARE_LIMIT_S + (override_s or group.startup_s)
+            self._checks[worker.name] = (partial(answers, port, "/readyz"), limit_s)
+            workers[group.name] = worker
+        return workers
+
+    def _await_pipeline(self) -> None:
         api = partial(answers, self.ports.api, "/readyz", host=self._api_host, tls=self._has_tls)
-        self._await("api", api, API_LIMIT_S, self.api_url)
-        for worker, port in zip(workers, self.ports.health, strict=False):
-            self._await(worker.name, partial(answers, port, "/readyz"), WORKER_LIMIT_S, "warm")
+        self._checks["api"] = (api, API_LIMIT_S)
+        self._await("api", self.api_url)
         if self.functions_url:
-            facts = "dead letters, webhooks"
-            self._await(
-                "functions",
-                partial(answers, self.ports.functions, "/readyz"),
-                FUNCTIONS_LIMIT_S,
-                facts,
-            )
+            functions = partial(answers, self.ports.functions, "/readyz")
+            self._checks["functions"] = (functions, FUNCTIONS_LIMIT_S)
+            self._await("functions", "dead letters, webhooks")
         if self.settings.rows_url:
             archive = partial(answers, self.ports.row_archive, "/metrics")
-            self._await("row-archive", archive, SERVER_LIMIT_S, self.settings.rows_url)
+            self._checks["row-archive"] = (archive, SERVER_LIMIT_S)
+            self._await("row-archive", self.settings.rows_url)
 
     def _start(self, undo: ExitStack, process: Process) -> None:
         self.processes[process.name] = undo.enter_context(process)
 
-    def _await(self, name: str, is_ready: Callable[[], bool], limit_s: float, facts: str) -> None:
+    def _await(self, name: str, facts: str) -> None:
+        is_ready, limit_s = self._checks[name]
         self.processes[name].wait_ready(is_ready, limit_s)
-        self._ready[name] = (is_ready, limit_s)
+        self._were_ready.add(name)
         self.report("ready", f"{name} · {facts}")
 
 

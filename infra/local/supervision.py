@@ -1,4 +1,7 @@
-"""Starts parts of the local stack again that died, with growing pauses and a limit on how often."""
+"""Waits for parts of the local stack to get ready, and starts those again that died.
+
+Pauses between starts grow, and the number of starts is limited.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +18,33 @@ WINDOW_S = 600.0
 """A part that dies more often than MAX_DEATHS times within this time is not started again."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 """Before a part is started again. Each death within WINDOW_S doubles it."""
+PROGRESS_S = 10.0
+"""Time between two lines about a part that is not ready yet."""
+WRONG_CONFIGURATION = 2
+"""Exit code of a worker that no restart can help: its entry, its package or a setting is wrong."""
 
 
 @dataclass(frozen=True)
 class SupervisedPart:
-    """One process of the stack.
+    """One process of the stack, which was started.
 
     Args:
-        process: started, and ready.
+        process: the process.
         is_ready: returns whether it does its work.
         limit_s: time limit to get ready after a start, in seconds.
+        was_ready: true if it has been ready since it was started.
+        is_optional: true if the others can do their work without it, as without a worker.
     """
 
     process: Process
     is_ready: Callable[[], bool]
     limit_s: float
+    was_ready: bool = True
+    is_optional: bool = False
 
 
 class Supervisor:
-    """Supervises parts that run. Its owner calls `look` again and again.
+    """Supervises parts that were started. Its owner calls `look` again and again.
 
     Args:
         parts: the parts to supervise.
@@ -49,12 +60,22 @@ class Supervisor:
     ) -> None:
         self._watched = [_Watched(part, report, clock) for part in parts]
 
+    @property
+    def is_settled(self) -> bool:
+        """True if each part has been ready, or has failed to start at least once."""
+        return all(watched.is_settled for watched in self._watched)
+
+    @property
+    def not_ready(self) -> list[str]:
+        """Names of the processes that are not doing their work."""
+        return [watched.name for watched in self._watched if not watched.is_serving]
+
     def look(self) -> str | None:
-        """Starts what died and is due.
+        """Starts the parts that died and are due.
 
         Returns:
-            None while everything runs or will run again. Else why it won't: a part that died too
-            often, with the end of its log.
+            None while all parts run, will run again, or are optional. Else the reason that the
+            stack can't continue: a part that died too often, with the end of its log.
         """
         for watched in self._watched:
             if failure := watched.look():
@@ -91,18 +112,35 @@ class _Watched:
         self._ready_by_s: float | None = None
         """The time by which it must be ready. None: it was ready."""
         self._since_s = 0.0
-        """When it died, or was asked to stop."""
+        """When it was first started, died, or was asked to stop."""
+        self._progress_s = 0.0
+        """The time of the next line about its progress."""
+        self._is_first_start = not part.was_ready
+        """Whether this is its first start, and it was not ready yet."""
         self._on_started: Callable[[], None] | None = None
         """To be called after its next start. None: nobody asked for a restart."""
         self._is_changed = False
         """Whether it was restarted and was not ready since."""
         self._is_down = False
         """Whether it stays down until the next restart."""
+        if self._is_first_start:
+            self._since_s = clock()
+            self._expect_ready()
 
     @property
     def name(self) -> str:
         """The name of its process."""
         return self._part.process.name
+
+    @property
+    def is_settled(self) -> bool:
+        """True if it has been ready, or has failed to start at least once."""
+        return not self._is_first_start or bool(self._deaths_s) or self._is_down
+
+    @property
+    def is_serving(self) -> bool:
+        """True if it does its work, as far as the last look saw."""
+        return not self._is_down and self._start_s is None and self._ready_by_s is None
 
     def restart(self, on_started: Callable[[], None]) -> None:
         """As Supervisor.restart."""
@@ -140,25 +178,47 @@ class _Watched:
         if self._ready_by_s is None:
             return None
         if self._part.is_ready():
-            self._ready_by_s = None
-            self._is_changed = False
-            self._report("back", f"{process.name} · {self._clock() - self._since_s:.1f} s later")
+            self._on_ready()
         elif self._clock() > self._ready_by_s:
+            process.stop()  # first: what it prints when it is stopped may give the reason
             return self._died(f"was not ready within {self._part.limit_s:g} s")
+        elif self._clock() >= self._progress_s:
+            self._progress_s += PROGRESS_S
+            waited_s = self._clock() - self._since_s
+            self._report(
+                "waiting", f"{process.name} · {waited_s:.0f} s so far; its log: {process.log_path}"
+            )
         return None
+
+    def _on_ready(self) -> None:
+        name, waited_s = self._part.process.name, self._clock() - self._since_s
+        if self._is_first_start:
+            self._report("ready", f"{name} · {waited_s:.1f} s after its start")
+        else:
+            self._report("back", f"{name} · {waited_s:.1f} s later")
+        self._ready_by_s, self._is_first_start, self._is_changed = None, False, False
+
+    def _expect_ready(self) -> None:
+        now_s = self._clock()
+        self._ready_by_s = now_s + self._part.limit_s
+        self._progress_s = now_s + PROGRESS_S
 
     def _died(self, how: str) -> str | None:
         process, now_s = self._part.process, self._clock()
         death = f"{process.name} {how}{process.last_words()}"
+        is_hopeless = process.exit_code == WRONG_CONFIGURATION and self._part.is_optional
         # Also ends what it left in its group, which may hold its port or its memory.
         process.stop()
+        self._ready_by_s = None
         if self._is_changed:
-            self._is_down = True
-            self._report("down", f"{death}\n  starts again when its sources change")
+            self._stay_down(f"{death}\n  starts again when its sources change")
             return None
         self._since_s = now_s
         self._deaths_s.append(now_s)
         deaths = sum(now_s - at_s < WINDOW_S for at_s in self._deaths_s)
+        if is_hopeless or (deaths > MAX_DEATHS and self._part.is_optional):
+            self._stay_down(f"{death}\n  is not started again; the other models are served")
+            return None
         if deaths > MAX_DEATHS:
             return f"{death}\n{process.name} died {deaths} times within {WINDOW_S:g} s"
         # Without jitter: nobody else comes back at the same time.
@@ -167,11 +227,15 @@ class _Watched:
         self._report("died", f"{death}\n  starts again in {pause_s:g} s ({deaths} of {MAX_DEATHS})")
         return None
 
+    def _stay_down(self, facts: str) -> None:
+        self._is_down = True
+        self._report("down", facts)
+
     def _start(self) -> str | None:
         self._start_s = None
         try:
             self._part.process.start()
         except Unavailable as error:
             return self._died(f"did not start: {error.message}")
-        self._ready_by_s = self._clock() + self._part.limit_s
+        self._expect_ready()
         return None

@@ -12,7 +12,7 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from infra.local.interfaces import local_classes, refresh_interfaces
@@ -120,7 +120,7 @@ def served_stack(
 def stay_up(
     state_dir: Path, ports: Ports, settings: Mapping[str, str], broker: Broker = "pubsub"
 ) -> int:
-    """Runs everything until interrupted. Returns 1 if a part died too often.
+    """Runs everything until interrupted. Returns 1 if a part other than a worker died too often.
 
     Args:
         state_dir: as for Stack.
@@ -135,14 +135,17 @@ def stay_up(
     models_file = Path(settings.get("PENSTOCK_MODELS_FILE", MODELS_FILE))
     deny_inspection()  # a class of one's own runs as the same user
     refresh_interfaces(models_file, _say)
-    with served_stack(state_dir, ports, settings, _say, broker) as stack:
-        print(_usage(stack), flush=True)
+    with served_stack(state_dir, ports, settings, _say, broker).without_waiting() as stack:
         supervisor = Supervisor(stack.parts, stack.report)
+        has_told = False
         reloader = Reloader(
             local_classes(models_file), stack.workers, stack.processes, supervisor, stack.report
         )
         try:
             while not (failure := supervisor.look()):
+                if supervisor.is_settled and not has_told:
+                    print(_usage(stack, supervisor.not_ready), flush=True)
+                    has_told = True
                 reloader.look()
                 time.sleep(WATCH_S)
         except KeyboardInterrupt:
@@ -154,8 +157,11 @@ def stay_up(
     return 1
 
 
-def _usage(stack: Stack) -> str:
-    model = read_catalog(stack.settings.models_file).models[0]
+def _usage(stack: Stack, not_ready: Sequence[str]) -> str:
+    models = read_catalog(stack.settings.models_file).models
+    missing = [model.name for model in models if stack.workers[model.name] in not_ready]
+    model = next((one for one in models if one.name not in missing), models[0])
+    title = f"Penstock is up, without {', '.join(missing)}." if missing else "Penstock is up."
     lines = {
         "API": f"{stack.api_url}/v1 (docs: {stack.api_url}/docs, metrics: http://127.0.0.1:{stack.ports.metrics}/metrics)",
         **_broker(stack),
@@ -172,7 +178,7 @@ def _usage(stack: Stack) -> str:
         options += " -H 'Authorization: Bearer YOUR_KEY'"
     url = f"{stack.api_url}{example.path}"
     curl = f"  curl {url}{options} -H 'Content-Type: application/json' -d '{body}'"
-    return f"\nPenstock is up.\n\n{listed}\n\nTry\n\n{curl}\n\nCtrl-C stops it."
+    return f"\n{title}\n\n{listed}\n\nTry\n\n{curl}\n\nCtrl-C stops it."
 
 
 def _broker(stack: Stack) -> dict[str, str]:

@@ -67,7 +67,7 @@ def test_killed_process_is_told_by_its_signal(tmp_path: Path) -> None:
     with (
         python("killed", "import os; os.kill(os.getpid(), 9)", tmp_path) as killed,
         pytest.raises(
-            Unavailable, match="killed was ended by SIGKILL before it was ready; it said nothing"
+            Unavailable, match="killed was ended by SIGKILL before it was ready; its log is empty: "
         ),
     ):
         killed.wait_ready(lambda: False, WAIT_LIMIT_S)

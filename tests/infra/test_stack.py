@@ -16,7 +16,7 @@ from infra.local.process import listens
 from infra.local.stack import Stack
 from shared.cores import usable_cores
 from shared.errors import ConfigurationError, Unavailable
-from tests.infra.running_up import Up, catalog, running_up
+from tests.infra.running_up import CATALOG, MINI, Up, catalog, running_up
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from tests.tls import make_certificate
 from tests.workers.optimize.tiny_bert import ENTRY, make_tiny_bert
@@ -51,7 +51,9 @@ def test_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
 
 def test_every_model_needs_a_health_port(tmp_path: Path) -> None:
     stack = Stack(tmp_path, ports=Ports.free(workers=1), say=lambda line: None)
-    with pytest.raises(ConfigurationError, match="2 models need as many health ports, not 1"):
+    with pytest.raises(
+        ConfigurationError, match="2 workers need as many health ports, and 1 of 1 from"
+    ):
         stack.__enter__()
 
 
@@ -141,6 +143,52 @@ def test_up_serves_until_terminated(up: Up) -> None:
     up.process.send_signal(signal.SIGTERM)
     assert up.process.wait(START_LIMIT_S) == 0
     assert not [port for port in all_ports(up.ports) if listens(port)]
+
+
+BROKEN = """\
+  - name: broken
+    task: embedding
+    source: package:no_such_package/model
+    dimensions: 384
+    batch: {max_tokens: 2048}
+"""
+
+
+def test_up_serves_the_others_if_a_model_cannot_start_or_a_port_is_taken(
+    tmp_path: Path, servers: dict[str, str]
+) -> None:
+    ports = Ports.free(workers=1)
+    with (
+        socket.create_server(("127.0.0.1", ports.health[0])),
+        running_up(
+            tmp_path, servers, models=CATALOG.format(source=MINI) + BROKEN, ports=ports
+        ) as up,
+    ):
+        assert "Penstock is up, without broken." in up.said
+        assert "down    worker-broken ended with code 2; the end of" in up.said
+        assert "no_such_package" in up.said
+        assert "ready   worker-mini" in up.said
+        assert "it said nothing" not in up.said
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{up.ports.api}/v1/embeddings",
+            data=b'{"model": "mini", "input": "a cat"}',
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=WAIT_LIMIT_S) as response:
+            assert response.status == 200
+        assert up.process.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "options"), [("    startup_s: 0.01\n", []), ("", ["--startup-s", "0.01"])]
+)
+def test_startup_limit_comes_from_the_entry_or_the_command(
+    entry: str, options: list[str], tmp_path: Path, servers: dict[str, str]
+) -> None:
+    models = CATALOG.format(source=MINI) + entry
+    with running_up(tmp_path, servers, options, models=models) as up:
+        assert "Penstock is up, without mini." in up.said
+        assert "the model process was not ready in 0.01 s" in up.said
 
 
 def test_up_outside_loopback_asks_for_keys_and_speaks_tls(

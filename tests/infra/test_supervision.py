@@ -12,10 +12,13 @@ from infra.local.supervision import (
     FIRST_PAUSE_S,
     MAX_DEATHS,
     MAX_PAUSE_S,
+    PROGRESS_S,
     WINDOW_S,
     SupervisedPart,
     Supervisor,
 )
+from tests.infra.running_up import wait_until
+from tests.limits import WAIT_LIMIT_S
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(600)"
 
@@ -32,6 +35,16 @@ class World:
             [SupervisedPart(process, lambda: self.is_ready, 60.0)],
             lambda word, facts: self.reported.append((word, facts)),
             lambda: self.now_s,
+        )
+
+    def start_of_a_worker(self, limit_s: float = 60.0) -> Supervisor:
+        """A supervisor of the same process, as a worker that was just started."""
+        self.is_ready = False
+        part = SupervisedPart(
+            self.process, lambda: self.is_ready, limit_s, was_ready=False, is_optional=True
+        )
+        return Supervisor(
+            [part], lambda word, facts: self.reported.append((word, facts)), lambda: self.now_s
         )
 
     def pause_after_death(self) -> float:
@@ -67,6 +80,63 @@ def test_part_that_dies_comes_back(run: Callable[..., World]) -> None:
     assert [word for word, _ in world.reported] == ["died", "back"]
     assert world.reported[0][1].startswith("part was ended by SIGKILL; ")
     assert "starts again in 0.5 s (1 of 5)" in world.reported[0][1]
+
+
+def test_worker_that_starts_is_reported_until_it_is_ready(run: Callable[..., World]) -> None:
+    world = run()
+    supervisor = world.start_of_a_worker()
+    for waited_s in (0.0, PROGRESS_S, PROGRESS_S + 1, 2 * PROGRESS_S):
+        world.now_s = 1000.0 + waited_s
+        assert supervisor.look() is None
+    assert [word for word, _ in world.reported] == ["waiting", "waiting"]
+    assert "part · 20 s so far; its log: " in world.reported[1][1]
+    assert (supervisor.is_settled, supervisor.not_ready) == (False, ["part"])
+    world.is_ready = True
+    assert supervisor.look() is None
+    assert world.reported[-1] == ("ready", "part · 20.0 s after its start")
+    assert (supervisor.is_settled, supervisor.not_ready) == (True, [])
+
+
+def test_worker_that_is_late_is_stopped_and_shown_with_its_log(run: Callable[..., World]) -> None:
+    world = run()
+    supervisor = world.start_of_a_worker(limit_s=5.0)
+    world.process.wait_ready(lambda: "up" in world.process.log_path.read_text(), WAIT_LIMIT_S)
+    world.now_s += 6
+    assert supervisor.look() is None
+    word, facts = world.reported[-1]
+    assert word == "died"
+    assert "part was not ready within 5 s; the end of " in facts
+    assert ".log:\n  up" in facts
+    assert (supervisor.is_settled, supervisor.not_ready) == (True, ["part"])
+
+
+def test_worker_with_a_wrong_configuration_stays_down(tmp_path: Path) -> None:
+    code = "print('no such package', flush=True); raise SystemExit(2)"
+    with Process("part", [sys.executable, "-c", code], tmp_path) as process:
+        world = World(process)
+        supervisor = world.start_of_a_worker()
+        wait_until(lambda: not process.is_running, WAIT_LIMIT_S)
+        assert supervisor.look() is None
+        word, facts = world.reported[-1]
+        assert word == "down"
+        assert "part ended with code 2; the end of " in facts
+        assert "no such package" in facts
+        world.now_s += WINDOW_S
+        assert supervisor.look() is None
+        assert not process.is_running
+        assert (supervisor.is_settled, supervisor.not_ready) == (True, ["part"])
+
+
+def test_worker_that_dies_too_often_does_not_end_the_others(run: Callable[..., World]) -> None:
+    world = run()
+    supervisor = world.start_of_a_worker()
+    for _ in range(MAX_DEATHS + 1):
+        world.process.kill()
+        assert supervisor.look() is None
+        world.now_s += MAX_PAUSE_S
+        assert supervisor.look() is None
+    assert world.reported[-1][0] == "down"
+    assert "is not started again; the other models are served" in world.reported[-1][1]
 
 
 def test_log_still_says_why_the_last_one_ended(run: Callable[..., World], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple, Self
 import msgspec
 
 from shared.catalog import Model
+from shared.catalog_entry import DEFAULT_STARTUP_S
 from shared.concurrency import backoff
 from shared.cores import usable_cores
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
@@ -35,7 +36,6 @@ from workers.runtime.template import Template, can_fork
 __all__ = ["HostedModel", "ModelPool", "ModelProcessDied", "PooledProcess", "ProcessPool"]
 
 CPU_PROCESSES_MAX = 4
-START_TIMEOUT_S = 180.0
 START_TRIES = 5
 """The number of starts that may fail in a row after a death before the process is given up."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 16.0
@@ -122,7 +122,7 @@ class ModelPool(ProcessPool):
         threads: of each process on a CPU.
         memory_fraction: the part of a GPU's memory each process may take.
         memory_budget_bytes: for all models of a process together. 0 means no limit.
-        start_timeout_s: the limit from start to ready.
+        start_timeout_s: time limit for a process to get ready.
         command: starts a model process, or the template that they are forked from.
     """
 
@@ -135,7 +135,7 @@ class ModelPool(ProcessPool):
         threads: int = 1,
         memory_fraction: float = 1.0,
         memory_budget_bytes: int = 0,
-        start_timeout_s: float = START_TIMEOUT_S,
+        start_timeout_s: float = DEFAULT_STARTUP_S,
         command: Sequence[str] = (sys.executable, "-m", "workers.runtime.server"),
     ) -> None:
         environment = child_environment(threads)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from shared.catalog_file import read_catalog
 from shared.kubernetes_names import slug
@@ -71,6 +72,21 @@ def test_rollout_has_time_for_a_node_and_the_slowest_start(objects: Objects) -> 
         start_s = probe["periodSeconds"] * probe["failureThreshold"]
         node_s, grace_s = 300, pod(deployment)["terminationGracePeriodSeconds"]
         assert start_s + node_s + grace_s < deployment["spec"]["progressDeadlineSeconds"]
+
+
+def test_model_that_starts_slowly_has_more_time(tmp_path: Path) -> None:
+    models_file = tmp_path / "models.yaml"
+    catalog = yaml.safe_load(Path("models.yaml").read_text(encoding="utf-8"))
+    catalog["models"][0]["startup_s"] = 1000
+    models_file.write_text(yaml.safe_dump(catalog))
+    objects = render(tmp_path / "out", models_file)
+    test_rollout_has_time_for_a_node_and_the_slowest_start(objects)
+    seconds = {}
+    for name, deployment in workers(objects).items():
+        probe = pod(deployment)["containers"][0]["startupProbe"]
+        seconds[name] = probe["periodSeconds"] * probe["failureThreshold"]
+        assert probe["httpGet"] == {"path": "/readyz", "port": "health"}
+    assert sorted(seconds.values()) == [1200, 1200 + 1000 - 180]
 
 
 def test_drained_nodes_take_a_tenth_of_the_workers(objects: Objects) -> None:

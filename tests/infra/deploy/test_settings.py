@@ -55,6 +55,7 @@ LEFT_ALONE: dict[type[Settings], set[str]] = {
     WorkerSettings: {
         *("PENSTOCK_LOG_LEVEL", "PENSTOCK_MEMORY_CACHE_BYTES", "PENSTOCK_MAX_OUTSTANDING_BYTES"),
         *(
+            "PENSTOCK_STARTUP_S",
             "PENSTOCK_ACK_DEADLINE_S",
             "PENSTOCK_MEMORY_BUDGET_BYTES",
             "PENSTOCK_THREADS",
