@@ -59,7 +59,6 @@ from shared.messages import (
     ItemOutcome,
     Job,
     JobBody,
-    Receipt,
     ReplyBody,
     encode_job,
     encode_reply_body,
@@ -68,7 +67,7 @@ from shared.messages import (
     reply_attributes,
 )
 from shared.predictions import Prediction, decode_document
-from shared.stores.cache import ResultCache, cache_key
+from shared.stores.cache import ResultCache, cache_key, owed_by
 from shared.stores.flow_runs import WINDOW_JOBS, Look, Marked, RunState
 from shared.stores.record_state import Record
 from shared.stores.records import EndState, Records
@@ -341,6 +340,8 @@ class FlowEngine:
         encoded = [msgspec.json.encode(job) for job in jobs]
         ended = {index: msgspec.json.encode(outcome) for index, outcome in done.items()}
         noted = await self._runs.plan(run.id, number, encoded, len(inputs), ended)
+        if noted <= 0:
+            self._leave_unpaid(items, done, model)
         if noted == -2:
             reason = f"step {step.id!r}: unfinished predictions leave no room for it"
             raise _FlowFailed(ItemError(Overloaded.code, reason))
@@ -387,11 +388,24 @@ class FlowEngine:
         hits = {}
         for item in items:
             if item.cache_key in cached:
-                result, level = cached[item.cache_key]
-                receipt = Receipt(cache=level)
-                receipt.count(result)
-                hits[item.index] = ItemOutcome(item.index, "succeeded", receipt, result)
+                hit = cached[item.cache_key]
+                cached[item.cache_key] = hit.repeated
+                hits[item.index] = ItemOutcome(item.index, "succeeded", hit.receipt(), hit.result)
         return hits
+
+    def _leave_unpaid(
+        self, items: Sequence[Item], done: Mapping[int, ItemOutcome], model: Model
+    ) -> None:
+        """Marks hits again that were to be paid by a plan that does not count."""
+        owed = {
+            item.cache_key: mark
+            for item in items
+            if item.cache_key
+            and item.index in done
+            and (mark := owed_by(done[item.index].receipt)) is not None
+        }
+        if self._cache is not None:
+            self._cache.mark_unpaid(owed, model.cache.ttl_s)
 
     async def _publish_first(self, envelope: Envelope, number: int, jobs: int, run: Run) -> None:
         await self._publish(envelope, number, range(min(jobs, WINDOW_JOBS)), run.plan.steps[number])

@@ -26,6 +26,7 @@ from shared.messages import (
     failure,
     record_id,
 )
+from shared.stores.cache import Hit, Owed
 from shared.tasks import Result
 from shared.tasks.text import GenerationInput, TokenChunk
 from shared.tenants.plan import Priority
@@ -71,6 +72,10 @@ class PulledJob:
     outcomes: dict[int, ItemOutcome] = field(default_factory=dict)
     to_cache: dict[str, int] = field(default_factory=dict)
     """Cache keys that this job fills, each with the index of its item."""
+    to_pay: dict[str, tuple[int, Owed]] = field(default_factory=dict)
+    """Unpaid results that this job pays for, by cache key, each with the index of its item."""
+    undelivered: frozenset[int] = frozenset()
+    """Indexes of items whose results were not part of the answer, once it is known."""
     is_over: bool = False
     """The job is being finished, is finished, or was handed back. Its queued items are dropped."""
     is_canceled: bool = False
@@ -169,6 +174,10 @@ class PulledJob:
         """True if the caller no longer waits for it."""
         return self.is_over or self.is_canceled or self.is_late
 
+    def is_undelivered(self, index: int) -> bool:
+        """Returns whether it is known that the caller does not get the result of an item."""
+        return self.is_canceled or self.is_late or index in self.undelivered
+
     def end(self) -> None:
         """Marks the job as over, and stops its timer."""
         self.is_over = True
@@ -209,9 +218,16 @@ class PulledJob:
             return self.canceled(index, receipt)
         return self.expired(index, receipt, NOT_DONE if started else NOT_STARTED)
 
-    def hit(self, item: Item, result: Result, level: str) -> ItemOutcome:
-        """The outcome of an item whose result is in the cache, at `level`."""
-        receipt = self.receipt(cache=level)
+    def hit(self, item: Item, hit: Hit) -> ItemOutcome:
+        """The outcome of an item whose result is in the cache."""
+        if hit.owed is not None and item.cache_key:
+            self.to_pay[item.cache_key] = (item.index, hit.owed)
+        receipt = hit.receipt(pulled_at_s=self.pulled_at_s)
+        return ItemOutcome(item.index, "succeeded", receipt, hit.result)
+
+    def without_model(self, item: Item, result: Result) -> ItemOutcome:
+        """The outcome of an item that no model has to compute."""
+        receipt = self.receipt()
         receipt.count(result)
         return ItemOutcome(item.index, "succeeded", receipt, result)
 
@@ -254,6 +270,8 @@ class QueuedItem:
     """Set once the model ran."""
     is_cached: bool = False
     """Whether the result goes to the cache."""
+    payer: tuple[PulledJob, int] | None = None
+    """The job that is charged for the result, and the index of its item."""
     deaths: int = 0
     """Model processes that died while they computed it."""
     deaths_alone: int = 0
@@ -358,12 +376,20 @@ class QueuedItem:
                 outcome.receipt.spent_work = 0 if number else self.spent_work(saved)
             if not has_miss and outcome.result is not None:
                 has_miss = True
-                self._mark_for_cache(pulled, item)
+                self._be_paid_by(pulled, item)
             yield pulled, outcome
 
     def coalesced(self, pulled: PulledJob, item: Item) -> ItemOutcome:
-        """The outcome of a waiter that was coalesced after `computed` was set."""
-        return self._outcome(pulled, item, "joined")
+        """The outcome of a waiter that was coalesced after `computed` was set.
+
+        It pays if the first one turned out to be canceled or late.
+        """
+        if self.payer is not None and not self.payer[0].is_undelivered(self.payer[1]):
+            return self._outcome(pulled, item, "joined")
+        outcome = self._outcome(pulled, item, "miss")
+        if outcome.result is not None:
+            self._be_paid_by(pulled, item)
+        return outcome
 
     def _outcome(self, pulled: PulledJob, item: Item, cache: str) -> ItemOutcome:
         assert self.computed is not None, "asked for before the model had run; this is a bug"
@@ -392,7 +418,9 @@ class QueuedItem:
             receipt.padded_tokens = self.computed.computed_work
         return ItemOutcome(item.index, "succeeded", receipt, result, logs=self.computed.logs)
 
-    def _mark_for_cache(self, pulled: PulledJob, item: Item) -> None:
+    def _be_paid_by(self, pulled: PulledJob, item: Item) -> None:
+        """Charges a job, which also puts the result into the cache."""
+        self.payer = pulled, item.index
         if pulled.job.body.cache_write and item.cache_key:
             pulled.to_cache[item.cache_key] = item.index
             self.is_cached = True

@@ -21,7 +21,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -47,11 +47,10 @@ from shared import slo
 from shared.charge import as_delivered, device_share_of
 from shared.errors import Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome, failure, record_id
-from shared.stores.cache import Level, ResultCache
+from shared.stores.cache import Hit, Owed, ResultCache, owed_by
 from shared.stores.objects import ObjectStore
 from shared.stores.records import LATE_LOOK_S, Records
 from shared.stores.withdrawals import withdrawn_error
-from shared.tasks import Result
 from shared.tracing.spans import STAGE, Attributes, record
 from shared.usage.row import RowSink, row_of
 
@@ -151,6 +150,7 @@ class Dispatcher:
                 state.cancel(ClientGone())
                 _count_items(state)
                 self._write_rows(state, is_delivered=False)
+                self._mark_unpaid(request, state.leave_unpaid())
             raise
         except PenstockError as refused:
             if not state.has_jobs:
@@ -164,6 +164,8 @@ class Dispatcher:
         if not (response.is_broken_off and state.request.is_run_again()):
             _count_items(state)
             self._write_rows(state, is_delivered=response.is_delivered)
+            if not response.is_delivered:
+                self._mark_unpaid(state.request, state.leave_unpaid())
 
     async def _run_round(self, state: RequestState, pending: Sequence[int]) -> None:
         """Coalesces or starts each pending item, and waits for completions until the deadline.
@@ -193,6 +195,7 @@ class Dispatcher:
                 if is_leader and not state.has_result(index):
                     in_flight.is_unpaid = True
                 self._single_flight.leave(in_flight)
+            self._mark_abandoned(state.request, [in_flight for _, in_flight, _ in coalesced])
 
     async def _start(self, state: RequestState, led: Sequence[InFlightItem]) -> None:
         """Completes cache hits, and starts jobs for the other items."""
@@ -214,7 +217,7 @@ class Dispatcher:
             job.task = sending
             self._jobs[sending] = request
             # As a callback of the task, it runs no matter how the task ends.
-            sending.add_done_callback(partial(self._end_job, request, job))
+            sending.add_done_callback(partial(self._end_job, state, job))
 
     async def _complete_cache_hits(self, led: Sequence[InFlightItem]) -> list[InFlightItem]:
         """Completes the items that the cache has, and returns the others."""
@@ -223,13 +226,13 @@ class Dispatcher:
         missing = []
         for in_flight in led:
             if in_flight.item.cache_key in hits:
-                hit = cache_hit(in_flight.item, *hits[in_flight.item.cache_key])
+                hit = cache_hit(in_flight.item, hits[in_flight.item.cache_key])
                 self._single_flight.complete(in_flight, ItemCompletion(hit, by_worker=False))
             else:
                 missing.append(in_flight)
         return missing
 
-    async def _look_up(self, keys: Sequence[str]) -> dict[str, tuple[Result, Level]]:
+    async def _look_up(self, keys: Sequence[str]) -> dict[str, Hit]:
         began_s = time.time()
         hits = await self._cache.get_many(keys)
         facts: Attributes = {
@@ -252,14 +255,17 @@ class Dispatcher:
             ]
 
     def _end_job(
-        self, request: InferenceRequest, job: InFlightJob, task: asyncio.Task[list[ItemOutcome]]
+        self, state: RequestState, job: InFlightJob, task: asyncio.Task[list[ItemOutcome]]
     ) -> None:
+        request = state.request
         self._jobs.pop(task, None)
         if not job.is_answered and not self._is_withdrawn(request):
             self._cancel_on_workers(request, job, task)
         outcomes = self._outcomes_of(request, job, task)
         self._keep_in_memory(request, job, outcomes)
         self._release(job, outcomes)
+        if any(outcome is None or outcome.result is None for outcome in outcomes):
+            state.give_up_paying()
         by_worker = job.is_answered
         for in_flight, outcome in zip(job.items, outcomes, strict=True):
             completion = (
@@ -323,16 +329,41 @@ class Dispatcher:
         elif time.time() >= job.deadline_s:
             return
         if job.is_sent and not self._is_closing:
+            keys = {one.item.index: one.item.cache_key for one in job.items}
             canceling = asyncio.create_task(
-                self._cancel_record(record_id(request.facts.request_id, job.index), job.deadline_s)
+                self._cancel_record(request, job.index, job.deadline_s, keys)
             )
             self._cancellations.add(canceling)
+            self._cache.await_marks([key for key in keys.values() if key], canceling)
             canceling.add_done_callback(self._cancellations.discard)
 
-    async def _cancel_record(self, record: str, deadline_s: float) -> None:
+    async def _cancel_record(
+        self,
+        request: InferenceRequest,
+        part: int,
+        deadline_s: float,
+        keys: Mapping[int, str | None],
+    ) -> None:
+        """Cancels a job. If it has ended, marks what it computed as unpaid.
+
+        Args:
+            request: the request, whose callers have left.
+            part: the number of the job.
+            deadline_s: Unix time after which workers drop the job.
+            keys: the cache keys of its items, by their indexes.
+        """
+        record, reply = record_id(request.facts.request_id, part), None
         # Without Redis the workers compute the job, and the result is not used.
         with contextlib.suppress(Unavailable):
-            await self._records.cancel(record, deadline_s)
+            if await self._records.cancel(record, deadline_s) != "canceled":
+                ended = await self._records.read(record)
+                reply = None if ended is None else ended.reply
+        owed = dict[str, Owed]()
+        for outcome in () if reply is None else reply.outcomes:
+            key, mark = keys.get(outcome.index), owed_by(outcome.receipt)
+            if key is not None and mark is not None and outcome.result is not None:
+                owed[key] = mark
+        self._mark_unpaid(request, owed)
 
     def _keep_in_memory(
         self, request: InferenceRequest, job: InFlightJob, outcomes: Sequence[ItemOutcome | None]
@@ -346,6 +377,14 @@ class Dispatcher:
             if in_flight.item.cache_key and outcome is not None and outcome.result
         }
         self._cache.keep_in_memory(results, request.model.cache.ttl_s)
+
+    def _mark_abandoned(self, request: InferenceRequest, items: Sequence[InFlightItem]) -> None:
+        """Marks results as unpaid that everybody has left who was to pay for them."""
+        owed = {one.item.cache_key: one.owed for one in items if one.item.cache_key}
+        self._mark_unpaid(request, {key: mark for key, mark in owed.items() if mark is not None})
+
+    def _mark_unpaid(self, request: InferenceRequest, owed: Mapping[str, Owed]) -> None:
+        self._cache.mark_unpaid(owed, request.model.cache.ttl_s)
 
     def _release(self, job: InFlightJob, outcomes: Sequence[ItemOutcome | None]) -> None:
         """Releases the items of an ended job from admission, and updates the service rate."""

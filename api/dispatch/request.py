@@ -36,8 +36,8 @@ from shared.errors import (
 from shared.messages import Item, ItemOutcome, Receipt, RequestFacts, failure, reason_of
 from shared.predictions import Prediction
 from shared.slo import counts_toward_slo
-from shared.stores.cache import cache_key
-from shared.tasks import Input, Result
+from shared.stores.cache import Hit, Owed, cache_key, owed_by
+from shared.tasks import Input
 
 CACHE_HEADER = "x-penstock-cache"
 COST_HEADER, DEVICE_HEADER = "x-penstock-cost-usd", "x-penstock-device-ms"
@@ -369,7 +369,19 @@ class InFlightItem:
     """Number of items of requests that wait for it."""
     job: InFlightJob | None = None
     is_unpaid: bool = False
-    """The leader left without the result. The first request that gets it pays for all of it."""
+    """The leader does not pay for it: it left, or its request fails. The first request that gets
+    the result pays for all of it."""
+    is_taken_over: bool = False
+    """Another request than the leader's pays for it."""
+
+    @property
+    def owed(self) -> Owed | None:
+        """What stays unpaid if everybody has left. None: it has no result, or somebody pays."""
+        completion = self.completed.result() if self.completed.done() else None
+        if self.waiters or not self.is_unpaid or completion is None:
+            return None
+        outcome = completion.outcome
+        return None if outcome.result is None else owed_by(outcome.receipt)
 
 
 def receipt_without_answer(in_flight: InFlightItem, model: Model) -> Receipt:
@@ -442,6 +454,8 @@ class RequestState:
         """False for callers that want nothing stored, or nothing older than their request."""
         self.completions: list[ItemCompletion | None] = [None] * len(self.items)
         self._jobs: list[InFlightJob] = []
+        self._led: dict[int, InFlightItem] = {}
+        """The items that it leads, by index."""
 
     def pending(self) -> list[int]:
         """Returns the indexes of the items without an outcome."""
@@ -472,6 +486,8 @@ class RequestState:
     def settle(self, index: int, in_flight: InFlightItem, *, is_leader: bool) -> None:
         """Records the completion of an item. Leaves the item pending if another try may help."""
         completion = in_flight.completed.result() if in_flight.completed.done() else None
+        if is_leader:
+            self._led[index] = in_flight
         is_final = completion is not None and (is_leader or not _is_of_leader(completion.outcome))
         if not is_final and self.remaining_s() > 0:
             return
@@ -484,6 +500,34 @@ class RequestState:
                 _of_coalesced(index, in_flight, completion), by_worker=False
             )
         self.completions[index] = completion
+
+    def leave_unpaid(self) -> dict[str, Owed]:
+        """Gives up paying, because the request is not delivered.
+
+        Requests that wait for the same items pay for them.
+
+        Returns:
+            What nobody pays for, by cache key.
+        """
+        owed = dict[str, Owed]()
+        for index, (item, completion) in enumerate(zip(self.items, self.completions, strict=True)):
+            if item.cache_key is None or completion is None or completion.outcome.result is None:
+                continue
+            in_flight, own = self._led.get(index), owed_by(completion.outcome.receipt)
+            if in_flight is not None and in_flight.waiters:
+                in_flight.is_unpaid = True
+            elif own is not None and not (in_flight is not None and in_flight.is_taken_over):
+                owed[item.cache_key] = own
+        return owed
+
+    def give_up_paying(self) -> None:
+        """Leaves the items of its jobs to others that wait for them, because one has failed.
+
+        The request fails as a whole.
+        """
+        for job in self._jobs:
+            for in_flight in job.items:
+                in_flight.is_unpaid = True
 
     def has_result(self, index: int) -> bool:
         """Returns whether an item has ended with a result."""
@@ -533,26 +577,22 @@ def _is_of_leader(outcome: ItemOutcome) -> bool:
     return outcome.status == "expired" or unreadable
 
 
-def cache_hit(item: Item, result: Result, level: str) -> ItemOutcome:
-    """Returns the outcome of an item that the cache level `level` has."""
-    return ItemOutcome(item.index, "succeeded", _receipt_of_shared(level, result), result)
+def cache_hit(item: Item, hit: Hit) -> ItemOutcome:
+    """Returns the outcome of an item that the cache has."""
+    return ItemOutcome(item.index, "succeeded", hit.receipt(), hit.result)
 
 
 def _of_coalesced(index: int, in_flight: InFlightItem, completion: ItemCompletion) -> ItemOutcome:
     """Returns the leader's outcome as that of a coalesced item.
 
-    If the leader left without it, the first that gets the result is who it was computed for.
+    If the leader does not pay, the first that gets the result is who it was computed for.
     """
     outcome = completion.outcome
-    if in_flight.is_unpaid and completion.by_worker and outcome.result is not None:
-        in_flight.is_unpaid = False
+    is_owed = outcome.result is not None and owed_by(outcome.receipt) is not None
+    if in_flight.is_unpaid and is_owed:
+        in_flight.is_unpaid, in_flight.is_taken_over = False, True
         return msgspec.structs.replace(outcome, index=index)
-    receipt = _receipt_of_shared("joined", outcome.result)
+    receipt = Receipt(cache="joined")
+    if outcome.result is not None:
+        receipt.count(outcome.result)
     return msgspec.structs.replace(outcome, index=index, receipt=receipt)
-
-
-def _receipt_of_shared(cache: str, result: Result | None) -> Receipt:
-    receipt = Receipt(cache=cache)
-    if result is not None:
-        receipt.count(result)
-    return receipt

@@ -4,15 +4,21 @@ It is asked per item before a job is published, and again before the item is com
 that computed a result fills it. A result in the object store is kept as its object_key. So an entry
 is small, and objects must outlive the longest TTL. Nothing here fails or delays a request: if Redis
 is gone or slow, a counter counts misses. The Redis level reads and writes many raw values at once.
+
+A result may be unpaid: it was computed for a request that was not delivered, so nobody was charged
+for it. A mark in Redis, with its own key next to the entry, says so. The first hit takes the mark
+and is charged like a miss. Releases that do not know marks charge such a hit like any other.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, cast
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 from prometheus_client import Counter, Gauge
@@ -20,6 +26,7 @@ from redis.exceptions import ResponseError
 
 from shared.catalog import Model
 from shared.errors import BadInput
+from shared.messages import Receipt
 from shared.stores.redis_client import RedisLink, RedisStore
 from shared.tasks import Input, Result
 
@@ -30,6 +37,10 @@ ERRORS = Counter(
     "penstock_cache_errors_total", "Round trips to Redis that failed, by operation.", ["operation"]
 )
 UP = Gauge("penstock_cache_redis_up", "1 while Redis is being asked, 0 while the breaker is open.")
+
+
+CLOSE_LIMIT_S = 1.0
+"""How long closing waits for marks that are being written."""
 
 
 class _Write(NamedTuple):
@@ -49,14 +60,21 @@ class RedisLevel:
         self._link = link
         self._reads = link.batcher("get", self._send_reads)
         self._writes = link.batcher("put", self._send_writes)
+        self._takes = link.batcher("take", self._send_takes)
 
-    async def get(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Returns the values of `keys` in their order.
+    async def get(self, keys: Sequence[str]) -> list[bytes | None] | None:
+        """Returns the values of `keys` in their order, with None for missing ones.
 
-        A value is None if missing or if Redis did not answer.
+        Returns None if Redis did not answer.
         """
-        values = await self._reads.call(keys) if self._link.is_up else None
-        return [None] * len(keys) if values is None else values
+        return await self._reads.call(keys) if self._link.is_up else None
+
+    async def take(self, keys: Sequence[str]) -> list[bytes | None] | None:
+        """Returns and deletes values. Of several callers, one gets each value.
+
+        Returns None if Redis did not answer.
+        """
+        return await self._takes.call(keys) if self._link.is_up else None
 
     async def put(self, values: Mapping[str, bytes], ttl_s: int) -> None:
         """Sets `values` to expire after `ttl_s`.
@@ -73,6 +91,10 @@ class RedisLevel:
     async def _send_reads(self, keys: list[str]) -> list[bytes | None]:
         (values,) = await self._link.exchange([("MGET", *keys)])
         return cast("list[bytes | None]", _checked(values))
+
+    async def _send_takes(self, keys: list[str]) -> list[bytes | None]:
+        answers = await self._link.exchange([("GETDEL", key) for key in keys])
+        return [cast("bytes | None", _checked(answer)) for answer in answers]
 
     async def _send_writes(self, writes: list[_Write]) -> list[bool]:
         commands = [("SET", one.key, one.value, "EX", one.ttl_s) for one in writes]
@@ -159,6 +181,60 @@ class CacheEntry(msgspec.Struct, array_like=True):
     result: Result
 
 
+class Owed(msgspec.Struct, array_like=True, frozen=True):
+    """The mark of an unpaid result: its computing time, which its price may depend on."""
+
+    inference_ms: float | None = None
+    """Milliseconds that its batch was computed."""
+    batch_size: int | None = None
+    """Items in that batch."""
+
+
+class Hit(NamedTuple):
+    """A result from the cache. `owed` is set if this hit is the one to pay for it."""
+
+    result: Result
+    level: Level
+    owed: Owed | None = None
+
+    @property
+    def repeated(self) -> Hit:
+        """The same result for a further item, which does not pay for it again."""
+        return Hit(self.result, self.level)
+
+    def receipt(self, **fields: Any) -> Receipt:
+        """Returns its receipt: that of a miss if this hit pays.
+
+        Args:
+            **fields: other fields of the receipt.
+        """
+        if self.owed is None:
+            receipt = Receipt(cache=self.level, **fields)
+        else:
+            receipt = Receipt(
+                cache=COMPUTED,
+                inference_ms=self.owed.inference_ms,
+                batch_size=self.owed.batch_size,
+                **fields,
+            )
+        receipt.count(self.result)
+        return receipt
+
+
+COMPUTED = "miss"
+"""`Receipt.cache` of a result that is charged in full."""
+
+
+def owed_by(receipt: Receipt) -> Owed | None:
+    """Returns what stays unpaid if the result with this receipt is not delivered.
+
+    None: it was not charged in full anyway, because another item pays for it.
+    """
+    if receipt.cache != COMPUTED:
+        return None
+    return Owed(receipt.inference_ms, receipt.batch_size)
+
+
 class ResultCache(RedisStore):
     """Two levels of results by cache_key: an async context manager that opens without Redis too.
 
@@ -188,67 +264,156 @@ class ResultCache(RedisStore):
         self._redis = RedisLevel(link)
         self._memory = _Memory(memory_bytes)
         self._prefix = f"{prefix}result:{ENTRY_SCHEMA}:"
+        self._unpaid_prefix = f"{prefix}unpaid:{ENTRY_SCHEMA}:"
+        self._marking: dict[str, asyncio.Task[None]] = {}
+        """By cache key, what writes marks, or finds out which ones to write."""
         self._clock = clock
         self._decoder = msgspec.msgpack.Decoder(CacheEntry)
+        self._owed_decoder = msgspec.msgpack.Decoder(Owed)
 
-    async def get_many(self, keys: Iterable[str]) -> dict[str, tuple[Result, Level]]:
-        """Returns the cached results, each with its level. Never raises.
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if marking := set(self._marking.values()):
+            await asyncio.wait(marking, timeout=CLOSE_LIMIT_S)
+        await super().__aexit__(kind, error, trace)
 
+    async def get_many(self, keys: Iterable[str]) -> dict[str, Hit]:
+        """Returns the cached results. Never raises.
+
+        Takes the marks of unpaid ones, so the caller must charge those hits or mark them again.
         Waits at most a few round-trip limits for Redis, and not at all while the breaker is open.
         Other callers share the results, so they must not be changed.
         """
-        now_s, keys = self._clock(), list(dict.fromkeys(keys))
-        hits = self.in_memory(keys)
+        keys = list(dict.fromkeys(keys))
+        while marking := {self._marking[key] for key in keys if key in self._marking}:
+            await asyncio.wait(marking)
+        hits = self._in_memory(keys)
         if missing := [key for key in keys if key not in hits]:
-            from_redis = self._read(
-                missing, await self._redis.get([self._prefix + key for key in missing]), now_s
-            )
+            from_redis = await self._from_redis(missing)
             _IN_REDIS.inc(len(from_redis))
             MISSES.inc(len(missing) - len(from_redis))
-            hits |= {key: (result, "redis") for key, result in from_redis.items()}
+            hits |= from_redis
         return hits
 
-    def in_memory(self, keys: Iterable[str]) -> dict[str, tuple[Result, Level]]:
-        """Like get_many, from this process's memory only."""
-        now_s, hits = self._clock(), dict[str, tuple[Result, Level]]()
+    async def recall(self, keys: Iterable[str]) -> dict[str, Hit]:
+        """Like get_many, but for what is not in this process's memory it does not ask Redis."""
+        now_s = self._clock()
+        return await self.get_many(key for key in keys if self._memory.get(key, now_s) is not None)
+
+    def _in_memory(self, keys: Iterable[str]) -> dict[str, Hit]:
+        """Returns the results in memory that are known to be paid."""
+        now_s, hits = self._clock(), dict[str, Hit]()
         for key in keys:
-            result = self._memory.get(key, now_s)
-            if result is not None:
-                hits[key] = (result, "memory")
+            kept = self._memory.get(key, now_s)
+            if kept is not None and kept.state == "paid":
+                hits[key] = Hit(kept.entry.result, "memory")
         _IN_MEMORY.inc(len(hits))
         return hits
 
-    def _read(self, keys: list[str], values: list[bytes | None], now_s: float) -> dict[str, Result]:
-        """Decodes what Redis had and keeps it in memory for as long as Redis would."""
-        results: dict[str, Result] = {}
-        for key, value in zip(keys, values, strict=True):
-            if value is None:
-                continue
-            try:
-                entry = self._decoder.decode(value)
-            except (msgspec.MsgspecError, UnicodeDecodeError):
-                UNREADABLE.inc()
-                continue
-            if entry.expires_at_s > now_s:
-                self._memory.put(key, entry, len(value))
-                results[key] = entry.result
-        return results
+    async def _from_redis(self, keys: list[str]) -> dict[str, Hit]:
+        """Returns what Redis has, and keeps it in memory for as long as Redis would.
+
+        A result in memory may not be in Redis yet, but its mark is. Without Redis only what is
+        marked in this process counts as unpaid.
+        """
+        names = [prefix + key for prefix in (self._prefix, self._unpaid_prefix) for key in keys]
+        values = await self._redis.get(names)
+        now_s = self._clock()
+        if values is None:
+            kept_here = ((key, self._memory.get(key, now_s)) for key in keys)
+            return {
+                key: Hit(kept.entry.result, "memory")
+                for key, kept in kept_here
+                if kept is not None and kept.state == "unknown"
+            }
+        found, marked = dict[str, _Kept](), list[str]()
+        for key, value, mark in zip(keys, values, values[len(keys) :], strict=False):
+            kept = self._decoded(value, now_s) or self._memory.get(key, now_s)
+            if kept is not None:
+                found[key] = kept
+                if mark is not None:
+                    marked.append(key)
+        owed = await self._take_marks(marked) if marked else {}
+        if owed is None:  # whether somebody has paid is not known, so they are computed again
+            found, owed = {key: kept for key, kept in found.items() if key not in marked}, {}
+        for key, kept in found.items():
+            self._memory.put(key, kept._replace(state="paid"))
+        return {key: Hit(kept.entry.result, "redis", owed.get(key)) for key, kept in found.items()}
+
+    def _decoded(self, value: bytes | None, now_s: float) -> _Kept | None:
+        if value is None:
+            return None
+        try:
+            entry = self._decoder.decode(value)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            UNREADABLE.inc()
+            return None
+        return _Kept(entry, len(value)) if entry.expires_at_s > now_s else None
+
+    async def _take_marks(self, keys: Sequence[str]) -> dict[str, Owed] | None:
+        """Takes marks. Those that another caller took first are missing.
+
+        Returns None if Redis did not answer.
+        """
+        values = await self._redis.take([self._unpaid_prefix + key for key in keys])
+        if values is None:
+            return None
+        taken = ((key, value) for key, value in zip(keys, values, strict=True) if value is not None)
+        return {key: self._owed_decoder.decode(value) for key, value in taken}
+
+    def mark_unpaid(self, owed: Mapping[str, Owed], ttl_s: int) -> None:
+        """Marks results as unpaid, so that the first hit of each pays. Never raises.
+
+        The marks reach Redis in the background. Hits in this process wait for that.
+
+        Args:
+            owed: the marks, by cache key.
+            ttl_s: seconds for which the results are kept.
+        """
+        if not owed or ttl_s <= 0:
+            return
+        for key in owed:
+            self._memory.mark_unpaid(key)
+        self.await_marks(owed, asyncio.create_task(self._write_marks(owed, ttl_s)))
+
+    def await_marks(self, keys: Collection[str], marking: asyncio.Task[None]) -> None:
+        """Lets hits in this process wait for a task that finds out what is unpaid, and marks it."""
+        self._marking |= dict.fromkeys(keys, marking)
+        marking.add_done_callback(lambda _: self._forget_marking(keys, marking))
+
+    async def _write_marks(self, owed: Mapping[str, Owed], ttl_s: int) -> None:
+        marks = {
+            self._unpaid_prefix + key: msgspec.msgpack.encode(mark) for key, mark in owed.items()
+        }
+        await self._redis.put(marks, ttl_s)
+
+    def _forget_marking(self, keys: Collection[str], marking: asyncio.Task[None]) -> None:
+        for key in keys:
+            if self._marking.get(key) is marking:
+                del self._marking[key]
 
     async def put_many(self, results: Mapping[str, Result], ttl_s: int) -> None:
         """Keeps `results` for `ttl_s` seconds (0: not at all) in both levels.
 
         Never raises, and waits as get_many does.
         """
-        if values := self.keep_in_memory(results, ttl_s):
+        if values := self._keep(results, ttl_s, is_known=False):
             await self._redis.put(
                 {self._prefix + key: value for key, value in values.items()}, ttl_s
             )
 
-    def keep_in_memory(self, results: Mapping[str, Result], ttl_s: int) -> dict[str, bytes]:
-        """Does the same in this process's memory only.
+    def keep_in_memory(self, results: Mapping[str, Result], ttl_s: int) -> None:
+        """Does the same in this process's memory only. What is unpaid is marked here later."""
+        self._keep(results, ttl_s, is_known=True)
 
-        Returns the entries it kept, encoded for Redis.
-        """
+    def _keep(
+        self, results: Mapping[str, Result], ttl_s: int, *, is_known: bool
+    ) -> dict[str, bytes]:
+        """Returns the entries it kept, encoded for Redis."""
         if ttl_s <= 0:
             return {}
         expires_at_s, values = self._clock() + ttl_s, dict[str, bytes]()
@@ -256,9 +421,16 @@ class ResultCache(RedisStore):
             entry = CacheEntry(expires_at_s, result)
             value = msgspec.msgpack.encode(entry)
             if len(value) <= VALUE_LIMIT_BYTES:
-                self._memory.put(key, entry, len(value))
+                self._memory.put(key, _Kept(entry, len(value), "paid" if is_known else "unknown"))
                 values[key] = value
         return values
+
+
+class _Kept(NamedTuple):
+    entry: CacheEntry
+    value_bytes: int
+    state: Literal["paid", "unknown", "unpaid"] = "paid"
+    """A worker does not know whether what it computed was delivered. Marks in Redis say so."""
 
 
 class _Memory:
@@ -267,29 +439,33 @@ class _Memory:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._used_bytes = 0
-        self._entries: OrderedDict[str, tuple[CacheEntry, int]] = OrderedDict()
+        self._entries: OrderedDict[str, _Kept] = OrderedDict()
 
-    def get(self, key: str, now_s: float) -> Result | None:
-        entry, _ = self._entries.get(key, (None, 0))
-        if entry is None:
+    def get(self, key: str, now_s: float) -> _Kept | None:
+        kept = self._entries.get(key)
+        if kept is None:
             return None
-        if entry.expires_at_s <= now_s:
+        if kept.entry.expires_at_s <= now_s:
             self._drop(key)
             return None
         self._entries.move_to_end(key)
-        return entry.result
+        return kept
 
-    def put(self, key: str, entry: CacheEntry, value_bytes: int) -> None:
+    def put(self, key: str, kept: _Kept) -> None:
         self._drop(key)
-        size_bytes = value_bytes + MEMORY_OVERHEAD_BYTES
+        size_bytes = kept.value_bytes + MEMORY_OVERHEAD_BYTES
         if size_bytes > self._limit_bytes:
             return
-        self._entries[key] = (entry, size_bytes)
+        self._entries[key] = kept
         self._used_bytes += size_bytes
         while self._used_bytes > self._limit_bytes:
-            _, (_, freed_bytes) = self._entries.popitem(last=False)
-            self._used_bytes -= freed_bytes
+            self._drop(next(iter(self._entries)))
+
+    def mark_unpaid(self, key: str) -> None:
+        if (kept := self._entries.get(key)) is not None:
+            self._entries[key] = kept._replace(state="unpaid")
 
     def _drop(self, key: str) -> None:
-        _, freed_bytes = self._entries.pop(key, (None, 0))
-        self._used_bytes -= freed_bytes
+        kept = self._entries.pop(key, None)
+        if kept is not None:
+            self._used_bytes -= kept.value_bytes + MEMORY_OVERHEAD_BYTES

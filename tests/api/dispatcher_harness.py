@@ -25,11 +25,10 @@ from shared.catalog import Catalog
 from shared.in_memory_broker import InMemoryBroker
 from shared.messages import RequestFacts
 from shared.service_rate import ServiceRate
-from shared.stores.cache import Level, ResultCache
+from shared.stores.cache import Hit, ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.stores.redis_client import NO_REDIS
-from shared.tasks import Result
 from shared.tasks.base import FirstGuesses
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.usage.row import Row
@@ -46,7 +45,7 @@ class HeldCache(ResultCache):
         self.go = asyncio.Event()
         self.go.set()
 
-    async def get_many(self, keys: Iterable[str]) -> dict[str, tuple[Result, Level]]:
+    async def get_many(self, keys: Iterable[str]) -> dict[str, Hit]:
         await self.go.wait()
         return await super().get_many(keys)
 

@@ -263,8 +263,7 @@ async def test_cache_entries_are_read(release: Release, clock: MovedClock, redis
     async with ResultCache(redis_url, 0) as cache:
         hits = await cache.get_many(old)
     new = {
-        key: msgspec.msgpack.decode(msgspec.msgpack.encode(result))
-        for key, (result, _) in hits.items()
+        key: msgspec.msgpack.decode(msgspec.msgpack.encode(hit.result)) for key, hit in hits.items()
     }
     assert lacking({key: entry[1] for key, entry in old.items()}, new) == []
 

@@ -10,7 +10,7 @@ import pytest
 import redis.asyncio
 
 from shared.blob import Blob
-from shared.stores.cache import VALUE_LIMIT_BYTES, ResultCache
+from shared.stores.cache import VALUE_LIMIT_BYTES, Hit, Owed, ResultCache
 from shared.tasks.embedding import EmbeddingResult
 from shared.tasks.image import ImageResult
 from tests.clock import Clock
@@ -32,10 +32,12 @@ async def test_get_many_names_the_level(redis_url: str) -> None:
         ResultCache(redis_url, BIG_MEMORY) as reader,
     ):
         await writer.put_many({"a": vector(b"a"), "b": vector(b"b")}, ttl_s=60)
-        assert await writer.get_many(["a"]) == {"a": (vector(b"a"), "memory")}
+        # A worker learns from Redis whether what it computed was paid for.
+        assert await writer.get_many(["a"]) == {"a": Hit(vector(b"a"), "redis")}
+        assert await writer.get_many(["a"]) == {"a": Hit(vector(b"a"), "memory")}
         assert await reader.get_many(["a", "b", "c", "a"]) == {
-            "a": (vector(b"a"), "redis"),
-            "b": (vector(b"b"), "redis"),
+            "a": Hit(vector(b"a"), "redis"),
+            "b": Hit(vector(b"b"), "redis"),
         }
         assert (await reader.get_many(["b"]))["b"][1] == "memory"
 
@@ -48,8 +50,8 @@ async def test_image_results_survive_redis(redis_url: str) -> None:
     async with ResultCache(redis_url, 0) as cache:
         await cache.put_many({"inline": inline, "stored": stored}, ttl_s=60)
         assert await cache.get_many(["inline", "stored"]) == {
-            "inline": (inline, "redis"),
-            "stored": (stored, "redis"),
+            "inline": Hit(inline, "redis"),
+            "stored": Hit(stored, "redis"),
         }
 
 
@@ -58,23 +60,23 @@ async def test_more_results_than_one_round_trip(redis_url: str) -> None:
     async with ResultCache(redis_url, 0) as cache:
         await cache.put_many(results, ttl_s=60)
         found = await cache.get_many(results)
-    assert {key: result for key, (result, _) in found.items()} == results
+    assert {key: hit.result for key, hit in found.items()} == results
 
 
 async def test_callers_at_once_get_their_own(redis_url: str) -> None:
     async with ResultCache(redis_url, 0) as cache:
         await cache.put_many({f"k{n}": vector(tokens=n) for n in range(0, 200, 2)}, ttl_s=60)
-        found: dict[int, dict[str, tuple[object, str]]] = {}
+        found: dict[int, dict[str, Hit]] = {}
 
         async def ask(n: int) -> None:
-            found[n] = dict(await cache.get_many([f"k{n}", f"k{n + 1}"]))
+            found[n] = await cache.get_many([f"k{n}", f"k{n + 1}"])
 
         async with anyio.create_task_group() as group:
             for n in range(200):
                 group.start_soon(ask, n)
     for n in range(200):
         even = n if n % 2 == 0 else n + 1
-        expected = {f"k{even}": (vector(tokens=even), "redis")} if even < 200 else {}
+        expected = {f"k{even}": Hit(vector(tokens=even), "redis")} if even < 200 else {}
         assert found[n] == expected
 
 
@@ -127,9 +129,39 @@ async def test_memory_forgets_least_recently_used(redis_url: str) -> None:
     async with ResultCache(redis_url, 2500) as cache:
         for name in "abcde":
             await cache.put_many({name: vector()}, ttl_s=60)
+            await cache.get_many([name])
             await cache.get_many(["a"])
-        levels = {key: level for key, (_, level) in (await cache.get_many("abcde")).items()}
+        levels = {key: hit.level for key, hit in (await cache.get_many("abcde")).items()}
     assert levels == {"a": "memory", "b": "redis", "c": "memory", "d": "memory", "e": "memory"}
+
+
+@pytest.mark.parametrize("reads_at_once", [True, False])
+async def test_first_hit_of_an_unpaid_result_pays(redis_url: str, reads_at_once: bool) -> None:
+    owed = Owed(inference_ms=3.5, batch_size=2)
+    async with (
+        ResultCache(redis_url, BIG_MEMORY) as worker,
+        ResultCache(redis_url, BIG_MEMORY) as one,
+        ResultCache(redis_url, BIG_MEMORY) as other,
+    ):
+        await worker.put_many({"a": vector()}, ttl_s=60)
+        one.keep_in_memory({"a": vector()}, ttl_s=60)
+        one.mark_unpaid({"a": owed}, ttl_s=60)
+        if not reads_at_once:
+            await other.get_many(["b"])  # the mark is in Redis by then
+        hits = [(await one.get_many(["a"]))["a"]]
+        hits += [(await cache.get_many(["a"]))["a"] for cache in (worker, other, one)]
+    assert [hit.owed for hit in hits] == [owed, None, None, None]
+    receipt = hits[0].receipt()
+    assert (receipt.cache, receipt.inference_ms, receipt.batch_size) == ("miss", 3.5, 2)
+    assert hits[1].receipt().cache == "redis"
+
+
+async def test_unpaid_result_is_paid_before_the_worker_has_stored_it(redis_url: str) -> None:
+    async with ResultCache(redis_url, BIG_MEMORY) as cache:
+        cache.keep_in_memory({"a": vector()}, ttl_s=60)
+        cache.mark_unpaid({"a": Owed()}, ttl_s=60)
+        assert [hit.owed for hit in (await cache.get_many(["a"])).values()] == [Owed()]
+        assert await cache.get_many(["a"]) == {"a": Hit(vector(), "memory")}
 
 
 async def test_oversized_result_is_not_kept(redis_url: str) -> None:

@@ -16,8 +16,9 @@ from infra.local.process import free_port
 from infra.local.redis_server import RedisServer
 from shared.errors import ConfigurationError
 from shared.stores import redis_client
-from shared.stores.cache import ResultCache
+from shared.stores.cache import Hit, Owed, ResultCache
 from shared.stores.records import Records
+from shared.stores.redis_client import NO_REDIS
 from shared.tasks.embedding import EmbeddingResult
 from tests.limits import REDIS_LIMIT_S, WAIT_LIMIT_S
 from tests.metrics import metric
@@ -58,12 +59,21 @@ async def trip(cache: ResultCache) -> None:
             assert await cache.get_many(["k"]) == {}
 
 
+async def test_unpaid_result_is_computed_again_without_redis() -> None:
+    """Whether somebody else has paid for it is not known. What is not marked is a hit."""
+    async with ResultCache(NO_REDIS, BIG_MEMORY) as cache:
+        await trip(cache)
+        await cache.put_many({"a": vector(), "b": vector()}, ttl_s=60)
+        cache.mark_unpaid({"a": Owed()}, ttl_s=60)
+        assert await cache.get_many(["a", "b"]) == {"b": Hit(vector(), "memory")}
+
+
 async def test_opens_without_redis_and_finds_it_later(tmp_path: Path) -> None:
     server = RedisServer(tmp_path, tmp_path, free_port())
     async with ResultCache(server.url, BIG_MEMORY, retry_s=0.01) as cache:
         await trip(cache)
         await cache.put_many({"a": vector()}, ttl_s=60)
-        assert await cache.get_many(["a"]) == {"a": (vector(), "memory")}
+        assert await cache.get_many(["a"]) == {"a": Hit(vector(), "memory")}
         with server:
             assert await cache.wait_up(WAIT_LIMIT_S)
             async with quick_cache(server.url) as other:

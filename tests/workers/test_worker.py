@@ -60,7 +60,7 @@ async def test_repeat_is_answered_from_the_cache(redis_url: str, tmp_path: Path)
         await harness.until(lambda: len(harness.rows) == 2)
         again = next(row for row in harness.rows if row.request_id == "again")
         assert (again.cache, again.tokens, again.cost_usd, again.charged_share) == (
-            "memory",
+            "redis",
             3,
             0.0,
             0.0,

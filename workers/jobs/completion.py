@@ -49,7 +49,7 @@ from shared.messages import (
     encode_reply_body,
     failure,
 )
-from shared.stores.cache import ResultCache
+from shared.stores.cache import Owed, ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.record_state import Finish
 from shared.stores.records import Records
@@ -630,13 +630,19 @@ class Completion:
             self._rows.write(*rows, on_safe=on_safe)
 
     async def fill_cache(self, answers: Sequence[tuple[PulledJob, ReplyBody]]) -> None:
-        """Keeps the results that are to be cached."""
-        ttl_s, kept = self.model.cache.ttl_s, dict[str, Result]()
+        """Keeps the results that are to be cached, and marks again what was not paid for."""
+        ttl_s, kept, owed = self.model.cache.ttl_s, dict[str, Result](), dict[str, Owed]()
         for pulled, answered in answers:
-            if pulled.to_cache and ttl_s:
+            if (pulled.to_cache or pulled.to_pay) and ttl_s:
+                pulled.undelivered = frozenset(
+                    outcome.index for outcome in answered.outcomes if outcome.result is None
+                )
                 results = {outcome.index: outcome.result for outcome in answered.outcomes}
                 computed = {key: results.get(index) for key, index in pulled.to_cache.items()}
                 kept |= {key: result for key, result in computed.items() if result is not None}
+                to_pay = pulled.to_pay.items()
+                owed |= {key: mark for key, (index, mark) in to_pay if results.get(index) is None}
+        self._cache.mark_unpaid(owed, ttl_s)
         if kept:
             await self._cache.put_many(kept, ttl_s)
 

@@ -25,12 +25,12 @@ from shared.catalog import Model
 from shared.errors import BadInput, ModelFailed, PenstockError, Unavailable, UndecodableMessage
 from shared.flow_engine import FlowEngine
 from shared.messages import Item, Receipt, decode_job, failure
-from shared.stores.cache import Level, ResultCache
+from shared.stores.cache import Hit, ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.record_state import Claim
 from shared.stores.records import Records
 from shared.stores.withdrawals import LiveWithdrawals, no_withdrawals, withdrawn_error
-from shared.tasks import Input, Result
+from shared.tasks import Input
 from shared.tasks.custom import CustomInput
 from shared.tasks.embedding import TextToTokenize
 from shared.tracing.spans import is_recorded
@@ -506,16 +506,15 @@ class JobConsumer:
         for pulled in pulled_jobs:
             for item in () if pulled.is_over else pulled.items:
                 if pulled.reads_cache and item.cache_key in cached:
-                    result, level = cached[item.cache_key]
-                    self._completion.settle(pulled, pulled.hit(item, result, level))
+                    hit = cached[item.cache_key]
+                    cached[item.cache_key] = hit.repeated
+                    self._completion.settle(pulled, pulled.hit(item, hit))
                 elif not self.queue.coalesce(pulled, item):
                     missing.append((pulled, item))
         if missing:
             await self._enqueue(missing)
 
-    async def _claim_and_look_up(
-        self, pulled_jobs: Sequence[PulledJob]
-    ) -> dict[str, tuple[Result, Level]]:
+    async def _claim_and_look_up(self, pulled_jobs: Sequence[PulledJob]) -> dict[str, Hit]:
         """Claims jobs, and returns what the cache has of their items."""
         if all(pulled.is_fresh for pulled in pulled_jobs):  # the cache in Redis is not asked
             await self._claims.claim(pulled_jobs)
@@ -580,7 +579,7 @@ class JobConsumer:
         self.queue.discard_unwanted()
         self.cancellation.on_unwanted()
 
-    async def _look_up(self, pulled_jobs: Sequence[PulledJob]) -> dict[str, tuple[Result, Level]]:
+    async def _look_up(self, pulled_jobs: Sequence[PulledJob]) -> dict[str, Hit]:
         """The results in the cache. Redis is not asked again right after the API asked it.
 
         It does not ask for first steps of flows.
@@ -591,7 +590,7 @@ class JobConsumer:
                 keys = [item.cache_key for item in pulled.items if item.cache_key is not None]
                 is_asked = pulled.is_fresh and not pulled.envelope.flow
                 (in_memory if is_asked else in_redis).extend(keys)
-        hits = self._cache.in_memory(in_memory)
+        hits = await self._cache.recall(in_memory)
         return hits | await self._cache.get_many(in_redis) if in_redis else hits
 
     async def _enqueue(self, missing: list[tuple[PulledJob, Item]]) -> None:
@@ -628,7 +627,7 @@ class JobConsumer:
                 receipt = pulled.receipt(spent_work=self._work_of_refusal(item, ready))
                 self._completion.settle(pulled, failure(item.index, ready, receipt))
             elif isinstance(ready, WithoutModel):  # no model is needed
-                self._completion.settle(pulled, pulled.hit(item, ready, "none"))
+                self._completion.settle(pulled, pulled.without_model(item, ready))
             elif not self.queue.coalesce(
                 pulled, item
             ):  # an identical item of this admission may be queued by now
