@@ -39,7 +39,7 @@ from api.tasks.embedding import (
     windows_of,
 )
 from shared.catalog import Catalog, Model
-from shared.errors import BadInput, InputTooLarge, PenstockError
+from shared.errors import BadInput, InputTooLarge, ModelFailed, PenstockError
 from shared.messages import ItemOutcome
 from shared.tasks.embedding import (
     EmbeddingResult,
@@ -259,15 +259,27 @@ def _matrix(vectors: Sequence[bytes], model: Model, dimensions: int) -> NDArray[
     """Returns the vectors as an (n, dimensions) matrix.
 
     Cut vectors are normalized again, as in OpenAI's API.
+
+    Raises:
+        ModelFailed: a cut vector has no direction.
     """
     matrix = np.frombuffer(b"".join(vectors), dtype="<f4").reshape(len(vectors), -1)
     if dimensions == model.dimensions:
         return matrix
-    cut = matrix[:, :dimensions]
-    lengths = np.linalg.norm(cut, axis=1, keepdims=True)
-    scaled: NDArray[np.float32] = np.divide(
-        cut, np.where(lengths > 0, lengths, 1), dtype=np.float32
-    )
+    return _scale(matrix[:, :dimensions])
+
+
+def _scale(matrix: NDArray[Any]) -> NDArray[np.float32]:
+    """Returns the rows of a matrix with length 1.
+
+    Raises:
+        ModelFailed: a row is 0.
+    """
+    doubles = matrix.astype(np.float64)  # the squares of large floats are no floats any more
+    lengths = np.linalg.norm(doubles, axis=1, keepdims=True)
+    if not lengths.all():
+        raise ModelFailed("the model computed a vector that is 0 in all dimensions asked for")
+    scaled: NDArray[np.float32] = (doubles / lengths).astype("<f4")
     return scaled
 
 
@@ -503,6 +515,6 @@ def _pool(reply: EmbeddingsReply, body: EmbeddingsBody, texts: int) -> None:
             ]
         )
         mean = np.average(vectors, axis=0, weights=[one.tokens for one in windows])
-        unit = (mean / max(float(np.linalg.norm(mean)), 1e-12)).astype("<f4")
+        (unit,) = _scale(mean[np.newaxis])
         vector = unit.tolist() if body.encoding_format == "float" else unit.tobytes()
         reply.data.append(EmbeddingItem(number, vector, windows=windows))

@@ -92,6 +92,14 @@ class TaskResult(msgspec.Struct, omit_defaults=True):
     A `tokens`, `pixel_steps` or `work` field is what the item is charged for.
     """
 
+    def find_wrong_number(self) -> str:
+        """Returns which of its numbers no caller may get, such as NaN. Empty: all are right.
+
+        Results are checked once, where they leave the model (workers/runtime/execution.py). Pixels
+        are checked before they become a file (workers/models/image/vae.py).
+        """
+        return ""
+
     @property
     def recorded_metrics(self) -> Mapping[str, Any]:
         """What the model recorded while it computed the result."""

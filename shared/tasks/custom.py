@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import mimetypes
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
@@ -100,6 +101,20 @@ def streamed_key(record: str, index: int, file: StreamedFile) -> str:
     return f"{RESULTS}/{record}/{index}.{file.number}-{file.digest}"
 
 
+def are_finite(value: Any) -> bool:
+    """Returns whether plain values have finite numbers only. They may be nested deeply."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            left += one.values()
+        elif isinstance(one, list | tuple):
+            left += one
+        elif isinstance(one, float) and not math.isfinite(one):
+            return False
+    return True
+
+
 class CustomResult(TaskResult, tag="custom"):
     """The output of one prediction."""
 
@@ -113,6 +128,11 @@ class CustomResult(TaskResult, tag="custom"):
     """What the class recorded."""
     work: int = 1
     """What the item weighed."""
+
+    def find_wrong_number(self) -> str:
+        """Returns what is wrong with a number in the output or in what the class recorded."""
+        is_right = are_finite(self.output) and are_finite(self.metrics)
+        return "" if is_right else "NaN or an infinite number, which JSON does not have"
 
     @property
     def recorded_metrics(self) -> Mapping[str, Any]:

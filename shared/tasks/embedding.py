@@ -167,6 +167,17 @@ class EmbeddingResult(TaskResult, tag="embedding"):
     truncated_tokens: int = 0
     """Tokens that were left out, because the text was longer than the model takes."""
 
+    def find_wrong_number(self) -> str:
+        """Returns what is wrong with a vector that cannot be compared with others."""
+        if not self.vector or len(self.vector) % 4:
+            return f"a vector of {len(self.vector)} bytes, which is not a list of float32"
+        import numpy as np  # model processes have it, and other processes need it for nothing else
+
+        values = np.frombuffer(self.vector, "<f4")
+        if not np.isfinite(values).all():
+            return "a vector with NaN or an infinite number"
+        return "" if values.any() else "a vector of zeros, which has no direction"
+
     def to_output(self, media_type: str, link_to: LinkTo) -> list[float]:
         """The vector as a list of floats."""
         return self.step_value()

@@ -69,6 +69,10 @@ class SimilarityResult(TaskResult, tag="similarity"):
     truncated_tokens: int = 0
     """Tokens of both texts that were left out, because a text was longer than the model takes."""
 
+    def find_wrong_number(self) -> str:
+        """Returns what is wrong with a score that no document can be ranked by."""
+        return "" if math.isfinite(self.score) else "a score that is not a finite number"
+
     def to_output(self, media_type: str, link_to: LinkTo) -> float:
         """The score."""
         return self.score

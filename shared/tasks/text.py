@@ -7,6 +7,7 @@ costs nothing.
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 from collections.abc import Mapping
@@ -267,6 +268,14 @@ class GenerationResult(TaskResult, tag="generation"):
     """Of an echoed prompt. The first token has none: its place says 0 and no alternatives."""
     stop_sequence: str = ""
     """The stop sequence that ended the generation. Empty: something else did."""
+
+    def find_wrong_number(self) -> str:
+        """Returns what is wrong with a log probability."""
+        tokens = (*self.prompt_logprobs, *self.logprobs)
+        logprobs = (one.logprob for token in tokens for one in (token, *token.top))
+        if all(map(math.isfinite, logprobs)):
+            return ""
+        return "a log probability that is not a finite number"
 
     @property
     def streamed_tokens(self) -> int:

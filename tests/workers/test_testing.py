@@ -54,7 +54,7 @@ class Letters:
         self, batch: Sequence[PreparedItem], on_step: OnStep
     ) -> Sequence[Result | PenstockError]:
         return [
-            EmbeddingResult(item.ids, item.length)
+            EmbeddingResult(4 * item.ids, item.length)
             for item in batch
             if isinstance(item, PreparedText)
         ]
@@ -133,7 +133,7 @@ async def test_model_is_loaded_once_and_everything_is_acked() -> None:
     ) as worker:
         for text in ("one", "two"):
             [outcome] = await worker.compute(TextInput(text))
-            assert outcome == EmbeddingResult(text.encode(), 3)
+            assert outcome == EmbeddingResult(4 * text.encode(), 3)
     assert (model.loads, len(worker.rows)) == (1, 2)
     for subscription in (workers_subscription_id, batch_subscription_id):
         assert broker.backlog(subscription(MODEL.name)) == 0

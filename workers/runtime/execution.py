@@ -126,6 +126,21 @@ def _result(
     )
 
 
+def check_result(result: Result | Exception) -> Result | Failure:
+    """Returns a result if all of its numbers are right, and otherwise why it is none.
+
+    Every result of every model passes here, so none that is wrong is returned, charged or cached.
+    """
+    if isinstance(result, Exception):
+        return Failure.from_error(result)
+    wrong = result.find_wrong_number()
+    if not wrong:
+        return result
+    return Failure.from_error(
+        ModelFailed(f"the model computed {wrong}; its precision may be too low for this input")
+    )
+
+
 class StepReporter:
     """The callback of a model after each step.
 
@@ -263,9 +278,7 @@ class BatchExecution:
                 return
         else:
             for slot, result in zip(slots, results, strict=True):
-                self.results[slot] = (
-                    Failure.from_error(result) if isinstance(result, PenstockError) else result
-                )
+                self.results[slot] = check_result(result)
             self._count_restart()
             if self._has_failed:
                 took_s = time.perf_counter() - began_s - (self.restart_s - restarted_s)
@@ -594,7 +607,7 @@ class StepExecution:
         work = work or int(getattr(result, "work", 0))
         done = BatchResult(
             number=self._batch.number,
-            results=[Failure.from_error(result) if isinstance(result, Exception) else result],
+            results=[check_result(result)],
             started_at_s=item.started_at_s,
             finished_at_s=time.time(),
             # Divided by the items of the batch, as everywhere, it is the item's part of the time.

@@ -159,3 +159,14 @@ def test_an_encoder_is_no_cross_encoder(folder: Path, tmp_path: Path) -> None:
 def test_wrong_entries_say_what_is_wrong(fields: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         entry(**fields)
+
+
+def test_overflow_is_no_score(folder: Path) -> None:
+    """The sigmoid of infinity is 1, the best score."""
+    model = opened(folder)
+    model._model.classifier.bias.fill_(torch.inf)
+    results = model.predict(
+        prepared(folder, [SimilarityInput(TEXTS[0], QUERY)]), lambda step, steps: None
+    )
+    wrong = [one.find_wrong_number() for one in results if isinstance(one, SimilarityResult)]
+    assert wrong == ["a score that is not a finite number"]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from sentence_transformers import SentenceTransformer
 
@@ -13,7 +14,16 @@ from shared.tasks.embedding import TextInput
 from shared.tasks.similarity import SimilarityInput, SimilarityResult
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.batches import model_for
-from workers.models.base import InferenceModel, Prepared, PreparedItem, PreparedOutcome
+from workers.models.base import (
+    InferenceModel,
+    Prepared,
+    PreparedItem,
+    PreparedOutcome,
+    PreparedPair,
+    PreparedText,
+)
+from workers.models.embedding.model import EmbeddingModel
+from workers.models.embedding.similarity import SimilarityModel
 from workers.runtime.pool import HostedModel, ModelPool
 from workers.tasks import preparer_for
 
@@ -110,3 +120,29 @@ def test_every_part_of_a_pair_is_in_its_cache_key() -> None:
         *(SimilarityInput(*pair).cache_form() for pair in ("ab", "ba", "ac", ("ab", ""))),
     }
     assert len(forms) == 5
+
+
+class ZeroEncoder:
+    """Makes vectors of zeros of texts that begin with token 0, and of ones of others."""
+
+    device_name = "cpu"
+    pads = False
+
+    def open(self) -> int:
+        return 2
+
+    def computed_tokens(self, lengths: Sequence[int]) -> int:
+        return sum(lengths)
+
+    def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
+        return np.repeat((ids[:, :1] != 0).astype(np.float32), 2, axis=1)
+
+
+def test_text_without_a_direction_has_no_score(entry: Model) -> None:
+    """It is not as far from everything as from nothing: a score of 0 would be an answer."""
+    encoder = EmbeddingModel(entry.model_copy(update={"dimensions": 2}), ZeroEncoder())
+    texts = [PreparedText(key="", length=1, ids=bytes((token, 0, 0, 0))) for token in (0, 1, 2)]
+    pairs = [PreparedPair(key="", length=2, text=text, query=texts[2]) for text in texts]
+    results = SimilarityModel(encoder).predict(pairs, lambda step, steps: None)
+    wrong = [one.find_wrong_number() for one in results if isinstance(one, SimilarityResult)]
+    assert [bool(one) for one in wrong] == [True, False, False]

@@ -99,7 +99,10 @@ class CrossEncoderModel:
             inputs["token_type_ids"] = types
         with torch.inference_mode(), memory_errors():
             on_device = {name: one.to(self._device) for name, one in inputs.items()}
-            scores = self._model(**on_device).logits[:, 0].float().sigmoid().cpu().tolist()
+            logits = self._model(**on_device).logits[:, 0].float()
+            # An overflow would look like the best or the worst score.
+            checked = logits.masked_fill(~logits.isfinite(), torch.nan)
+            scores = checked.sigmoid().cpu().tolist()
         on_step(1, 1)
         return [
             SimilarityResult(score, pair.length, pair.truncated_tokens)

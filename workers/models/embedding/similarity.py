@@ -154,12 +154,16 @@ class SimilarityModel:
         ]
 
     def _units(self, texts: Sequence[PreparedText], on_step: OnStep) -> dict[bytes, np.ndarray]:
-        """The vectors of texts, scaled to length 1, by their token ids."""
+        """The vectors of texts, scaled to length 1, by their token ids.
+
+        One without a direction becomes NaN, as does its score, which is then refused.
+        """
         units: dict[bytes, np.ndarray] = {}
         for indices in self._encoder.groups(texts):
             group = [texts[index] for index in indices]
             for text, result in zip(group, self._encoder.predict(group, on_step), strict=True):
                 assert isinstance(result, EmbeddingResult), "an encoder fails as a whole"
                 vector = np.frombuffer(result.vector, "<f4").astype(np.float64)
-                units[text.ids] = vector / (np.linalg.norm(vector) or 1.0)
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    units[text.ids] = vector / np.linalg.norm(vector)
         return units

@@ -10,6 +10,7 @@ the same numbers alone, in company, and on the worker that goes on with it.
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -137,6 +138,11 @@ def log_probabilities(logits: Row) -> Row:
     return logprobs
 
 
+LEAST_LOGPROB = -9999.0
+"""In place of minus infinity, which JSON does not have. OpenAI's API shows the same number:
+https://platform.openai.com/docs/api-reference/chat/object
+"""
+NO_NUMBERS = "the model computed no numbers for this text"
 MAX_DIGITS = 20
 """A double holds 17. A model that repeats itself would write a longer one until its tokens end."""
 _IN_NUMBERS = frozenset("+-.eE")
@@ -259,7 +265,7 @@ class Writing:
         """
         logits = logits[: self._vocabulary.size]
         if not np.isfinite(logits.max()) or np.isnan(logits).any():
-            raise ModelFailed("the model computed no numbers for this text")
+            raise ModelFailed(NO_NUMBERS)
         adjusted = adjust(logits, self.ids, self._prompt, self._item)
         token = choose(self._allowed(adjusted), self._item, self._at)
         if self._item.logprobs >= 0 and token not in self._vocabulary.ends:
@@ -421,8 +427,15 @@ class Writing:
         return named
 
     def _named(self, row: Row | dict[int, float], token: int) -> TokenLogprob:
-        data = self._vocabulary.shown_bytes(token)
-        return TokenLogprob(data.decode(errors="replace"), float(row[token]), data)
+        """Names a token and its log probability.
+
+        Raises:
+            ModelFailed: it is not a number.
+        """
+        data, logprob = self._vocabulary.shown_bytes(token), float(row[token])
+        if math.isnan(logprob):
+            raise ModelFailed(NO_NUMBERS)
+        return TokenLogprob(data.decode(errors="replace"), max(logprob, LEAST_LOGPROB), data)
 
 
 def _matcher(item: PreparedPrompt, vocabulary: Vocabulary) -> LLMatcher | None:

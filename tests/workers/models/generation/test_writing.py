@@ -1,6 +1,7 @@
 """Texts as readers get them: continued elsewhere, stopped, in chunks, in JSON."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -267,3 +268,15 @@ def test_tokens_of_another_worker_that_do_not_match_the_schema_are_no_error_of_t
     item = tiny.prompt(PROMPT, 20, json_schema='{"type": "object"}', written_ids=ids)
     with pytest.raises(ModelFailed, match="can't be followed"):
         model.admit(0, item)
+
+
+def test_log_probabilities_are_finite_or_the_text_fails(folder: Path) -> None:
+    """JSON has neither NaN nor minus infinity, which a model may compute for what it excludes."""
+    vocabulary = Vocabulary(folder)
+    token, excluded = byte_token(vocabulary, 97), byte_token(vocabulary, 98)
+    writing = Writing(tiny.prompt([1], 9, logprobs=2), vocabulary)
+    writing.add_chosen(token, {token: -0.5, excluded: -math.inf})
+    (shown,) = writing._logprobs
+    assert [one.logprob for one in (shown, *shown.top)] == [-0.5, -0.5, -9999.0]
+    with pytest.raises(ModelFailed):
+        writing.add_chosen(token, {token: math.nan})
