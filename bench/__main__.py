@@ -44,6 +44,7 @@ MODULES = {
     "shared_limits": "shared_limits",
     "simulation": "simulation",
     "bad_neighbor": "bad_neighbor.rounds",
+    "attacks": "attacks",
     "far_broker": "far_broker",
     "far_redis": "far_redis",
     "far_objects": "far_objects",

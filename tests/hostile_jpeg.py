@@ -19,5 +19,5 @@ def repeat_scans(side: int, scans: int) -> bytes:
     buffer = io.BytesIO()
     Image.new("L", (side, side), 128).save(buffer, "JPEG", progressive=True)
     whole = buffer.getvalue()
-    last = _SCAN.findall(whole)[-1]
+    last: bytes = _SCAN.findall(whole)[-1]
     return whole.removesuffix(b"\xff\xd9") + last * scans + b"\xff\xd9"
