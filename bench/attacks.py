@@ -8,8 +8,8 @@ quiet tenant may be refused, no process may exceed its memory limit, and each at
 its own, for example that nothing was served that should be refused.
 
 To add an attack, write a function that prepares it and returns what sends one request, and add an
-`Attack` to ATTACKS. The attacker is a process of its own: `python -m bench.attacks ATTACK` reads its
-order from stdin.
+`Attack` to ATTACKS. The attacker is a process of its own, `python -m bench.attacks ATTACK`, which
+reads its order from stdin.
 
 BENCH_ATTACK_SECONDS is how long each of the three drives takes, and BENCH_ATTACKS names the attacks
 to run, separated by commas.
