@@ -47,9 +47,13 @@ MAX_STARTUP_S = 7200.0
 
 
 class ItemWork(EntryPart):
-    """What an item of a model of one's own weighs. `max`: the most, which limits reserve."""
+    """Bounds of an item of a custom model."""
 
     max: int | None = Field(None, ge=1, le=MAX_WORK)
+    """Maximum weight, which limits reserve."""
+    max_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Maximum time in seconds that a class without `predict_batch` computes an item, whatever it
+    weighs. None: until the deadline of its request."""
 
 
 ServedApi = Literal["transcription", "speech", "ocr"]

@@ -141,7 +141,8 @@ class FieldNames(NamedTuple):
         if not isinstance(error, BadInput):
             return error
         is_weight = isinstance(error, InputTooLarge) and error.field == "input"
-        named = self.field if is_weight else self.names.get(error.field or "")
+        is_whole = error.field == "input" and "input" not in self.names
+        named = self.field if is_weight or is_whole else self.names.get(error.field or "")
         if named is None:
             return error
         reason = error.message.removeprefix(f"{error.field}: ")

@@ -266,6 +266,13 @@ class Task(ABC):
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
         """Returns the most work that an item of a step can take, whatever its input is."""
 
+    def runs_to_the_end(self, entry: CatalogEntry) -> bool:
+        """Returns whether an item, once started, keeps its slot until it ends.
+
+        It may take minutes, and can't be interrupted for another tenant.
+        """
+        return False
+
     def least_work(self, entry: CatalogEntry) -> int:
         """Returns the work of the smallest item that a model computes, in the unit of the task."""
         return 1

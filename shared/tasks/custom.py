@@ -318,6 +318,11 @@ class CustomTask(Task):
             raise ValueError(f"{self.noun} has no backend; leave it out")
         interface = interface_of(entry)
         _check_work(entry, interface)
+        if interface.batches and entry.work.max_s is not None:
+            raise ValueError(
+                "work.max_s: the class has predict_batch, whose batches end after 5 minutes; "
+                "leave it out"
+            )
         if entry.api is not None:
             _check_api(entry.api, interface, is_flow=entry.flow is not None)
         if interface.batches:
@@ -334,6 +339,10 @@ class CustomTask(Task):
     def budget(self, entry: CatalogEntry) -> int:
         """What a batch may weigh."""
         return entry.batch.max_work or entry.batch.max_items * (entry.work.max or 1)
+
+    def runs_to_the_end(self, entry: CatalogEntry) -> bool:
+        """True of a class without `predict_batch`. A batch ends after five minutes."""
+        return not interface_of(entry).batches
 
     def tolerance(self, entry: CatalogEntry) -> float:
         """None: outputs are equal, or as close as the class says."""

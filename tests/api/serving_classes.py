@@ -25,15 +25,20 @@ async def served_class(
     redis_url: str,
     body: str,
     settings: Mapping[str, object] | None = None,
+    *,
+    processes: int = 1,
     **more: Any,
 ) -> AsyncIterator[ApiUnderTest]:
-    """Serves a class as `mine`. API and worker share a broker, a Redis and an object store."""
+    """Serves a class as `mine`. API and worker share a broker, a Redis and an object store.
+
+    `processes` are those of the worker.
+    """
     (tmp_path / "class").mkdir()
     folder = write_class(tmp_path / "class", body)
     entry = entry_of(folder, **{"price": {"per_item_usd": 0.25}, **more})
     given = settings_for(tmp_path, redis_url=redis_url, secret="s", **(settings or {}))
     async with AsyncExitStack() as opened:
-        pool = ModelPool([HostedModel(entry, folder)], device="cpu", processes=1)
+        pool = ModelPool([HostedModel(entry, folder)], device="cpu", processes=processes)
         await opened.enter_async_context(pool)
         broker = InMemoryBroker()
         harness = await opened.enter_async_context(

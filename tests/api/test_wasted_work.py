@@ -48,6 +48,11 @@ async def files(tmp_path: Path) -> AsyncIterator[FileServer]:
         yield server
 
 
+def fetching(files: FileServer) -> dict[str, Any]:
+    """The settings of an API that may fetch from the server of files."""
+    return dict(files.settings)
+
+
 async def ask(api: ApiUnderTest, path: str, **body: Any) -> httpx.Response:
     return await api.http.post(path, json=body, headers=bearer("a"))
 
@@ -178,7 +183,7 @@ async def test_urls_are_not_fetched_for_a_tenant_without_room(
     tmp_path: Path, redis_url: str, files: FileServer
 ) -> None:
     """A fetch that ends in a refusal counts as a request, wherever it was aimed at."""
-    async with limited_api(tmp_path, redis_url, PLAN, **files.settings) as api:
+    async with limited_api(tmp_path, redis_url, PLAN, **fetching(files)) as api:
         url = files.add("/page", b"<html>", "text/html")
         statuses = [(await edit(api, url)).status_code for _ in range(5)]
         assert statuses == [422, 422, 422, 429, 429]
@@ -191,11 +196,11 @@ async def test_what_an_instance_had_begun_counts_if_it_dies(
     """The count is in Redis before the work begins, so there is nothing to lose."""
     (tmp_path / "other").mkdir()
     plan = Plan(requests_per_min=1)
-    async with limited_api(tmp_path, redis_url, plan, **files.settings) as api:
+    async with limited_api(tmp_path, redis_url, plan, **fetching(files)) as api:
         fetching = asyncio.create_task(edit(api, f"{files.url}/slow"))
         async with asyncio.timeout(WAIT_LIMIT_S):
             await files.is_asked.wait()
-        async with limited_api(tmp_path / "other", redis_url, plan, **files.settings) as other:
+        async with limited_api(tmp_path / "other", redis_url, plan, **fetching(files)) as other:
             refused = await edit(other, f"{files.url}/slow")
             assert refused.status_code == 429
             assert files.asked["/slow"] == 1

@@ -33,6 +33,7 @@ from workers.jobs.completion import Completion, is_streamed
 from workers.models.base import Prepared, PreparedCustom, PreparedPrompt, RgbImage
 from workers.runtime.protocol import BatchResult, FileOfChunk, ItemPreview, Previews
 from workers.scheduling.priority_queue import PriorityQueue
+from workers.scheduling.tenant_shares import TenantShares
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,8 @@ class ModelQueue:
 
     def __init__(self, model: Model, completion: Completion) -> None:
         self._completion = completion
-        self._queue = PriorityQueue(model.budget, model.batch.max_items)
+        shares = TenantShares() if model.definition.runs_to_the_end(model) else None
+        self._queue = PriorityQueue(model.budget, model.batch.max_items, shares)
         self._by_cache_key: dict[str, QueuedItem] = {}
         self._earliest_s = float("inf")
         self.on_queued: Callable[[], None] = lambda: None
@@ -127,9 +129,11 @@ class ModelQueue:
         """Returns the items of one process that are to be preempted for another item."""
         return self._queue.to_preempt(inside, self._is_wanted)
 
-    def item_ended(self, queued: QueuedItem) -> None:
-        """Takes note that an admitted item has left its batch."""
+    def item_ended(self, queued: QueuedItem, done: BatchResult) -> None:
+        """Records that an admitted item has left its batch."""
         self._queue.batch_ended([queued])
+        took_s = done.finished_at_s - done.started_at_s
+        self._queue.observe_item(queued, took_s, time.time())
         self._queue.adjust_budget(was_short=False)
 
     def preempted(self, queued: QueuedItem) -> None:
@@ -351,7 +355,7 @@ class BatchResults:
 
     def end_item(self, queued: QueuedItem, done: BatchResult) -> None:
         """Settles an item that left the others of its batch."""
-        self._queue.item_ended(queued)
+        self._queue.item_ended(queued, done)
         traces = kept_traces([queued])
         self._metrics.observe(done, traces[0].exemplar if traces else None)
         computed = Computed(done.outcomes[0], done, traces, logs=done.logs.get(0))

@@ -6,9 +6,11 @@ nothing is left in it.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Sequence
 
+from shared.errors import BadInput, Canceled
 from shared.tenants.plan import Priority
 from workers.job import QueuedItem
 from workers.jobs.consumer import JobConsumer
@@ -69,6 +71,10 @@ class StepRun:
         """Slots that another tenant is to get."""
         self._counted: dict[Priority, float] = {}
         self._reported_s = 0.0
+        self._max_s = consumer.model.work.max_s
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._too_long: set[int] = set()
+        """Slots whose items were stopped because they took longer than their model allows."""
 
     async def run(self, batch: Sequence[QueuedItem]) -> str:
         """Runs until no item is left. Returns why the process died, or nothing.
@@ -88,6 +94,8 @@ class StepRun:
             self._retry(error.message)
             return error.message
         finally:
+            for timer in self._timers.values():
+                timer.cancel()
             self._count()
         if ended.failure is not None:
             self._fail(ended.failure)
@@ -133,7 +141,18 @@ class StepRun:
         self._inside.update(enumerate(items, first))
         for queued in items:
             queued.has_started = True
+        if self._max_s is not None:
+            loop = asyncio.get_running_loop()
+            for slot in range(first, first + len(items)):
+                self._timers[slot] = loop.call_later(self._max_s, self._stop_long, slot)
         self._count()
+
+    def _stop_long(self, slot: int) -> None:
+        """Stops an item that has taken as long as its model allows."""
+        if slot in self._inside and slot not in self._dropped:
+            self._too_long.add(slot)
+            self._dropped.add(slot)
+            self._process.drop([slot])
 
     def _handle(self, message: StepMessage) -> None:
         match message:
@@ -195,12 +214,27 @@ class StepRun:
     def _end(self, message: ItemEnded) -> None:
         queued = self._inside.pop(message.slot, None)
         self._preempted.discard(message.slot)
+        if (timer := self._timers.pop(message.slot, None)) is not None:
+            timer.cancel()
         if queued is None:
             return
+        if message.slot in self._too_long:
+            self._note_too_long(message.done)
         self._count()
         self._on_item(message.done)
         self._consumer.tokens.ended(queued)
         self._consumer.batches.end_item(queued, message.done)
+
+    def _note_too_long(self, done: BatchResult) -> None:
+        """Replaces the outcome of an item that was stopped by why that was, if it has no result."""
+        (result,) = done.results
+        if isinstance(result, Failure) and result.code == Canceled.code:
+            error = BadInput(
+                f"input: the model computed it for {self._max_s:g} s, which is the maximum; "
+                "send less at once",
+                field="input",
+            )
+            done.results = [Failure.from_error(error)]
 
     def _fail(self, failure: Failure) -> None:
         """The model failed on all that is in. An item that was alone is the cause."""

@@ -309,6 +309,7 @@ class BatchQueue(Generic[ItemT]):
         *,
         key: str | None = None,
         is_wanted: Callable[[ItemT], bool] = always,
+        may_take: Callable[[ItemT], bool] = always,
         room_of: Callable[[ItemT], float] | None = None,
     ) -> list[ItemT]:
         """Removes and returns items for a running batch, strictly in the order of turns.
@@ -320,10 +321,16 @@ class BatchQueue(Generic[ItemT]):
             room: work, or what `room_of` measures.
             key: of the running batch. None: any, and the others have the key of the first.
             is_wanted: items that are not wanted are removed without a charge.
+            may_take: tenants whose next item may not be taken lose their turn, and keep the item.
             room_of: the room that an item takes. None: its work.
         """
         admitted: list[ItemT] = []
-        while len(admitted) < at_most and (leader := self._lead(is_wanted)) is not None:
+        while len(admitted) < at_most:
+            leader = self._lead(is_wanted)
+            if leader is not None and not may_take(leader):
+                leader = self._next_permitted(is_wanted, may_take)
+            if leader is None:
+                break
             key = leader.key if key is None else key
             takes = leader.length if room_of is None else room_of(leader)
             if leader.key != key or takes > room:
@@ -349,6 +356,25 @@ class BatchQueue(Generic[ItemT]):
                 return entry[2]
             self.remove(entry[2])
         return None
+
+    def _next_permitted(
+        self, is_wanted: Callable[[ItemT], bool], may_take: Callable[[ItemT], bool]
+    ) -> ItemT | None:
+        """The first item that may be taken, in the order of turns. Takes O(tenants log tenants)."""
+        waiting = [one for one in self._tenants.values() if one.waiting]
+        for tenant in sorted(waiting, key=lambda one: one.next_round):
+            while (entry := tenant.earliest() if tenant.waiting else None) is not None:
+                if is_wanted(entry[2]):
+                    if may_take(entry[2]):
+                        return entry[2]
+                    break
+                self.remove(entry[2])
+        return None
+
+    def waiting_of(self, name: str) -> int:
+        """Returns the number of items of a tenant that wait."""
+        tenant = self._tenants.get(name)
+        return tenant.waiting if tenant is not None else 0
 
     def _extend(
         self,

@@ -15,6 +15,8 @@ Pure: no clock, no I/O.
   with another cause (a manual kill, too little memory) costs other items only time, even in the
   middle of a retry.
 - With continuous batching, the same order holds for the items that are admitted next.
+- Of a model whose items can't be interrupted, one tenant does not hold all slots of a worker
+  (workers/scheduling/tenant_shares.py). Its items wait while others go first.
 - If a device runs out of memory, the budget is halved. It grows by a tenth with each batch that
   fits.
 
@@ -31,7 +33,7 @@ owner of the slot keeps at least as much as the newcomer gets. So slots never go
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -39,7 +41,8 @@ from math import inf
 from typing import Protocol, TypeVar
 
 from workers.job import QueuedItem
-from workers.scheduling.batch_queue import BatchQueue
+from workers.scheduling.batch_queue import BatchQueue, always
+from workers.scheduling.tenant_shares import TenantShares
 
 
 class Placed(Protocol):
@@ -267,9 +270,16 @@ An admitted item stays until it is done, which can take seconds.
 
 
 class PriorityQueue:
-    """Items that wait and batches that run. `budget` and `max_items` are as in BatchQueue."""
+    """Items that wait and batches that run. `budget` and `max_items` are as in BatchQueue.
 
-    def __init__(self, budget: int, max_items: int) -> None:
+    `shares` limits how many slots a tenant holds of a model that computes step by step. None: it
+    may hold all of them.
+    """
+
+    def __init__(self, budget: int, max_items: int, shares: TenantShares | None = None) -> None:
+        self._shares = shares
+        self._held_up: set[str] = set()
+        """Tenants that may take nothing until one of their items ends or a new item comes."""
         self._full_budget = budget
         self._interactive: BatchQueue[QueuedItem] = BatchQueue(budget, max_items)
         self._batch: BatchQueue[QueuedItem] = BatchQueue(budget, max_items)
@@ -282,7 +292,8 @@ class PriorityQueue:
     def __len__(self) -> int:
         """Returns the number of items that can be taken now."""
         suspects = 0 if self._a_suspect_runs else sum(map(len, self._suspects))
-        return len(self._interactive) + len(self._batch) + suspects
+        held_up = sum(queue.waiting_of(name) for queue in self._queues for name in self._held_up)
+        return len(self._interactive) + len(self._batch) + suspects - held_up
 
     def __iter__(self) -> Iterator[QueuedItem]:
         """All items that wait."""
@@ -306,6 +317,9 @@ class PriorityQueue:
 
     def add(self, queued: QueuedItem) -> None:
         """Adds an item to the queue of its priority, or to the suspects."""
+        self._held_up.clear()
+        if self._shares is not None:
+            self._shares.arrived(queued.tenant, queued.queued_at_s)
         if queued.is_suspect:
             self._suspects.append([queued])
             return
@@ -407,16 +421,34 @@ class PriorityQueue:
         `batch` priority gets what `BatchPriorityPolicy` leaves to it.
         """
         queue, here = self._interactive, list(inside)
+        may_take = self._slot_limit(processes * queue.max_items, now_s)
         within = sum(self._queue_of(queued) is queue for queued in here)
         at_most = min(queue.max_items - len(here), self._share(processes, queue) - within)
-        here += self._take_turns(queue, here, at_most, is_wanted)
+        here += self._take_turns(queue, here, at_most, is_wanted, may_take)
         if (admitted := here[len(inside) :]) and len(self._batch):
             self._policy.observe_interactive_batch(_work(admitted), 0)
         at_most = self._room_of_batch_priority(here, now_s)
-        if batch := self._take_turns(self._batch, here, at_most, is_wanted):
+        if batch := self._take_turns(self._batch, here, at_most, is_wanted, may_take):
             has_delayed = len(self._interactive) > 0
             self._policy.observe_turn(_work(batch), has_delayed=has_delayed, is_urgent=False)
         return admitted + batch
+
+    def _slot_limit(self, slots: int, now_s: float) -> Callable[[QueuedItem], bool]:
+        """Returns what decides whether an item may take one of `slots`, and counts it if so."""
+        shares = self._shares
+        if shares is None:
+            return always
+        held = Counter(queued.tenant for batch in self._running for queued in batch)
+
+        def may_take(queued: QueuedItem) -> bool:
+            tenant = queued.tenant
+            if not shares.may_take(tenant, held[tenant], slots, now_s):
+                self._held_up.add(tenant)
+                return False
+            held[tenant] += 1
+            return True
+
+        return may_take
 
     def _take_turns(
         self,
@@ -424,6 +456,7 @@ class PriorityQueue:
         here: Sequence[QueuedItem],
         at_most: int,
         is_wanted: Callable[[QueuedItem], bool],
+        may_take: Callable[[QueuedItem], bool],
     ) -> list[QueuedItem]:
         """Returns items of `queue` that are admitted to those which are here.
 
@@ -432,13 +465,20 @@ class PriorityQueue:
         """
         admitted: list[QueuedItem] = []
         if not here:
-            admitted = queue.take_in_turn(min(1, at_most), inf, is_wanted=is_wanted)
+            admitted = queue.take_in_turn(
+                min(1, at_most), inf, is_wanted=is_wanted, may_take=may_take
+            )
             if not admitted:
                 return []
         key, taken = (here or admitted)[0].key, self._room_taken([*here, *admitted])
         at_most -= len(admitted)
         return admitted + queue.take_in_turn(
-            at_most, queue.budget - taken, key=key, is_wanted=is_wanted, room_of=_room_of
+            at_most,
+            queue.budget - taken,
+            key=key,
+            is_wanted=is_wanted,
+            may_take=may_take,
+            room_of=_room_of,
         )
 
     def _room_taken(self, inside: Iterable[QueuedItem]) -> float:
@@ -525,6 +565,7 @@ class PriorityQueue:
     def batch_ended(self, batch: list[QueuedItem]) -> None:
         """Removes a batch, or items that were admitted to one, from the running batches."""
         ended = set(batch)
+        self._held_up.clear()
         self._running = [other for other in self._running if other[0] not in ended]
 
     def batch_died(self, batch: list[QueuedItem]) -> list[QueuedItem]:
@@ -547,6 +588,11 @@ class PriorityQueue:
             self.update(queued)  # the interactive waiters are gone
         left = ([queued for queued in group if is_wanted(queued)] for group in self._suspects)
         self._suspects = deque(group for group in left if group)
+
+    def observe_item(self, queued: QueuedItem, seconds: float, now_s: float) -> None:
+        """Records how long an item held its slot."""
+        if self._shares is not None:
+            self._shares.ended(queued.tenant, seconds, now_s)
 
     def observe_batch(self, batch: list[QueuedItem], seconds: float) -> None:
         """Records how long a process took for all items of `batch`."""

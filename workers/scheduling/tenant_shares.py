@@ -1,0 +1,83 @@
+"""Keeps one tenant from holding all slots of a worker, for models whose items can't be interrupted.
+
+A custom class without `predict_batch` computes an item from its start to its end, which may take
+minutes. If one tenant had all slots of all processes, others would wait for the first of its items
+to end. So the last free slot is not for a tenant whose items take long, while others use the model.
+
+- A tenant whose items have all been short (SHORT_S) in the last hour may take all slots: others
+  wait for it no longer than that. So may a tenant that is alone (OTHERS_S), so that no capacity is
+  left idle. A tenant that has not completed an item yet counts as one with long items.
+- What has started is never interrupted. So the first item of a tenant that comes after a quiet
+  time, or while the items of a tenant become long, may wait for one running item.
+
+Pure: no clock, no I/O. Times are seconds of any one clock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+SHORT_S = 2.0
+REMEMBERED_S = 3600.0
+"""How long the longest item of a tenant is remembered."""
+OTHERS_S = 600.0
+"""How long a tenant counts as one that uses the model."""
+MAX_TENANTS = 4096
+
+
+class _Longest(NamedTuple):
+    """The longest item of a tenant, and when it ended."""
+
+    seconds: float
+    at_s: float
+
+
+class TenantShares:
+    """Decides who may take the last free slot of a worker."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[str, float] = OrderedDict()
+        """When each tenant last used the model, the latest last."""
+        self._longest: OrderedDict[str, _Longest] = OrderedDict()
+
+    def arrived(self, tenant: str, now_s: float) -> None:
+        """Records that an item of a tenant was queued."""
+        self._seen[tenant] = now_s
+        self._seen.move_to_end(tenant)
+        if len(self._seen) > MAX_TENANTS:
+            self._seen.popitem(last=False)
+
+    def ended(self, tenant: str, took_s: float, now_s: float) -> None:
+        """Records how long an item of a tenant held its slot."""
+        self.arrived(tenant, now_s)
+        known = self._longest.get(tenant)
+        if known is None or took_s >= known.seconds or now_s - known.at_s > REMEMBERED_S:
+            self._longest[tenant] = _Longest(took_s, now_s)
+            self._longest.move_to_end(tenant)
+        if len(self._longest) > MAX_TENANTS:
+            self._longest.popitem(last=False)
+
+    def may_take(self, tenant: str, held: int, slots: int, now_s: float) -> bool:
+        """Returns whether a tenant may take one more slot.
+
+        Args:
+            tenant: the tenant whose item is next.
+            held: the slots that it holds.
+            slots: the slots of the worker.
+            now_s: the time.
+        """
+        if slots < 2 or held < slots - 1 or self._is_quick(tenant, now_s):
+            return True
+        return not self._is_shared(tenant, now_s)
+
+    def _is_quick(self, tenant: str, now_s: float) -> bool:
+        longest = self._longest.get(tenant)
+        is_known = longest is not None and now_s - longest.at_s <= REMEMBERED_S
+        return is_known and longest is not None and longest.seconds <= SHORT_S
+
+    def _is_shared(self, tenant: str, now_s: float) -> bool:
+        """Returns whether another tenant uses the model."""
+        others = (at_s for name, at_s in reversed(self._seen.items()) if name != tenant)
+        latest_s = next(others, None)
+        return latest_s is not None and now_s - latest_s <= OTHERS_S
