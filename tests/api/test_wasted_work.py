@@ -138,7 +138,7 @@ async def test_images_that_can_not_be_decoded_count(tmp_path: Path, redis_url: s
             "2",
             10**9 - SMALLEST,
         )
-        body = {"prompt": "a", "size": "64x64", "model": IMAGE_MODEL.name}
+        body: dict[str, Any] = {"prompt": "a", "size": "64x64", "model": IMAGE_MODEL.name}
         body["images"] = [{"image_url": broken}]
         assert (await ask(api, "/v1/images/edits", **body)).status_code == 400
         file = {"image": ("a.png", PNG[:60], "image/png")}
@@ -197,15 +197,15 @@ async def test_what_an_instance_had_begun_counts_if_it_dies(
     (tmp_path / "other").mkdir()
     plan = Plan(requests_per_min=1)
     async with limited_api(tmp_path, redis_url, plan, **fetching(files)) as api:
-        fetching = asyncio.create_task(edit(api, f"{files.url}/slow"))
+        begun = asyncio.create_task(edit(api, f"{files.url}/slow"))
         async with asyncio.timeout(WAIT_LIMIT_S):
             await files.is_asked.wait()
         async with limited_api(tmp_path / "other", redis_url, plan, **fetching(files)) as other:
             refused = await edit(other, f"{files.url}/slow")
             assert refused.status_code == 429
             assert files.asked["/slow"] == 1
-        fetching.cancel()
-        await asyncio.wait([fetching])
+        begun.cancel()
+        await asyncio.wait([begun])
         files.go.set()
 
 
