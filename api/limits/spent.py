@@ -101,11 +101,11 @@ def _parameters(month: int, questions: Sequence[SpentQuestion]) -> list[Any]:
 
     since = datetime((month - 1) // 12, (month - 1) % 12 + 1, 1, tzinfo=UTC)
     holders = [one.holder for one in questions]
-    befores = [datetime.fromtimestamp(one.before_s, UTC) for one in questions]
+    end_times = [datetime.fromtimestamp(one.before_s, UTC) for one in questions]
     return [
         ScalarQueryParameter("since", "TIMESTAMP", since),
         ArrayQueryParameter("tenants", "STRING", sorted({one.tenant for one in holders})),
         ArrayQueryParameter("budget_tenants", "STRING", [one.tenant for one in holders]),
         ArrayQueryParameter("keys", "STRING", [one.key_id for one in holders]),
-        ArrayQueryParameter("befores", "TIMESTAMP", befores),
+        ArrayQueryParameter("end_times", "TIMESTAMP", end_times),
     ]

@@ -1,5 +1,5 @@
 -- What each budget's rows were charged, by calendar month (UTC), counted from year 0: those of requests
--- answered before the time in @befores of the budget at the same place. A budget is that of a tenant, or
+-- answered before the time in @end_times of the budget at the same place. A budget is that of a tenant, or
 -- of one of its keys. @tenants has each tenant once, @budget_tenants one tenant for each budget.
 -- The filter is directly on the table, as required for tables with a mandatory partition filter.
 WITH once AS (
@@ -10,7 +10,7 @@ WITH once AS (
   QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1
 ),
 budgets AS (
-  SELECT place, budget_tenant, @keys[OFFSET(place)] AS budget_key, @befores[OFFSET(place)] AS before
+  SELECT place, budget_tenant, @keys[OFFSET(place)] AS budget_key, @end_times[OFFSET(place)] AS before
   FROM UNNEST(@budget_tenants) AS budget_tenant WITH OFFSET AS place
 )
 SELECT
