@@ -32,6 +32,7 @@ Fields = Annotated[
 ]
 DEFAULT_OVERLAP = "24h"
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`(?: - at `\$\.?(?P<place>[^`]*)`)?")
 _DURATION = re.compile(r"([0-9]{1,9})([smhd])")
 
 keys = typer.Typer(help="API keys.", no_args_is_help=True)
@@ -272,7 +273,12 @@ def _administer(act: Callable[[Administration, KeyStore], Awaitable[Done]]) -> D
     settings = read_settings(ApiSettings)
     url, served = settings.keys_url, _served(settings)
     if not url:
-        raise ConfigurationError("PENSTOCK_KEYS_URL: names no directory of keys", field="keys_url")
+        raise ConfigurationError(
+            "PENSTOCK_KEYS_URL is not set: give the directory of keys, such as "
+            "file:///srv/penstock/keys.json or redis://HOST, or run this in the folder where "
+            "penstock up runs",
+            field="keys_url",
+        )
 
     async def run() -> Done:
         async with key_store(url, is_writable=True) as store:
@@ -318,7 +324,30 @@ def _struct(kind: type[Made], assignments: Sequence[str]) -> Made:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
+        if unknown := _UNKNOWN.search(str(error)):
+            raise BadInput(_unknown_field(kind, unknown["name"], unknown["place"] or "")) from error
         raise BadInput(str(error).replace(" - at `$.", " at `")) from error
+
+
+def _unknown_field(kind: type[Any], name: str, place: str) -> str:
+    """An error about a field that is not one of `kind`, with the closest ones that are.
+
+    Args:
+        kind: the struct.
+        name: the field.
+        place: where it is, such as `per_model[...]`. Empty: in the struct itself.
+    """
+    from difflib import get_close_matches
+
+    import msgspec
+
+    from shared.tenants.plan import Rates
+
+    known = [field.name for field in msgspec.structs.fields(Rates if place else kind)]
+    close = get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]}? " if close else ""
+    where = f"{place}: " if place else ""
+    return f"{where}no field is named {name}; {hint}Fields: {', '.join(sorted(known))}"
 
 
 def _seconds(text: str, option: str) -> int:

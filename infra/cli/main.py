@@ -30,11 +30,17 @@ from infra.monitoring.objectives import (
     DEFAULT_WORKER_HOUR_USD,
 )
 from infra.reports.commands import invoice, report, run_daily
-from shared.errors import ConfigurationError, PenstockError
+from shared.errors import BadInput, ConfigurationError, PenstockError
 from shared.loopback import exempt_loopback_from_proxies
 
 CUSTOM_MODELS = "workers.models.custom"
 """The program of the commands about models of one's own."""
+OF_KEYS = frozenset({"keys", "tenants", "plans"})
+OF_OPERATORS = OF_KEYS | {
+    *("report", "invoice", "run-daily", "budgets", "canary", "dead-letters", "models", "load"),
+    *("doctor", "provision"),
+}
+"""Commands that work on the stack that runs in this folder, if no setting names another one."""
 STATE_DIR = Path("var")
 """The folder in which `penstock up` keeps logs, rows and objects."""
 
@@ -84,6 +90,7 @@ def _show_version(is_asked: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -92,6 +99,29 @@ def _options(
     ] = False,
 ) -> None:
     """Models behind an HTTPS API, over Pub/Sub."""
+    if context.invoked_subcommand in OF_OPERATORS:
+        _join_running_stack(has_keys_command=context.invoked_subcommand in OF_KEYS)
+
+
+def _join_running_stack(*, has_keys_command: bool) -> None:
+    """Takes the settings of the stack that runs in this folder, unless others are given."""
+    from infra.local.running_stack import PLACES, find_running_stack
+    from shared.settings import given_settings
+
+    if PLACES & os.environ.keys():
+        return
+    stack = find_running_stack(STATE_DIR)
+    if stack is None:
+        return
+    typer.echo(f"penstock: on the stack that runs in {STATE_DIR.resolve()}", err=True)
+    if has_keys_command and not stack.needs_keys and "PENSTOCK_KEYS_URL" not in os.environ:
+        url = stack.settings["PENSTOCK_KEYS_URL"]
+        typer.echo(
+            "penstock: it serves requests without keys; to require them, start it with "
+            f"PENSTOCK_KEYS_URL={url}",
+            err=True,
+        )
+    os.environ.update(stack.settings | given_settings())
 
 
 def main() -> None:
@@ -191,6 +221,26 @@ def doctor(
     kubectl, catalog = Kubectl(namespace, context), read_catalog(own.models_file)
     doctor = ClusterDoctor(kubectl, catalog, own, ack_deadline_s)
     raise typer.Exit(report(doctor.findings(), as_json=as_json))
+
+
+@app.command()
+def kill(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="worker, worker-MODEL, api, redis, …")
+    ],
+) -> None:
+    """Kill a process of the stack that runs here, as a crash would: it is started again."""
+    from infra.local.running_stack import find_running_stack
+
+    stack = find_running_stack(STATE_DIR)
+    if stack is None:
+        raise ConfigurationError(f"no penstock up runs in {STATE_DIR.resolve()}")
+    names = [one for one in stack.processes if one == name or one.startswith(f"{name}-")]
+    if not names:
+        raise BadInput(f"name: no process {name!r}; there are: {', '.join(stack.processes)}")
+    pid = stack.processes[names[0]]
+    os.kill(pid, signal.SIGKILL)
+    typer.echo(f"killed {names[0]}, process {pid}")
 
 
 @app.command()

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -28,7 +28,7 @@ from infra.local.ports import Ports
 from infra.local.process import Process, answers, listens
 from infra.local.provision_servers import provision_broker
 from infra.local.stack_processes import LOG_FOLDER, StackProcesses
-from infra.local.supervision import SupervisedPart
+from infra.local.supervision import PROGRESS_S, SupervisedPart
 from infra.reports.tables import create_tables
 from shared.catalog import Catalog, Model
 from shared.catalog_file import read_catalog
@@ -102,8 +102,14 @@ def await_graphs(
         # Silent if the graphs exist from an earlier start, which takes half a second to see.
         if maker.is_running:
             report("graphs", f"{name}: looked for, and made at the first start")
+        began_s = time.monotonic()
         try:
-            maker.wait_done(MAKE_LIMIT_S)
+            while maker.is_running and time.monotonic() - began_s < MAKE_LIMIT_S:
+                with suppress(Unavailable):
+                    maker.wait_done(PROGRESS_S)
+                if maker.is_running:
+                    report("graphs", f"{name}: {time.monotonic() - began_s:.0f} s so far")
+            maker.wait_done(0)
         except Unavailable as error:
             maker.stop()
             report("without", f"optimized graphs: {error.message}")
@@ -404,12 +410,12 @@ class Stack:
             self._start(undo, self._make.functions(self._sockets | signing))
         if self.settings.rows_url:
             self._start(undo, self._make.row_archive())
+        self._await_pipeline()
         for optimized in await_graphs(makers, self.report):
             for name, missing in waiting.items():
                 if missing == {optimized}:
                     workers[name].start()
                 missing.discard(optimized)
-        self._await_pipeline()
 
     def _make_workers(self, catalog: Catalog, health: Sequence[int]) -> dict[str, Process]:
         """The workers by the names of their groups, none of them started."""

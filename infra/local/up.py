@@ -13,11 +13,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from infra.local.interfaces import local_classes, refresh_interfaces
 from infra.local.ports import Ports
 from infra.local.reload import Reloader
+from infra.local.running_stack import Announcement, RunningStack, announced
 from infra.local.stack import Broker, Stack
 from infra.local.supervision import Supervisor
 from shared.catalog_file import read_catalog
@@ -65,22 +67,33 @@ def exposed_settings(
         say(PLAIN)
     if not settings.get("PENSTOCK_KEYS_URL"):
         state_dir.mkdir(parents=True, exist_ok=True)
-        settings["PENSTOCK_KEYS_URL"] = url = (state_dir / KEYS_FILE).resolve().as_uri()
+        settings["PENSTOCK_KEYS_URL"] = url = keys_url(state_dir)
         asyncio.run(_first_key(url, say, may_show_key=may_show_key))
     return settings
 
 
+def keys_url(state_dir: Path) -> str:
+    """The directory of keys in the state's folder."""
+    return (state_dir / KEYS_FILE).resolve().as_uri()
+
+
+async def _ensure_directory(url: str) -> None:
+    """Creates an empty directory of keys, if there is none, so that commands can change it."""
+    async with key_store(url, is_writable=True) as store:
+        admin = Administration(store, actor="penstock up", address=socket.gethostname())
+        try:
+            await admin.read()
+        except NoDirectory:
+            await admin.start_directory(Document())
+
+
 async def _first_key(url: str, say: Callable[[str], None], *, may_show_key: bool) -> None:
+    await _ensure_directory(url)
     async with key_store(url, is_writable=True) as store:
         admin = Administration(
             store, actor=f"user {getpass.getuser()}", address=socket.gethostname()
         )
-        try:
-            has_keys = bool((await admin.read()).keys)
-        except NoDirectory:
-            await admin.start_directory(Document())
-            has_keys = False
-        if has_keys:
+        if (await admin.read()).keys:
             return
         if may_show_key:
             issued = await admin.create_key(FIRST_KEY)
@@ -134,27 +147,49 @@ def stay_up(
     settings = exposed_settings(state_dir, settings, _say, may_show_key=sys.stdout.isatty())
     models_file = Path(settings.get("PENSTOCK_MODELS_FILE", MODELS_FILE))
     deny_inspection()  # a class of one's own runs as the same user
-    refresh_interfaces(models_file, _say)
-    with served_stack(state_dir, ports, settings, _say, broker).without_waiting() as stack:
-        supervisor = Supervisor(stack.parts, stack.report)
-        has_told = False
-        reloader = Reloader(
-            local_classes(models_file), stack.workers, stack.processes, supervisor, stack.report
-        )
-        try:
-            while not (failure := supervisor.look()):
-                if supervisor.is_settled and not has_told:
-                    print(_usage(stack, supervisor.not_ready), flush=True)
-                    has_told = True
-                reloader.look()
-                time.sleep(WATCH_S)
-        except KeyboardInterrupt:
-            print("\nstopping …", flush=True)
-            return 0
-        finally:
-            reloader.close()
+    with announced(state_dir) as announcement:
+        if not settings.get("PENSTOCK_KEYS_URL"):
+            asyncio.run(_ensure_directory(keys_url(state_dir)))
+        refresh_interfaces(models_file, _say)
+        stack = served_stack(state_dir, ports, settings, _say, broker)
+        announce = partial(_announce, announcement, stack)
+        announce()
+        with stack.without_waiting():
+            try:
+                failure = _supervise(stack, models_file, announce)
+            except KeyboardInterrupt:
+                print("\nstopping …", flush=True)
+                return 0
     print(f"penstock: {failure}", file=sys.stderr)
     return 1
+
+
+def _supervise(stack: Stack, models_file: Path, announce: Callable[[], None]) -> str:
+    """Starts again what dies. Returns why the stack can't continue."""
+    supervisor = Supervisor(stack.parts, stack.report)
+    reloader = Reloader(
+        local_classes(models_file), stack.workers, stack.processes, supervisor, stack.report
+    )
+    has_told = False
+    try:
+        while not (failure := supervisor.look()):
+            announce()
+            if supervisor.is_settled and not has_told:
+                print(_usage(stack, supervisor.not_ready), flush=True)
+                has_told = True
+            reloader.look()
+            time.sleep(WATCH_S)
+    finally:
+        reloader.close()
+    return failure
+
+
+def _announce(announcement: Announcement, stack: Stack) -> None:
+    """Writes down what commands need to work on this stack."""
+    settings = {"PENSTOCK_KEYS_URL": keys_url(stack.state_dir), **stack.environment}
+    running = {name: part.pid for name, part in stack.processes.items() if part.is_running}
+    needs_keys = bool(stack.environment.get("PENSTOCK_KEYS_URL"))
+    announcement.update(RunningStack(settings, running, needs_keys))
 
 
 def _usage(stack: Stack, not_ready: Sequence[str]) -> str:

@@ -238,7 +238,7 @@ def translated_errors() -> Iterator[None]:
     """
     # Imported when needed: Google's client takes half a second.
     from google.api_core.exceptions import GoogleAPIError
-    from google.auth.exceptions import GoogleAuthError
+    from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
     from requests.exceptions import RequestException
 
     try:
@@ -248,10 +248,17 @@ def translated_errors() -> Iterator[None]:
         first = (str(error).splitlines() or [repr(error)])[0]
         if INVALID_ZONE in first:
             raise BadInput(f"BigQuery: {first}", field="tz", public=WRONG_ZONE) from error
+        if isinstance(error, DefaultCredentialsError):
+            first = NO_CREDENTIALS
         public = public_reason(first, "the report can't be read now; try again")
         raise Unavailable(f"BigQuery: {first}", public=public) from error
 
 
+NO_CREDENTIALS = (
+    "no credentials of Google on this machine: run gcloud auth application-default login, set "
+    "PENSTOCK_BIGQUERY_ENDPOINT for an embedded BigQuery, or run this in the folder where penstock "
+    "up runs"
+)
 MAX_SERIES = 8
 """Colors that can be distinguished. The smallest series are drawn together."""
 MAX_BARS = 24

@@ -16,7 +16,8 @@ from infra.local.process import listens
 from infra.local.stack import Stack
 from shared.cores import usable_cores
 from shared.errors import ConfigurationError, Unavailable
-from tests.infra.running_up import CATALOG, MINI, Up, catalog, running_up
+from tests.infra.running_up import CATALOG, MINI, Up, catalog, running_up, wait_until
+from tests.infra.test_running_stack import penstock
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from tests.tls import make_certificate
 from tests.workers.optimize.tiny_bert import ENTRY, make_tiny_bert
@@ -140,6 +141,14 @@ def test_up_serves_until_terminated(up: Up) -> None:
     assert f"curl http://127.0.0.1:{up.ports.api}/v1/embeddings" in up.said
     assert all(listens(port) for port in all_ports(up.ports))
     assert list(up.log_path.parent.glob("var/pubsub/*")), "Pub/Sub has to outlive a crash"
+    folder = up.log_path.parent
+    made = penstock(folder, "keys", "create", "--tenant", "acme", "--name", "production")
+    assert made.stdout.startswith("pk_live_"), made.stderr
+    report = penstock(folder, "report", "usage", "--from", "2026-11-01")
+    assert (report.returncode, "day" in report.stdout) == (0, True), report.stderr
+    assert penstock(folder, "doctor").returncode == 0
+    assert penstock(folder, "kill", "worker").stdout.startswith("killed worker-mini, process ")
+    wait_until(lambda: "back    worker-mini" in up.said, START_LIMIT_S)
     up.process.send_signal(signal.SIGTERM)
     assert up.process.wait(START_LIMIT_S) == 0
     assert not [port for port in all_ports(up.ports) if listens(port)]

@@ -1,0 +1,95 @@
+"""How commands find the stack that `penstock up` runs in the same folder.
+
+`up` holds a lock on `stack.lock` in its state folder, which the system releases however it ends.
+While it is held, `stack.json` beside it has the settings and the process ids of the stack.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shared.errors import ConfigurationError
+
+LOCK, FILE = "stack.lock", "stack.json"
+PLACES = frozenset(
+    {
+        *("PENSTOCK_PROJECT", "PENSTOCK_BROKER", "PENSTOCK_PUBSUB_ENDPOINT"),
+        *("PENSTOCK_BIGQUERY_ENDPOINT", "PENSTOCK_REDIS_URL", "PENSTOCK_RECORDS_URL"),
+        *("PENSTOCK_OBJECTS_URL", "PENSTOCK_ROWS_URL", "PUBSUB_EMULATOR_HOST"),
+    }
+)
+"""Variables that name a deployment. Whoever sets one of them means another stack."""
+
+
+@dataclass(frozen=True)
+class RunningStack:
+    """What a running stack says of itself: its `PENSTOCK_*` variables, and ids of its processes."""
+
+    settings: dict[str, str]
+    processes: dict[str, int]
+    needs_keys: bool
+    """Whether requests need a key of the directory in its settings."""
+
+
+class Announcement:
+    """The file of a stack that runs. It is written again if a process was started again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written: RunningStack | None = None
+
+    def update(self, now: RunningStack) -> None:
+        """Writes the file, if anything has changed. Only its owner may read it."""
+        if now == self._written:
+            return
+        part = self._path.with_suffix(".part")
+        with os.fdopen(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(asdict(now), file, indent=1)
+        part.rename(self._path)
+        self._written = now
+
+
+@contextmanager
+def announced(state_dir: Path) -> Iterator[Announcement]:
+    """Holds the lock of a state folder.
+
+    Raises:
+        ConfigurationError: another `penstock up` holds it.
+    """
+    state_dir.mkdir(parents=True, exist_ok=True)
+    path = state_dir / FILE
+    with (state_dir / LOCK).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigurationError(
+                f"another penstock up runs on {state_dir}: stop it, or run this one in another "
+                "folder"
+            ) from None
+        path.unlink(missing_ok=True)
+        try:
+            yield Announcement(path)
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def find_running_stack(state_dir: Path) -> RunningStack | None:
+    """The stack that `penstock up` runs on a state folder. None: there is none, or not yet."""
+    try:
+        with (state_dir / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return None
+    except BlockingIOError:
+        pass
+    except OSError:
+        return None
+    try:
+        return RunningStack(**json.loads((state_dir / FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
