@@ -60,7 +60,7 @@ from api.openai.generation import (
 from api.openai.token_counts import count_chat
 from api.predictions.creation import digest_of
 from api.predictions.event_stream import HeldResponse
-from api.predictions.generation_stream import StreamPosition, find_return
+from api.predictions.generation_stream import PromptSize, StreamPosition, find_return
 from api.problem_details import ErrorRoute
 from api.tasks.base import Inputs
 from shared.catalog import Model
@@ -170,9 +170,10 @@ class MessageEvents:
             self._made, self._model.name, _blocks(choice), reason, _usage(result), stop
         )
 
-    def opening(self, index: int) -> bytes:
-        """Returns the event for a message that begins. How long the prompt is comes at its end."""
-        begun = MessageReply(self._made, self._model.name, [], None, MessagesUsage(0, 0))
+    def opening(self, index: int, prompt: PromptSize) -> bytes:
+        """Returns the event for a message that begins, with the tokens of its prompt."""
+        usage = _usage_of(prompt, written=0)
+        begun = MessageReply(self._made, self._model.name, [], None, usage)
         return _event("message_start", message=begun)
 
     def delta(
@@ -269,8 +270,13 @@ def _end(choice: ChatChoice, result: GenerationResult) -> tuple[StopReason, str 
 
 
 def _usage(result: GenerationResult) -> MessagesUsage:
-    read = result.input_tokens - result.cached_tokens
-    return MessagesUsage(read, result.output_tokens, result.cached_tokens)
+    prompt = PromptSize(result.input_tokens, result.cached_tokens)
+    return _usage_of(prompt, written=result.output_tokens)
+
+
+def _usage_of(prompt: PromptSize, *, written: int) -> MessagesUsage:
+    read = prompt.input_tokens - prompt.cached_tokens
+    return MessagesUsage(read, written, prompt.cached_tokens)
 
 
 PATH = "/v1/messages"

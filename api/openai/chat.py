@@ -53,7 +53,12 @@ from api.openai.generation import (
 from api.openai.stored import find_stored
 from api.predictions.creation import PredictionSnapshot, digest_of
 from api.predictions.event_stream import HeldResponse
-from api.predictions.generation_stream import StreamShape, find_return, seen_from_id
+from api.predictions.generation_stream import (
+    PromptSize,
+    StreamShape,
+    find_return,
+    seen_from_id,
+)
 from api.predictions.service import PredictionNotOver
 from api.tasks.base import Inputs
 from shared.catalog import Model
@@ -90,7 +95,7 @@ class ChatEvents:
         options = body.stream_options
         self._has_usage = options is not None and options.include_usage
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, prompt: PromptSize) -> bytes:
         """Returns the event with the role of the message."""
         return self._chunk(ChatChunkChoice(index, ChatDelta("assistant", "")))
 

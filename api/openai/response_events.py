@@ -32,6 +32,7 @@ from api.openai.responses_schemas import (
     ResponseUsage,
     WrittenDetails,
 )
+from api.predictions.generation_stream import PromptSize
 from shared.catalog import Model
 from shared.errors import Canceled, PenstockError, error_for_code
 from shared.messages import ItemOutcome
@@ -153,7 +154,7 @@ class ResponseEvents:
     def _message(self, content: list[OutputText], status: str = "completed") -> OutputMessage:
         return OutputMessage(f"msg_{self._digits}", content, status)
 
-    def opening(self, index: int) -> bytes | None:
+    def opening(self, index: int, prompt: PromptSize) -> bytes | None:
         """Returns the event for a created answer."""
         begun = self.reply("in_progress")
         return self._joined(

@@ -70,13 +70,20 @@ StreamedResult: TypeAlias = GenerationResult | CustomResult
 """What can be streamed while it is written. Of a class of one's own, a token is a piece."""
 
 
+class PromptSize(NamedTuple):
+    """Tokens of a prompt, with those that were cached. 0 if it has none, or none is known yet."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+
+
 class StreamShape(Protocol):
     """The form of the events. The ids of the parts of a generation count from 0.
 
     A form that derives from this one has no first and no last events unless it gives them.
     """
 
-    def opening(self, index: int) -> bytes | None:
+    def opening(self, index: int, prompt: PromptSize) -> bytes | None:
         """Returns the first event of a generation."""
         return None
 
@@ -486,7 +493,8 @@ class _Stream:
         """Returns the events of the tokens written of a generation."""
         generation = self.generations[index]
         if chunks or not self._is_new:
-            yield from self._open(index)
+            first = chunks[0] if chunks else TokenChunk(0, [])
+            yield from self._open(index, PromptSize(first.input_tokens, first.cached_tokens))
         for chunk in itertools.chain.from_iterable(map(self._parts, chunks)):
             if chunk.first < generation.seen.tokens < chunk.end or chunk.first != generation.tokens:
                 raise StreamLost(
@@ -536,7 +544,7 @@ class _Stream:
 
     def _end_of(self, index: int, result: StreamedResult) -> Iterator[bytes]:
         generation = self.generations[index]
-        yield from self._open(index)
+        yield from self._open(index, _prompt_of(result))
         generation.ended = 1
         if isinstance(result, CustomResult) and isinstance(self._shape, ClassShape):
             self._shape.know(result)
@@ -584,11 +592,11 @@ class _Stream:
         for number, (identity, line) in enumerate(zip(chunk.ids, lines, strict=True)):
             yield TokenChunk(chunk.first + number, [identity], f"{line}\n")
 
-    def _open(self, index: int) -> Iterator[bytes]:
+    def _open(self, index: int, prompt: PromptSize) -> Iterator[bytes]:
         generation = self.generations[index]
         was_open, generation.is_open = generation.is_open or generation.seen.is_open, True
         if not was_open:
-            event = self._shape.opening(index)
+            event = self._shape.opening(index, prompt)
             if event is not None:
                 yield self._with_id(event)
 
@@ -598,3 +606,9 @@ class _Stream:
         event_id = ".".join(generation.id for generation in self.generations)
         logs = f"~{self.logs_seen}" if self.logs_seen else ""
         return f"id: {event_id}{logs}\n".encode() + event
+
+
+def _prompt_of(result: StreamedResult) -> PromptSize:
+    if isinstance(result, CustomResult):
+        return PromptSize()
+    return PromptSize(result.input_tokens, result.cached_tokens)

@@ -98,6 +98,10 @@ MAX_PROMPT_WORDS = 10
 """What an image's prompts lose beyond is told, as a real worker tells it of tokens."""
 
 
+PROMPT_TOKENS, CACHED_TOKENS = 7, 3
+"""Of every prompt."""
+
+
 class FakeWorker:
     """Serves all of `models`.
 
@@ -241,6 +245,8 @@ class FakeWorker:
         for number, (text, logprobs) in enumerate(pieces):
             await self.written.acquire()
             chunk = TokenChunk(number, [number], text, logprobs)
+            if number == 0 and isinstance(item.input, GenerationInput):
+                chunk.input_tokens, chunk.cached_tokens = PROMPT_TOKENS, CACHED_TOKENS
             written = Written(job.envelope.request_id, item.index, self.attempt, chunk)
             if await self.records.tokens.append([written]) == [None]:
                 return
@@ -445,13 +451,14 @@ def _result(given: Input) -> Result:
         stop = _stop_of(given, said)
         is_stopped = bool(stop) or (bool(said) and said[-1].strip() == LAST_WORD)
         reason: Literal["stop", "length"] = "stop" if is_stopped else "length"
+        read, cached, written = PROMPT_TOKENS, CACHED_TOKENS, len(said)
         result = GenerationResult(
-            "".join(said), reason, 7 + len(said), 7, len(said), 3, _logprobs(given, said)
+            "".join(said), reason, read + written, read, written, cached, _logprobs(given, said)
         )
         result.stop_sequence = stop
         if given.is_echoed:
-            read = [f"<{one}>" for one in given.prompt]
-            result.prompt_text, result.prompt_logprobs = "".join(read), _logprobs(given, read)
+            echoed = [f"<{one}>" for one in given.prompt]
+            result.prompt_text, result.prompt_logprobs = "".join(echoed), _logprobs(given, echoed)
         return result
     if isinstance(given, PromptToCount):
         text = given.prompt or " ".join(one["content"] for one in given.messages)

@@ -65,7 +65,11 @@ async def test_a_stream_has_the_events_of_anthropics(api: ApiUnderTest) -> None:
     assert 1 <= len(deltas) <= 5, "one for each token, or for those that were read together"
     assert "".join(deltas) == TEXT
     assert events[-2]["delta"]["stop_reason"] == "max_tokens"
-    assert events[-2]["usage"]["output_tokens"] == 5
+    usage = events[-2]["usage"]
+    assert usage["output_tokens"] == 5
+    # What the prompt has is known when the message starts, and clients read it there.
+    assert usage["input_tokens"] > 0
+    assert events[0]["message"]["usage"] == usage | {"output_tokens": 0}
 
 
 async def test_a_stop_sequence_is_told_whole_and_streamed(api: ApiUnderTest) -> None:

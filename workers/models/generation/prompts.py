@@ -18,6 +18,7 @@ import numpy as np
 from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
@@ -58,12 +59,16 @@ class ChatTemplate:
         except TemplateError as error:
             raise ValueError(f"the chat template is broken: {error}") from error
         self._tokens = tokens
+        self.takes_tools = "tools" in find_undeclared_variables(self._environment.parse(source))
+        """False if it leaves out tools, so that the model would not know of them."""
 
     def render(
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],
         options: dict[str, Any] | None = None,
+        *,
+        is_open: bool = False,
     ) -> str:
         """The prompt for the next message of the assistant.
 
@@ -71,6 +76,7 @@ class ChatTemplate:
             messages: the conversation.
             tools: that the model may call.
             options: other variables that the template knows.
+            is_open: whether the last message is the one that the assistant continues.
 
         Raises:
             ValueError: the template refuses the messages, fails, or does too much.
@@ -82,7 +88,7 @@ class ChatTemplate:
                 **(options or {}),
                 "messages": messages,
                 "tools": tools or None,
-                "add_generation_prompt": True,
+                "add_generation_prompt": not is_open,
                 **self._tokens,
             }
             for part in self._template.generate({"documents": None} | variables):
@@ -265,6 +271,12 @@ class PromptPreparer:
             raise BadInput("the prompt has no tokens", field=value.field)
         max_tokens = value.room(len(ids), self._context_tokens)
         schema = self._read_schema(value)
+        if value.json_schema and value.messages and value.messages[-1].get("role") == "assistant":
+            raise BadInput(
+                f"{value.schema_field}: a message that the assistant has begun cannot be continued "
+                "as JSON of a schema; end with a message of the user",
+                field=value.schema_field,
+            )
         self._check_vocabulary(value.logit_bias, "logit_bias")
         return PreparedPrompt(
             key="",
@@ -309,11 +321,17 @@ class PromptPreparer:
     def _read_messages(self, value: GenerationInput | PromptToCount) -> list[int]:
         if self._template is None:
             raise BadInput("this model has no chat template; send a prompt", field="messages")
+        if value.tools and not self._template.takes_tools:
+            raise BadInput(
+                "tools: the chat template of this model has no place for tools; leave them out, or "
+                "choose a model that was trained with tools",
+                field="tools",
+            )
         marks = _Marks(list(self._vocabulary.special.values()))
         try:
             options = value.template_options if isinstance(value, GenerationInput) else {}
-            arguments = map(marks.hide, (value.messages, value.tools, options))
-            text = self._template.render(*arguments)
+            arguments = [marks.hide(one) for one in (value.messages, value.tools, options)]
+            text = self._render(self._template, marks, *arguments)
         except RecursionError as error:
             raise BadInput("the messages are nested too deeply", field="messages") from error
         except ValueError as error:
@@ -325,6 +343,36 @@ class PromptPreparer:
             else:
                 ids += self._encode(part, "messages")
         return ids
+
+    def _render(
+        self,
+        template: ChatTemplate,
+        marks: _Marks,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        options: dict[str, Any],
+    ) -> str:
+        """The text of a conversation. A last message of the assistant is left open at its end.
+
+        Raises:
+            ValueError: the template refuses the messages, or cannot leave the last one open.
+        """
+        *before, last = messages
+        if last.get("role") != "assistant":
+            return template.render(messages, tools, options)
+        if last.get("tool_calls"):
+            raise ValueError(
+                "messages: the last message calls tools; send the results of its calls after it"
+            )
+        opened = last | {"content": f"{last.get('content') or ''}{marks.end}"}
+        text = template.render([*before, opened], tools, options, is_open=True)
+        start, *others = text.split(marks.end)
+        if len(others) != 1:
+            raise ValueError(
+                "messages: the chat template of this model cannot continue a message of the "
+                "assistant; end with a message of the user"
+            )
+        return start
 
     def _encode(self, text: str, field: str) -> list[int]:
         """The text of a template, whose control tokens count."""
@@ -370,6 +418,8 @@ class _Marks:
         self._texts = sorted(texts, key=len, reverse=True)
         self._nonce = secrets.token_hex(8)
         """Nobody can write marks of their own."""
+        self.end = f"\ue000{self._nonce}\ue001"
+        """Marks the end of a message that is continued."""
 
     def hide(self, value: Any) -> Any:
         """The same messages with marks in place of texts of control tokens."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from shared.errors import BadInput, ConfigurationError, ContextLengthExceeded
+from shared.tasks import Input
 from shared.tasks.embedding import TextInput
 from shared.tasks.text import GenerationInput, PromptToCount, TokenCount
 from tests.limits import WAIT_LIMIT_S
@@ -329,3 +330,97 @@ print(json.dumps([name for name in ("torch", "transformers") if name in sys.modu
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_LIMIT_S
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+WITHOUT_TOOLS = tiny.TEMPLATE.replace("{% if tools %}{{ tools | tojson }}{% endif %}", "")
+LLAMA_TOOLS = (
+    "{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}"
+    "{%- if not tools is defined %}{%- set tools = none %}{%- endif %}"
+    "{%- if tools is not none %}{{ tools | tojson }}{%- endif %}"
+) + WITHOUT_TOOLS
+"""As in the template of Llama 3.1."""
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "f"}}]
+BEGUN = {"role": "assistant", "content": "It is "}
+
+
+def with_template(folder: Path, tmp_path: Path, source: str) -> PromptPreparer:
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(source)
+    return PromptPreparer(tiny.entry(), tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("source", "refused"),
+    [(WITHOUT_TOOLS, True), (LLAMA_TOOLS, False), (tiny.TEMPLATE, False)],
+    ids=["without", "as in llama", "with"],
+)
+def test_tools_are_refused_if_the_template_would_leave_them_out(
+    folder: Path, tmp_path: Path, source: str, refused: bool
+) -> None:
+    preparer = with_template(folder, tmp_path, source)
+    asked: list[Input] = [
+        GenerationInput(max_tokens=9, seed=1, messages=[USER], tools=TOOLS),
+        PromptToCount(messages=[USER], tools=TOOLS),
+    ]
+    for outcome in preparer.prepare(asked):
+        assert isinstance(outcome, BadInput) == refused
+        if isinstance(outcome, BadInput):
+            assert outcome.field == "tools"
+            assert "no place for tools" in outcome.message
+
+
+def test_a_message_that_the_assistant_has_begun_is_continued(
+    preparer: PromptPreparer, folder: Path
+) -> None:
+    """The prompt ends with its text, as with `continue_final_message` of transformers."""
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    messages = [USER, BEGUN]
+    wanted = theirs.apply_chat_template(messages, continue_final_message=True, return_dict=True)
+    found = ids_of(prepare(preparer, messages=messages))
+    assert found == wanted["input_ids"]
+    assert theirs.decode(found).endswith("assistant\nIt is ")
+    (counted,) = preparer.prepare([PromptToCount(messages=messages)])
+    assert isinstance(counted, TokenCount)
+    assert counted.count == len(found)
+
+
+TRIMMED = tiny.TEMPLATE.replace("message.content", "message.content | trim")
+USERS_ONLY = tiny.TEMPLATE.replace("in messages", "in messages if message.role == 'user'")
+
+
+@pytest.mark.parametrize(
+    ("source", "last", "fields", "words"),
+    [
+        (USERS_ONLY, BEGUN, {}, "cannot continue a message"),
+        (
+            tiny.TEMPLATE,
+            BEGUN,
+            {"json_schema": '{"type": "object"}'},
+            "cannot be continued as JSON",
+        ),
+        (tiny.TEMPLATE, BEGUN | {"tool_calls": [{"id": "1"}]}, {}, "send the results"),
+    ],
+    ids=["left out", "schema", "call"],
+)
+def test_a_begun_message_that_can_not_be_continued_is_refused(
+    folder: Path,
+    tmp_path: Path,
+    source: str,
+    last: dict[str, Any],
+    fields: dict[str, Any],
+    words: str,
+) -> None:
+    preparer = with_template(folder, tmp_path, source)
+    asked = GenerationInput(max_tokens=9, seed=1, messages=[USER, last], **fields)
+    (outcome,) = preparer.prepare([asked])
+    assert isinstance(outcome, BadInput)
+    assert words in outcome.message
+
+
+def test_a_template_that_trims_messages_continues_one(folder: Path, tmp_path: Path) -> None:
+    preparer = with_template(folder, tmp_path, TRIMMED)
+    found = prepare(preparer, messages=[USER, {"role": "assistant", "content": " It is "}])
+    text = Vocabulary(folder).tokenizer.decode(ids_of(found), skip_special_tokens=False)
+    assert text.endswith("assistant\nIt is ")
