@@ -228,6 +228,25 @@ def _use_adapter(name: str) -> Act:
     return act
 
 
+# -- 28: files by URL that fill the object store
+
+
+def _fetch_large_files() -> Act:
+    def act(attacker: Attacker) -> Awaitable[int]:
+        url = f"{attacker.order.files_url}{ELSEWHERE}large/{attacker.count() % LARGE_FILES}"
+        return attacker.post("/v1/images/edits", edit(url, "64x64", 4, model=PAINTER))
+
+    return act
+
+
+def _stores_two_quotas_at_most(world: World, report: AttackReport) -> list[Figure]:
+    """A file counts until the deadline of its request, so another quota fits after a minute."""
+    inputs = (world.folder / "state" / "objects" / "inputs").rglob("*")
+    stored_bytes = sum(file.stat().st_size for file in inputs if file.is_file())
+    limit = 2 * STORAGE_MAX_BYTES / MIB
+    return [Figure("stored of fetched files", stored_bytes / MIB, "MiB", "<=", limit)]
+
+
 def _serves_nothing(world: World, report: AttackReport) -> list[Figure]:
     return [Figure("requests served", report.statuses.get(200, 0), "", "<=", 0)]
 
@@ -238,6 +257,7 @@ ATTACKS = (
     Attack("adapter elsewhere", "images", _use_adapter_from_elsewhere, 4, check=_serves_nothing),
     Attack("text as shape", "images", partial(_use_adapter, "text"), 4, check=_serves_nothing),
     Attack("long shape", "images", partial(_use_adapter, "long"), 4, check=_serves_nothing),
+    Attack("fetched files", "images", _fetch_large_files, 4, check=_stores_two_quotas_at_most),
 )
 
 
@@ -384,7 +404,7 @@ def _memory(stack: Stack) -> Iterator[tuple[str, int]]:
                     yield "codec" if kind == "api" else kind, int(child.memory_info().rss)
 
 
-FILES = 64
+FILES, LARGE_FILES = 64, 64
 _FILE = bytes(range(256)) * 400
 _SHA256 = hashlib.sha256(_FILE).hexdigest()
 _LONG_SHAPE = 110_000
@@ -395,6 +415,9 @@ def _fill(files: FileServer) -> None:
     kind = "application/octet-stream"
     for number in range(FILES):
         files.add(f"{ELSEWHERE}{number}.safetensors", _FILE, kind, ETag=f'"{number}"')
+    for number in range(LARGE_FILES):
+        data = number.to_bytes(8, "big") + bytes(MIB - 8)
+        files.add(f"{ELSEWHERE}large/{number}", data, kind, ETag='"1"')
     for name, shape in (
         ("text", ["x", 1_500_000_000]),
         ("long", [2**63] * _LONG_SHAPE),

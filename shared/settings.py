@@ -189,8 +189,9 @@ class ApiSettings(Settings):
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     request_max_bytes: int = Field(32 * 1024 * 1024, ge=1)
     files_max_bytes: int = Field(2 * 1024**3, ge=1024 * 1024)
-    """The bytes that the files of one tenant may take together, if its plan does not say it:
-    uploads, the outputs of batches and `data:` images of predictions. Above it uploads are refused.
+    """The bytes that may be stored for one tenant, if its plan does not say it: uploads, outputs of
+    batches, `data:` images of predictions, files fetched by URL, and files that custom classes
+    return in predictions. Above it uploads, fetches and such predictions are refused.
     """
     batch_items_in_flight: int = Field(128, ge=1)
     """Texts and images of batches that a runner has in flight at the same time."""

@@ -163,6 +163,8 @@ class LineExecutor:
     image_codec: ImageCodec
     limiter: Limiter
     source_images: SourceImages
+    storage_max_bytes: int
+    """The storage quota of tenants whose plan has none."""
 
     async def run(
         self,
@@ -188,7 +190,7 @@ class LineExecutor:
         while time.time() < batch.expires_at_s:
             attempt, this = progress.attempts.get(line.number, 0), _Try()
             try:
-                inputs = await self._inputs(batch, line)
+                inputs = await self._inputs(batch, caller, line)
                 request = _request(batch, line, inputs, attempt, is_run_again)
                 operation = f"{group_of(batch, progress.segment)}/{line.number}"
                 if request.record is not None:  # what a run has delivered counts if it ends badly
@@ -292,11 +294,20 @@ class LineExecutor:
         with suppress(PenstockError):  # there is none, or its deadline ends it
             await self.predictions.cancel(batch.tenant, _request_id(batch, line, attempt))
 
-    async def _inputs(self, batch: BatchCreated, line: BatchLine) -> Sequence[Input]:
+    async def _inputs(
+        self, batch: BatchCreated, caller: Caller, line: BatchLine
+    ) -> Sequence[Input]:
         model = line.request.model
         deadline_s = min(batch.expires_at_s, time.time() + model.deadline.longest_s)
-        caller = LineCaller(batch.tenant, batch.base_url, deadline_s, self.source_images)
-        return await ENDPOINTS[batch.endpoint].inputs(line.request, caller)
+        own_bytes = caller.plan.storage_max_bytes
+        owner = LineCaller(
+            batch.tenant,
+            self.storage_max_bytes if own_bytes is None else own_bytes,
+            batch.base_url,
+            deadline_s,
+            self.source_images,
+        )
+        return await ENDPOINTS[batch.endpoint].inputs(line.request, owner)
 
     async def _pause(
         self, error: PenstockError, caller: Caller, line: BatchLine, drawn_s: float, left_s: float

@@ -90,7 +90,7 @@ class PredictionsEndpoint(Endpoint):
         custom_input.is_streamed = False
         owner = ImageCaller(
             caller.tenant,
-            StorageQuota(caller.tenant, 0, "input"),
+            StorageQuota(caller.tenant, caller.storage_max_bytes, "input"),
             caller.base_url,
             deadline_s=caller.deadline_s,
             keep_s=0,

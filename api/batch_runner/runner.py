@@ -378,7 +378,7 @@ def _source_images(
         _StoredResults(objects),
         UrlSigner(settings.secret),
         codec,
-        UrlFetcher(settings, objects, records.fetched_urls),
+        UrlFetcher(settings, storage, records.fetched_urls),
     )
 
 
@@ -442,7 +442,13 @@ async def opened_runner(
             catalog=catalog,
             terms=terms,
             executor=LineExecutor(
-                pipeline.dispatcher, predictions, objects, codec, limiter, sources
+                pipeline.dispatcher,
+                predictions,
+                objects,
+                codec,
+                limiter,
+                sources,
+                settings.files_max_bytes,
             ),
         )
         window = ItemWindow(settings.batch_items_in_flight)

@@ -42,7 +42,7 @@ from api.idempotency.service import IdempotencyService
 from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec
 from api.inputs.source_images import SourceImages
-from api.inputs.storage import StorageQuota
+from api.inputs.storage import Storage, StorageQuota
 from api.limits.limited_request import LimitedRequest
 from api.limits.limiter import Limiter
 from api.limits.preparation import Preparation
@@ -63,6 +63,7 @@ from shared.predictions import Prediction
 from shared.settings import ApiSettings
 from shared.stores.objects import ObjectStore, UrlSigner
 from shared.tasks import Input, Result
+from shared.tasks.custom import stores_files
 from shared.tenants.plan import Caller
 
 
@@ -87,6 +88,7 @@ class Dependencies:
     follower: PredictionFollower
     event_streams: EventStreams
     generation_streams: GenerationStreams
+    storage: Storage
     files: Files
     batch_files: BatchFiles
     batches: Batches
@@ -311,8 +313,11 @@ class ApiRequest:
 
         Raises:
             PenstockError: as `Predictions.creating` does. RateLimited: by its plan.
+            StorageFull: its results may be files, and the tenant has used up its quota.
         """
         dependencies, new = self.dependencies, request.new_record
+        if stores_files(request.model):
+            await dependencies.storage.check(self.storage_quota("input"))
         longest_s = self.options.done_within_s(request.model.deadline)
         async with self.limited(request.model, request.inputs, longest_s) as limited:
             hold = limited.hold(new.prediction, dependencies.follower.follow)

@@ -206,10 +206,10 @@ class SourceImages:
         await caller.begin()
         return await self._url_fetcher.fetch(
             url,
-            tenant=caller.tenant,
+            quota=caller.quota,
             field=field,
             until_s=until_s,
-            keep_until_s=max(caller.deadline_s, time.time() + keep_s),
+            keep_until_s=max(caller.deadline_s, time.time() + max(keep_s, caller.keep_s)),
             rules=rules,
         )
 

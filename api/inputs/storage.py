@@ -4,6 +4,7 @@
     files/kept/<owner>/<file>/data, file.json      files of predictions, and their data: images
     files/of/<owner>/<place>_<id>                  the same in the order in which they are listed
     files/reserved/<owner>/<until>_<bytes>_<id>    room that an upload has reserved
+    files/held/<owner>/<until>_<bytes>_<id>        bytes elsewhere (shared/stores/held_bytes.py)
 
 Stored files are counted by listing them, so no count can be lost or be wrong for long. An upload
 first writes a reservation, and then counts the files and the reservations of others. Each of
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import math
 import secrets
@@ -35,6 +35,8 @@ from prometheus_client import Counter
 
 from api.errors import StorageFull
 from shared.errors import BadInput, PenstockError, Unavailable
+from shared.stores.held_bytes import HELD, held_bytes, hold
+from shared.stores.held_bytes import owner_of as owner_of
 from shared.stores.objects import ObjectStore, StoredObject
 
 KEEP_S = 24 * 3600
@@ -52,7 +54,10 @@ LOOK_AGAIN_S = 60.0
 """For expired files of a tenant without room. Another instance may have stored some that expire
 before all that this one has seen."""
 MAX_OWNERS = 1000
-"""Tenants whose last removal is remembered."""
+"""Tenants whose last removal, and whose last check, is remembered."""
+CHECKED_S = 10.0
+"""How long a check holds. A tenant can exceed its quota by the results of this time."""
+_WHAT_TO_DO = "delete files that you no longer need, or wait until they expire"
 ABANDONED_S = 3600.0
 """Bytes without a document, which an upload left that broke off, are removed after this time."""
 LATEST_S = 9_999_999_999
@@ -82,11 +87,6 @@ class _Expiring(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Expiring)
 
 
-def owner_of(tenant: str) -> str:
-    """Returns the digest for a tenant in object keys: 128 bits of BLAKE2b (RFC 7693)."""
-    return hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
-
-
 class StorageQuota(NamedTuple):
     """The storage quota of one tenant."""
 
@@ -101,6 +101,7 @@ class _Listed(NamedTuple):
 
     stored: list[StoredObject]
     reserved: list[StoredObject]
+    held: list[StoredObject]
 
 
 class _Removal(NamedTuple):
@@ -110,6 +111,13 @@ class _Removal(NamedTuple):
     """Number of objects."""
     next_s: float
     """Before this time (Unix), no other file expires that was there."""
+
+
+class _Checked(NamedTuple):
+    """What a tenant stored when it was last checked, and when that was (Unix time)."""
+
+    at_s: float
+    size_bytes: int
 
 
 class StorageUse(NamedTuple):
@@ -134,6 +142,8 @@ class Storage:
         self._next_listing: dict[str, asyncio.Task[_Listed]] = {}
         self._removals: OrderedDict[str, asyncio.Task[_Removal]] = OrderedDict()
         """The last one of each owner that had no room."""
+        self._checked: OrderedDict[str, _Checked] = OrderedDict()
+        """The last one of each owner."""
 
     async def use(self, tenant: str, except_key: str = "") -> StorageUse:
         """Returns the storage used by a tenant now, without the reservation `except_key`.
@@ -141,12 +151,47 @@ class Storage:
         Raises:
             Unavailable: the object store is out of reach.
         """
-        stored, reserved = await self._listed(owner_of(tenant))
+        stored, reserved, marked = await self._listed(owner_of(tenant))
         now_s = self.clock()
         names = [one.key.rpartition("/")[2] for one in reserved if one.key != except_key]
         held = [int(name.split("_")[1]) for name in names if not _is_left_behind(name, now_s)]
         files = len({one.key.rpartition("/")[0] for one in stored}) + len(held)
-        return StorageUse(files, sum(one.size_bytes for one in stored) + sum(held))
+        stored_bytes = sum(one.size_bytes for one in stored) + held_bytes(marked, now_s)
+        return StorageUse(files, stored_bytes + sum(held))
+
+    async def check(self, quota: StorageQuota) -> None:
+        """Refuses work whose results need storage if the quota is exceeded already.
+
+        What the tenant stores is counted again after CHECKED_S at the earliest.
+
+        Raises:
+            StorageFull: the tenant has used up its quota.
+            Unavailable: the object store is out of reach.
+        """
+        owner, now_s = owner_of(quota.tenant), self.clock()
+        checked = self._checked.pop(owner, None)
+        if checked is None or checked.at_s + CHECKED_S <= now_s:
+            size_bytes = (await self.use(quota.tenant)).size_bytes
+            if size_bytes > quota.max_bytes and await self._make_room(owner):
+                size_bytes = (await self.use(quota.tenant)).size_bytes
+            checked = _Checked(now_s, size_bytes)
+        self._checked[owner] = checked
+        if len(self._checked) > MAX_OWNERS:
+            self._checked.popitem(last=False)
+        if checked.size_bytes > quota.max_bytes:
+            raise StorageFull(
+                f"{quota.field}: {checked.size_bytes} bytes are stored for you, and at most "
+                f"{quota.max_bytes} bytes may be; {_WHAT_TO_DO}",
+                field=quota.field,
+            )
+
+    async def hold(self, tenant: str, size_bytes: int, until_s: float) -> None:
+        """Counts bytes that are stored outside the tenant's folders, until `until_s` (Unix time).
+
+        Raises:
+            Unavailable: the object store is out of reach.
+        """
+        await hold(self.objects, tenant, size_bytes, until_s)
 
     async def _listed(self, owner: str) -> _Listed:
         """Lists what an owner has, by a listing that begins after this call."""
@@ -162,15 +207,16 @@ class Storage:
             await asyncio.wait([previous])
         this = self._listing[owner] = self._next_listing.pop(owner)
         try:
-            batch_files, kept_files, reserved = await asyncio.gather(
+            batch_files, kept_files, reserved, held = await asyncio.gather(
                 self.objects.listing(f"{BATCH_FILES}/{owner}", 4 * MAX_FILES),
                 self.objects.listing(f"{KEPT_FILES}/{owner}", 4 * MAX_FILES),
                 self.objects.listing(f"{RESERVED}/{owner}", MAX_FILES),
+                self.objects.listing(f"{HELD}/{owner}", 4 * MAX_FILES),
             )
         finally:
             if self._listing[owner] is this:
                 del self._listing[owner]
-        return _Listed([*batch_files, *kept_files], reserved)
+        return _Listed([*batch_files, *kept_files], reserved, held)
 
     @asynccontextmanager
     async def reserved(
@@ -206,7 +252,7 @@ class Storage:
             Unavailable: the object store is out of reach.
         """
         removed = 0
-        folders = (BATCH_FILES, KEPT_FILES, LISTED, RESERVED)
+        folders = (BATCH_FILES, KEPT_FILES, LISTED, RESERVED, HELD)
         owners = {one for folder in folders for one in await self.objects.folders(folder)}
         for owner in sorted(owners):
             removed += await self.remove_expired(owner)
@@ -268,8 +314,12 @@ class Storage:
                 # The document goes first, so that no caller finds half of a file.
                 keys = sorted((one.key for one in parts), reverse=True)
                 removed += await self._remove(folder, keys)
-        for folder, is_over in ((LISTED, _is_listed_no_more), (RESERVED, _is_left_behind)):
-            listed = await self.objects.listing(f"{folder}/{owner}", 2 * MAX_FILES)
+        for folder, is_over in (
+            (LISTED, _is_listed_no_more),
+            (RESERVED, _is_left_behind),
+            (HELD, _is_left_behind),
+        ):
+            listed = await self.objects.listing(f"{folder}/{owner}", 4 * MAX_FILES)
             keys = [one.key for one in listed if is_over(one.key.rpartition("/")[2], now_s)]
             removed += await self._remove(folder, keys)
         return _Removal(removed, next_s)
@@ -353,18 +403,17 @@ class StorageReservation:
     def _check(self, use: StorageUse, size_bytes: int) -> None:
         """Refuses what is above the quota. `use` has this reservation."""
         field, max_bytes = self._quota.field, self._quota.max_bytes
-        what_to_do = "delete files that you no longer need, or wait until they expire"
         if use.size_bytes > max_bytes:
             used_bytes = use.size_bytes - size_bytes
             raise StorageFull(
                 f"{field}: {used_bytes} bytes are stored for you and {size_bytes} bytes more are "
-                f"above the {max_bytes} bytes that you may store; {what_to_do}",
+                f"above the {max_bytes} bytes that you may store; {_WHAT_TO_DO}",
                 field=field,
             )
         if use.files > MAX_FILES:
             raise StorageFull(
                 f"{field}: {use.files - 1} files are stored for you, and {MAX_FILES} is the "
-                f"maximum; {what_to_do}",
+                f"maximum; {_WHAT_TO_DO}",
                 field=field,
             )
 

@@ -33,6 +33,7 @@ from yarl import URL
 from api.bodies import MAX_URL_CHARS
 from api.errors import NotNow
 from api.inputs.files import is_charset
+from api.inputs.storage import Storage, StorageQuota, StorageReservation
 from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.concurrency import FairPermits
 from shared.errors import (
@@ -112,7 +113,8 @@ class _OutOfTime(FetchFailed):
 class _Download(NamedTuple):
     """What may share a download: a tenant, a URL, and what the file has to be."""
 
-    tenant: str
+    quota: StorageQuota
+    """Of the tenant. It names no field, because requests that share it may have others."""
     url: str
     rules: FileRules
 
@@ -148,7 +150,7 @@ class UrlFetcher:
 
     Args:
         settings: which hosts and networks are allowed, and the time that a request may take.
-        objects: keeps what was fetched.
+        storage: keeps what was fetched, within the quota of its tenant.
         fetched_urls: remembers it.
         resolve: gives all addresses of a host and port.
 
@@ -159,7 +161,7 @@ class UrlFetcher:
     def __init__(
         self,
         settings: ApiSettings,
-        objects: ObjectStore,
+        storage: Storage,
         fetched_urls: FetchedUrls,
         resolve: Resolve = resolve,
     ) -> None:
@@ -170,7 +172,7 @@ class UrlFetcher:
         self._reach = Reach(networks=tuple(ip_network(one) for one in networks))
         self._limit_s = settings.fetch_limit_s
         self._tls = _authorities(settings.fetch_ca)
-        self._objects = objects
+        self._storage = storage
         self._fetched_urls = fetched_urls
         self._resolve = resolve
         self._permits = FairPermits(MAX_AT_A_TIME)
@@ -195,7 +197,7 @@ class UrlFetcher:
         self,
         url: str,
         *,
-        tenant: str,
+        quota: StorageQuota,
         field: str,
         until_s: float,
         keep_until_s: float,
@@ -205,21 +207,22 @@ class UrlFetcher:
 
         Args:
             url: in the input.
-            tenant: who asks. Tenants take turns.
+            quota: the storage quota of the tenant who asks. Tenants take turns.
             field: of the input, for errors.
             until_s: from `until_s`.
-            keep_until_s: Unix time until which the file is remembered: mostly the end of the
-                request.
+            keep_until_s: Unix time until which the file is remembered, and counts in the quota:
+                mostly the end of the request.
             rules: what it has to be.
 
         Raises:
             BadInput: it must not be fetched from there, or is no such file. The message says why.
             FetchFailed: its server did not give it in time.
             InputTooLarge: it has more bytes than the rules allow.
+            StorageFull: the tenant has no room for it.
             Overloaded: too many files are being fetched.
             Unavailable: the object store is out of reach.
         """
-        download = _Download(tenant, url, rules)
+        download = _Download(quota._replace(field=""), url, rules)
         end = "failed"
         try:
             shared = await self._shared(download, until_s)
@@ -275,8 +278,10 @@ class UrlFetcher:
     async def _fetched(
         self, download: _Download, until_s: float, keep_until_s: float
     ) -> tuple[FetchedInput, str]:
-        tenant, url, rules = download
-        fetch = _Fetch(self._hosts, self._reach, self._tls, self._resolve, rules)
+        quota, url, rules = download
+        tenant = quota.tenant
+        place = _Place(self._storage, quota, keep_until_s)
+        fetch = _Fetch(self._hosts, self._reach, self._tls, self._resolve, rules, place)
         fetch.check_url(url)
         async with self._permitted(tenant, until_s):
             known = await self._fetched_urls.find(tenant, url)
@@ -286,7 +291,7 @@ class UrlFetcher:
                 return _as_input(known), "unchanged"
             try:
                 async with asyncio.timeout(max(0.0, until_s - time.time())):
-                    loaded = await fetch.run(url, known, self._objects)
+                    loaded = await fetch.run(url, known)
             except TimeoutError as error:
                 raise self._out_of_time() from error
         if isinstance(loaded, FetchedUrl):
@@ -316,6 +321,14 @@ def _as_input(known: FetchedUrl) -> FetchedInput:
     return FetchedInput(blob, known.name, known.sha256)
 
 
+class _Place(NamedTuple):
+    """Where a fetched file is stored, and until when it counts (Unix time)."""
+
+    storage: Storage
+    quota: StorageQuota
+    keep_until_s: float
+
+
 class _Loaded(NamedTuple):
     blob: Blob
     name: str
@@ -337,16 +350,15 @@ class _Fetch:
     tls: ssl.SSLContext | None
     resolve: Resolve
     rules: FileRules
+    place: _Place
 
-    async def run(
-        self, url: str, known: FetchedUrl | None, objects: ObjectStore
-    ) -> _Loaded | FetchedUrl:
+    async def run(self, url: str, known: FetchedUrl | None) -> _Loaded | FetchedUrl:
         """Returns the loaded file, or `known` if the server reports that it has not changed."""
         target = url
         for _ in range(MAX_REDIRECTS + 1):
             parsed = self.check_url(target)
             try:
-                answered = await self._ask(parsed, url, known, objects)
+                answered = await self._ask(parsed, url, known)
             except _Unchanged:
                 assert known is not None, "it was asked for by its tag; this is a bug"
                 return known
@@ -392,9 +404,7 @@ class _Fetch:
             )
         return parsed
 
-    async def _ask(
-        self, url: URL, asked: str, known: FetchedUrl | None, objects: ObjectStore
-    ) -> _Loaded | str:
+    async def _ask(self, url: URL, asked: str, known: FetchedUrl | None) -> _Loaded | str:
         """Asks one server. Returns the file, or the URL that it redirects to."""
         from aiohttp import ClientError, ClientTimeout
 
@@ -414,7 +424,7 @@ class _Fetch:
                 if answer.status == 304 and tag:
                     raise _Unchanged
                 self._check(answer)
-                return await _load(answer, asked, objects, self.rules)
+                return await _load(answer, asked, self.place, self.rules)
         except Unavailable as error:
             raise FetchFailed(error.public_message) from error
         except (ClientError, TimeoutError, ConnectionError, OSError, ValueError) as error:
@@ -453,9 +463,7 @@ def _redirected(url: URL, answer: ClientResponse) -> str:
         raise BadInput(f"{url.host} redirects to {location[:80]!r}, which is not a URL") from error
 
 
-async def _load(
-    answer: ClientResponse, asked: str, objects: ObjectStore, rules: FileRules
-) -> _Loaded:
+async def _load(answer: ClientResponse, asked: str, place: _Place, rules: FileRules) -> _Loaded:
     """Reads a body. A large one goes to the object store while it arrives."""
     media_type, name = _media_type(answer), _name_of(answer, asked)
     pieces = answer.content.iter_chunked(CHUNK_BYTES)
@@ -467,27 +475,53 @@ async def _load(
     else:
         blob = Blob(media_type, data=bytes(head))
         return _Loaded(blob, name, hashlib.sha256(head).hexdigest(), None)
+    size_bytes = max(len(head), answer.content_length or 0)
+    async with place.storage.reserved(place.quota, size_bytes) as room:
+        stored = await _store(bytes(head), pieces, media_type, place.storage.objects, rules, room)
+        await place.storage.hold(place.quota.tenant, stored.size_bytes, place.keep_until_s)
+    key, sha256 = stored.key, stored.sha256
+    tag, control = answer.headers.get("etag", ""), answer.headers.get("cache-control", "")
+    tagged = None
+    if (tag or rules.sha256) and "no-store" not in control.lower():
+        found = (str(answer.url), tag, key, media_type, stored.size_bytes, name)
+        tagged = FetchedUrl(*found, sha256)
+    return _Loaded(Blob(media_type, object_key=key), name, sha256, tagged)
+
+
+class _Stored(NamedTuple):
+    """A body in the object store."""
+
+    key: str
+    size_bytes: int
+    sha256: str
+
+
+async def _store(
+    head: bytes,
+    pieces: AsyncIterator[bytes],
+    media_type: str,
+    objects: ObjectStore,
+    rules: FileRules,
+    room: StorageReservation,
+) -> _Stored:
+    """Stores a body while it arrives. `head` is what has arrived."""
     # Until all of it is there its digest, which is its key, is not known.
     passing = f"{FOLDER}/passing/{secrets.token_hex(16)}"
     digest, sha256 = hashlib.blake2b(head, digest_size=32), hashlib.sha256(head)
     size_bytes = len(head)
     async with objects.writer(passing, media_type) as writer:
-        await writer.write(bytes(head))
+        await writer.write(head)
         async for piece in pieces:
             size_bytes += len(piece)
             if size_bytes > rules.max_bytes:
                 raise _too_large(rules)
+            await room.cover(size_bytes)
             digest.update(piece)
             sha256.update(piece)
             await writer.write(piece)
     key = key_of_digest(FOLDER, digest.hexdigest(), media_type)
     await objects.rename(passing, key)
-    tag, control = answer.headers.get("etag", ""), answer.headers.get("cache-control", "")
-    tagged = None
-    if (tag or rules.sha256) and "no-store" not in control.lower():
-        place = (str(answer.url), tag, key, media_type, size_bytes, name)
-        tagged = FetchedUrl(*place, sha256.hexdigest())
-    return _Loaded(Blob(media_type, object_key=key), name, sha256.hexdigest(), tagged)
+    return _Stored(key, size_bytes, sha256.hexdigest())
 
 
 def _media_type(answer: ClientResponse) -> str:
@@ -530,4 +564,5 @@ def _of_field(error: PenstockError, field: str) -> PenstockError:
         return Overloaded(f"{field}: {error.message}", retry_after_s=error.retry_after_s)
     if isinstance(error, Unavailable):
         return error
-    return type(error)(f"{field}: {error.message}", field=field)
+    # The storage quota of a download names no field.
+    return type(error)(f"{field}: {error.message.removeprefix(': ')}", field=field)

@@ -270,7 +270,7 @@ class OcrEndpoint(Endpoint):
         """Loads the document of the line."""
         owner = ImageCaller(
             caller.tenant,
-            StorageQuota(caller.tenant, 0, DOCUMENT),
+            StorageQuota(caller.tenant, caller.storage_max_bytes, DOCUMENT),
             caller.base_url,
             deadline_s=caller.deadline_s,
             keep_s=0,

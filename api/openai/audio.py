@@ -417,7 +417,7 @@ class _LinesOf(Endpoint):
         one = _transcribed(body, request.model, self.mode)
         owner = ImageCaller(
             caller.tenant,
-            StorageQuota(caller.tenant, 0, FILE),
+            StorageQuota(caller.tenant, caller.storage_max_bytes, FILE),
             caller.base_url,
             deadline_s=caller.deadline_s,
             keep_s=0,

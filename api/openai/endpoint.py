@@ -37,6 +37,8 @@ class LineCaller:
     """Whose line it is, for the files that it names."""
 
     tenant: str
+    storage_max_bytes: int
+    """The storage quota of the tenant."""
     base_url: str
     """The URL of the API for the caller, without a slash at the end."""
     deadline_s: float

@@ -204,7 +204,7 @@ class GenerationsEndpoint(Endpoint):
         assert isinstance(first, ImageInput), "`read` has made images; this is a bug"
         if not _names_files(body, first):
             return request.inputs
-        quota = StorageQuota(caller.tenant, 0, "images")
+        quota = StorageQuota(caller.tenant, caller.storage_max_bytes, "images")
         owner = ImageCaller(
             caller.tenant,
             quota,

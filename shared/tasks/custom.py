@@ -432,6 +432,11 @@ def interface_of(entry: CatalogEntry) -> ModelInterface:
     return entry.interface
 
 
+def stores_files(entry: CatalogEntry) -> bool:
+    """Returns whether a custom model or a flow may return files, which are stored."""
+    return entry.interface is not None and FILE_FORMAT in str(entry.interface.output)
+
+
 def _check_work(entry: CatalogEntry, interface: ModelInterface) -> None:
     """Checks that the bounds of work are there if the class weighs its items, and only then.
 

@@ -19,6 +19,7 @@ import pytest
 from aiohttp import web
 
 from api.inputs import url_fetcher
+from api.inputs.storage import Storage, StorageQuota
 from api.inputs.url_fetcher import MAX_AT_A_TIME, FetchFailed, UrlFetcher
 from shared.catalog import Catalog, Model
 from shared.errors import BadInput, Overloaded
@@ -380,14 +381,16 @@ def fetcher(
     tmp_path: Path, given: dict[str, str], known: FetchedUrls, resolve: Resolve
 ) -> UrlFetcher:
     settings = settings_for(tmp_path, redis_url=NO_REDIS, **given)
-    return UrlFetcher(settings, ObjectStore(f"file://{tmp_path}/objects"), known, resolve)
+    storage = Storage(ObjectStore(f"file://{tmp_path}/objects"))
+    return UrlFetcher(settings, storage, known, resolve)
 
 
 async def fetch(
     of: UrlFetcher, url: str, tenant: str = "t", limit_s: float = WAIT_LIMIT_S
 ) -> bytes:
     until_s = time.time() + limit_s
-    found = await of.fetch(url, tenant=tenant, field="f", until_s=until_s, keep_until_s=until_s)
+    quota = StorageQuota(tenant, 2 * LARGE, "f")
+    found = await of.fetch(url, quota=quota, field="f", until_s=until_s, keep_until_s=until_s)
     return found.blob.data or b""
 
 

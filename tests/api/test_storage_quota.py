@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import base64
 import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from shared.catalog import Catalog
+from shared.stores.held_bytes import hold
 from shared.tenants.plan import Plan
-from tests.api.harness import IMAGE_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.file_server import serving_files
+from tests.api.harness import CATALOG, IMAGE_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.test_codec_pool import PNG
+from tests.api.test_inputs_by_url import CLASS
 from tests.api.test_slow_and_endless import peer_of
 from tests.keys import bearer, keys_url
 
@@ -155,6 +160,60 @@ async def test_upload_of_unknown_length_counts_as_it_arrives(
     if status == 400:
         assert answer.json()["error"]["code"] == "storage_quota_exceeded"
         assert stored_bytes(tmp_path / "objects") == 0
+
+
+async def test_files_fetched_by_url_count(tmp_path: Path, redis_url: str) -> None:
+    """Also those that no request names any more: what is stored is what counts."""
+    keys = keys_url(tmp_path, a="alice", b="bob")
+    (tmp_path / "server").mkdir()
+    async with serving_files(tmp_path / "server") as files:
+        urls = [files.add(f"/{n}.bin", os.urandom(PART_BYTES), f"a/b{n}") for n in range(3)]
+        settings = settings_for(
+            tmp_path, redis_url=redis_url, keys_url=keys, files_max_bytes=MIB, **files.settings
+        )
+        async with running_api(settings, catalog=Catalog((*CATALOG.models, CLASS))) as api:
+            api.worker.is_silent = True
+            answers = [await _given_to_class(api, url) for url in urls]
+            assert [one.status_code for one in answers] == [201, 201, 422]
+            (wrong,) = answers[2].json()["invalid_fields"]
+            assert wrong["field"] == "input.file"
+            assert says_what_to_do(wrong["description"])
+            assert (await for_prediction(api)).status_code == 422, "uploads share the quota"
+            assert (await _given_to_class(api, urls[2], key="b")).status_code == 201
+    stored = stored_bytes(tmp_path / "objects" / "inputs")
+    assert stored == 3 * PART_BYTES, "what was refused left nothing"
+
+
+PART_BYTES = 400 * 1024
+
+
+async def _given_to_class(api: ApiUnderTest, url: str, key: str = "a") -> httpx.Response:
+    body = {"version": CLASS.name, "input": {"file": url}}
+    return await api.http.post("/v1/predictions", json=body, headers=bearer(key))
+
+
+async def test_class_that_returns_files_is_refused_without_room(
+    tmp_path: Path, redis_url: str
+) -> None:
+    """What its earlier results take is counted by workers."""
+    keys = keys_url(tmp_path, a="alice", b="bob")
+    settings = settings_for(tmp_path, redis_url=redis_url, keys_url=keys, files_max_bytes=MIB)
+    assert CLASS.interface is not None
+    interface = CLASS.interface.model_copy(update={"output": {"type": "string", "format": "uri"}})
+    painter = CLASS.model_copy(update={"name": "painter", "interface": interface})
+    async with running_api(settings, catalog=Catalog((CLASS, painter))) as api:
+        api.worker.is_silent = True
+        await hold(api.dependencies.objects, "alice", MIB + 1, time.time() + 3600)
+        for name, key, status in (
+            ("painter", "a", 422),
+            ("painter", "b", 201),
+            ("mine", "a", 201),
+        ):
+            body = {"version": name, "input": {}}
+            answer = await api.http.post("/v1/predictions", json=body, headers=bearer(key))
+            assert answer.status_code == status, answer.text
+            if status == 422:
+                assert f"at most {MIB} bytes may be" in answer.text
 
 
 async def test_plan_says_how_much_is_stored(tmp_path: Path) -> None:

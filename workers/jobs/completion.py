@@ -18,6 +18,7 @@ the keys of the largest, replies also those of smaller ones.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import operator
 import time
@@ -50,12 +51,13 @@ from shared.messages import (
     failure,
 )
 from shared.stores.cache import Owed, ResultCache
+from shared.stores.held_bytes import hold
 from shared.stores.objects import ObjectStore
 from shared.stores.record_state import Finish
 from shared.stores.records import Records
 from shared.stores.token_streams import Delivered, TokenStreams
 from shared.tasks import Result
-from shared.tasks.custom import CustomInput
+from shared.tasks.custom import CustomInput, CustomResult
 from shared.tasks.text import GenerationInput
 from shared.tracing.spans import entered
 from shared.transport import Publisher
@@ -70,6 +72,9 @@ from workers.jobs.registry import EncodedReply, JobRegistry, ReplyPublisher
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 4.0
+RESULTS_COUNT_S = 3600.0
+"""How long after its deadline the files of a custom class count in the storage quota of the tenant:
+the default of `PENSTOCK_PREDICTION_KEEP_S`."""
 MAX_STREAMED = 4096
 """Keys of streamed files that are remembered, so that they are not stored twice."""
 
@@ -126,16 +131,22 @@ class LargeResults:
         result = outcome.result
         if result is None or not any(_is_large(blob, limit_bytes) for blob in result.blobs):
             return outcome
-        kept, key = [], f"{RESULTS}/{envelope.request_id}/{outcome.index}"
+        kept, stored_bytes = list[Blob](), 0
+        key = f"{RESULTS}/{envelope.request_id}/{outcome.index}"
         for number, blob in enumerate(result.blobs):
             if _is_large(blob, limit_bytes):
-                own_key = key + result.blob_suffix(number)
+                own_key, data = key + result.blob_suffix(number), blob.data or b""
                 if own_key not in self._streamed:
-                    await self._put(own_key, blob.data or b"", blob.media_type, envelope.deadline_s)
+                    await self._put(own_key, data, blob.media_type, envelope.deadline_s)
                 # Another step may ask the cache for what it makes of these bytes.
-                digest = content_digest(blob.data or b"") if envelope.flow else ""
+                digest = content_digest(data) if envelope.flow else ""
                 blob = Blob(blob.media_type, object_key=own_key, digest=digest)
+                stored_bytes += len(data)
             kept.append(blob)
+        if stored_bytes and envelope.has_record and isinstance(result, CustomResult):
+            until_s = envelope.deadline_s + RESULTS_COUNT_S
+            with contextlib.suppress(Unavailable):  # a result isn't lost because it isn't counted
+                await hold(self._objects, envelope.tenant, stored_bytes, until_s)
         return msgspec.structs.replace(outcome, result=result.with_blobs(kept))
 
     async def store_streamed(self, envelope: Envelope, key: str, blob: Blob) -> None:

@@ -1,0 +1,46 @@
+"""Bytes stored for a tenant under keys that don't name it: fetched files and results of classes.
+
+Their keys name a content or a request, so listing a tenant's folder does not find them. An empty
+object counts each of them in the tenant's storage quota (api/inputs/storage.py):
+
+    files/held/<owner>/<until>_<bytes>_<id>
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from collections.abc import Iterable
+
+from shared.stores.objects import ObjectStore, StoredObject
+
+HELD = "files/held"
+_MARKER = "application/json"
+
+
+def owner_of(tenant: str) -> str:
+    """Returns the digest for a tenant in object keys: 128 bits of BLAKE2b (RFC 7693)."""
+    return hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
+
+
+async def hold(objects: ObjectStore, tenant: str, size_bytes: int, until_s: float) -> None:
+    """Counts stored bytes in a tenant's quota until a time.
+
+    Args:
+        objects: has them.
+        tenant: the owner.
+        size_bytes: their number.
+        until_s: Unix time.
+
+    Raises:
+        Unavailable: the object store is unreachable.
+    """
+    name = f"{math.ceil(until_s):010d}_{size_bytes}_{secrets.token_hex(8)}"
+    await objects.put(f"{HELD}/{owner_of(tenant)}/{name}", b"", _MARKER)
+
+
+def held_bytes(markers: Iterable[StoredObject], now_s: float) -> int:
+    """Returns how many bytes some markers count at a time (Unix)."""
+    names = (one.key.rpartition("/")[2].split("_") for one in markers)
+    return sum(int(size_bytes) for until_s, size_bytes, _ in names if int(until_s) > now_s)

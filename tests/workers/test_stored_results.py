@@ -1,0 +1,56 @@
+"""Files that a custom class returns count in the storage quota of the tenant."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from api.inputs.storage import Storage
+from shared.blob import INLINE_LIMIT_BYTES, Blob
+from shared.messages import Envelope, ItemOutcome, Receipt
+from shared.stores.objects import ObjectStore
+from shared.tasks.custom import CustomResult, FilePlace
+from workers.jobs.completion import RESULTS_COUNT_S, LargeResults
+
+pytestmark = pytest.mark.anyio
+FILE_BYTES = INLINE_LIMIT_BYTES + 1
+
+
+def envelope(*, prediction: str) -> Envelope:
+    now_s = time.time()
+    return Envelope(
+        request_id="r1",
+        prediction=prediction,
+        tenant="acme",
+        received_at_s=now_s,
+        part=0,
+        model="mine",
+        deadline_s=now_s + 60,
+        published_at_s=now_s,
+    )
+
+
+@pytest.mark.parametrize(("prediction", "counted"), [("p1", 2 * FILE_BYTES), ("", 0)])
+async def test_files_of_a_prediction_count_until_it_is_gone(
+    tmp_path: Path, prediction: str, counted: int
+) -> None:
+    """The files of an answer that somebody waits for are not kept for the tenant."""
+    objects = ObjectStore(f"file://{tmp_path}")
+    now_s = time.time()
+    storage = Storage(objects, clock=lambda: now_s)
+    files = [Blob("audio/wav", data=bytes([n]) * FILE_BYTES) for n in range(2)]
+    small = Blob("text/plain", data=b"in the record")
+    result = CustomResult(
+        ["", "", ""], [*files, small], [FilePlace([n], f"{n}.wav") for n in range(3)]
+    )
+    results = LargeResults(objects, reply_limit_bytes=INLINE_LIMIT_BYTES, keep_limit_s=1.0)
+    outcome = ItemOutcome(0, "succeeded", Receipt(), result=result)
+    stored = await results.stored(envelope(prediction=prediction), outcome)
+    assert stored.result is not None
+    assert [blob.object_key is None for blob in stored.result.blobs] == [False, False, True]
+    assert (await storage.use("acme")).size_bytes == counted
+    assert (await storage.use("other")).size_bytes == 0
+    now_s += 60 + RESULTS_COUNT_S + 2
+    assert (await storage.use("acme")).size_bytes == 0
+    await storage.sweep()
+    assert not await objects.listing("files/held", 10), "the markers are removed"
