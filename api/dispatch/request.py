@@ -15,7 +15,6 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from types import TracebackType
 from typing import Self
 
@@ -34,6 +33,7 @@ from shared.errors import (
     error_for_code,
 )
 from shared.messages import Item, ItemOutcome, Receipt, RequestFacts, failure, reason_of
+from shared.money import plain
 from shared.predictions import Prediction
 from shared.slo import counts_toward_slo
 from shared.stores.cache import Hit, Owed, cache_key, owed_by
@@ -267,7 +267,7 @@ class InferenceResponse:
             REVISION_HEADER: ", ".join(
                 sorted({receipt.revision or self.revision for receipt in receipts})
             ),
-            COST_HEADER: shown_usd(self.cost_usd),
+            COST_HEADER: plain(self.cost_usd),
         }
 
     def raise_failed(self) -> None:
@@ -281,11 +281,6 @@ class InferenceResponse:
         for outcome in self.outcomes:
             if outcome.result is None:
                 raise _error_of(outcome, several=len(self.outcomes) > 1)
-
-
-def shown_usd(usd: float) -> str:
-    """Returns an amount for a header: the same double as in the rows, without an exponent."""
-    return f"{Decimal(repr(usd)).normalize():f}" if usd else "0"
 
 
 _SOURCES = {"memory": "hit", "redis": "hit", "joined": "joined"}
@@ -302,7 +297,7 @@ def headers_of_run(prediction: Prediction, outcomes: Sequence[ItemOutcome]) -> d
     usd = sum(cost_usd(price, outcome) for price, outcome in priced if price is not None)
     return {
         CACHE_HEADER: _cache_of([outcome.receipt for outcome in outcomes]),
-        COST_HEADER: shown_usd(usd),
+        COST_HEADER: plain(usd),
     }
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from api.errors import BudgetExceeded, BudgetReserved, RateLimited
 from api.limits.counters import Counter, MonthCounter
+from shared.money import plain
 
 MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
 """Bounds of `Retry-After`, as for an instance that is full (api/dispatch/admission.py)."""
@@ -89,16 +90,16 @@ def _over_budget(counter: Counter, amount: float, now_s: float) -> BudgetExceede
     if isinstance(counter, MonthCounter) and not counter.is_spent(amount):
         return BudgetReserved(
             f"Requests in flight have reserved what is left of the budget in {counter.subject}: "
-            f"limit {counter.limit:g}, spent {counter.spent:.10g}, "
-            f"reserved {counter.used - counter.spent:.10g}, requested {amount:.10g}. "
+            f"limit {plain(counter.limit)}, spent {plain(counter.spent)}, "
+            f"reserved {plain(counter.used - counter.spent)}, requested {plain(amount)}. "
             f"Please try again in {duration(RESERVED_RETRY_S)}.",
             unit=counter.unit,
             retry_after_s=RESERVED_RETRY_S,
         )
     return BudgetExceeded(
         "You exceeded your current quota, please check your plan and billing details. "
-        f"Budget in {counter.subject}: limit {counter.limit:g}, used {counter.used:.10g}, "
-        f"requested {amount:.10g}. It starts again with the next month (UTC).",
+        f"Budget in {counter.subject}: limit {plain(counter.limit)}, used {plain(counter.used)}, "
+        f"requested {plain(amount)}. It starts again with the next month (UTC).",
         unit=counter.unit,
         # 0: it is more than the whole budget, so Redis was not asked when the next month begins.
         retry_after_s=counter.retry_after_s(now_s) or MAX_RETRY_S,

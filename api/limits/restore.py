@@ -24,6 +24,7 @@ from api.limits.accounts import BudgetReading, LimitStore, RowsAsk, budget_name
 from api.limits.counters import ROUNDING_USD, month_of
 from api.limits.spent import SpentQuestion, SpentReader, SpentRows
 from shared.errors import ConfigurationError, PenstockError
+from shared.money import plain
 from shared.settings import ApiSettings, read_settings
 from shared.stores.key_stores import key_store
 from shared.tenants.directory import BudgetHolder, Directory, decode_document
@@ -173,7 +174,7 @@ def _show(one: Restored, *, writes: bool) -> None:
         said += " (in use: run again)"
     print(
         f"{one.name.removesuffix(':usd')} {year}-{month + 1:02}: counted "
-        f"${one.counted_usd:.6f}, rows ${one.rows_usd:.6f}: {said}"
+        f"${plain(one.counted_usd)}, rows ${plain(one.rows_usd)}: {said}"
     )
 
 

@@ -139,6 +139,8 @@ def _show_summary(summary: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(summary, indent=2))
         return
+    from shared.money import dollars
+
     outcomes = ", ".join(f"{name}: {count:,}" for name, count in summary["outcomes"].items())
     _print_facts(
         {
@@ -147,7 +149,7 @@ def _show_summary(summary: dict[str, Any], *, as_json: bool) -> None:
             "rate": f"{summary['rate_per_s']:,} a second, over {summary['took_s']:,} s",
             "answered in": f"{summary['p50_ms']:,} ms at the median, {summary['p95_ms']:,} ms at "
             f"p95, {summary['p99_ms']:,} ms at p99",
-            "charged": f"${summary['cost_usd']:.6f}, with {summary['tokens']:,} tokens",
+            "charged": f"{dollars(summary['cost_usd'])}, with {summary['tokens']:,} tokens",
             "ledger": summary["ledger"],
         }
     )
@@ -181,13 +183,15 @@ def _check(path: Path, wait_s: float, most_bytes: int, *, as_json: bool) -> int:
 
 
 def _show_comparison(comparison: Comparison) -> None:
+    from shared.money import dollars
+
     known = ", ".join(
         f"{name}: {count:,}" for name, count in sorted(comparison.told_by_rows.items())
     )
     _print_facts(
         {
             "ledger": f"{comparison.lines:,} requests, {comparison.tokens:,} tokens, "
-            f"${comparison.cost_usd:.9f}",
+            f"{dollars(comparison.cost_usd)}",
             "rows": f"{comparison.rows:,}, and {comparison.copies:,} copies, which count once",
             "known from rows only": known or "nothing: all requests were answered",
             "others": f"{comparison.others:,} requests of others as the same tenants, "

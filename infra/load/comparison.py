@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from infra.load.ledger import Ledger, LedgerLine
 from infra.load.rows import LoadRows, RowOfLoad, UsageGroup
+from shared.money import plain
 
 CLOCK_SKEW_S = 60.0
 """Maximum difference between the clocks of this machine and of the API."""
@@ -197,11 +198,10 @@ def _answer_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator
 
 
 def _cost_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
-    # The order of adding is that of the API, so that the sums are the same double.
     cost_usd = sum(row.cost_usd or 0.0 for row in rows)
-    if cost_usd != (line.cost_usd or 0.0):
+    if abs(cost_usd - (line.cost_usd or 0.0)) > ABSOLUTE_USD:
         answer = f"the answer was {line.status} {line.code}"
-        facts = f"rows say {cost_usd!r} dollars, the answer {line.cost_usd!r}; {answer}"
+        facts = f"rows say {plain(cost_usd)} dollars, the answer {line.cost_usd!r}; {answer}"
         yield "wrong cost", facts
 
 
@@ -254,7 +254,9 @@ def _add(
     sums.tokens += line.tokens if line.tokens is not None else sum(row.tokens or 0 for row in rows)
     # Answers do not say how many pixel-steps an image took, but what it costs.
     sums.pixel_steps += sum(row.pixel_steps or 0 for row in rows)
-    sums.costs_usd.append(line.cost_usd or 0.0)
+    # The rows have all digits. That the answer agrees with them was checked before.
+    costs_usd = [row.cost_usd or 0.0 for row in rows] or [line.cost_usd or 0.0]
+    sums.costs_usd.append(sum(costs_usd))
 
 
 def _hour(moment: datetime) -> datetime:

@@ -150,10 +150,11 @@ def _own(report_: Report, values: Mapping[str, float], *, is_only: bool) -> dict
 
 
 def _say_cost(report_: Report, read_bytes: int) -> None:
+    from shared.money import dollars
     from shared.reports.runner import USD_PER_TIB
 
     usd = read_bytes / 1024**4 * USD_PER_TIB
-    typer.echo(f"{report_.name}: {read_bytes / 1024**2:,.1f} MiB, ${usd:.4f} on demand")
+    typer.echo(f"{report_.name}: {read_bytes / 1024**2:,.1f} MiB, {dollars(usd)} on demand")
 
 
 def _write(results: Sequence[ReportResult], format_: str, output: Path | None) -> None:

@@ -10,18 +10,22 @@ import csv
 import html
 import io
 import json
+import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from infra.text_table import table
 from shared.errors import BadInput
+from shared.money import amount, dollars, plain
 from shared.reports.invoice import plain_cell
 from shared.reports.runner import USD_PER_TIB, Drawing, ReportResult, drawings
 
 Formatted = Callable[[Sequence[ReportResult]], bytes]
+CSV_PLACES = 12
+"""Decimals of an amount in CSV. A program may add up many of them."""
 _DUCKDB_TYPES = {
     "STRING": "VARCHAR",
     "INTEGER": "BIGINT",
@@ -38,9 +42,25 @@ def as_text(results: Sequence[ReportResult]) -> bytes:
     """Aligned tables, with titles if there are several."""
     parts = []
     for result in results:
-        shown = table(result.heads, result.rows) if result.rows else _nothing(result)
+        shown = table(result.heads, _written(result)) if result.rows else _nothing(result)
         parts.append(shown if len(results) == 1 else f"{result.report.title}\n\n{shown}\n")
     return ("\n".join(parts) + "\n").encode()
+
+
+def _written(result: ReportResult) -> list[list[object]]:
+    """Returns the rows with amounts of money as on a page."""
+    return [
+        [
+            amount(value) if _is_money(value, head) else value
+            for head, value in zip(result.heads, row, strict=True)
+        ]
+        for row in result.rows
+    ]
+
+
+def _is_money(value: object, head: str) -> TypeGuard[float]:
+    is_named_so = head.endswith("_usd") or "_usd_" in head
+    return is_named_so and isinstance(value, float) and math.isfinite(value)
 
 
 def _nothing(result: ReportResult) -> str:
@@ -69,13 +89,15 @@ def as_csv(results: Sequence[ReportResult]) -> bytes:
     file = io.StringIO()
     writer = csv.writer(file)
     writer.writerow(result.heads)
-    writer.writerows([_cell(value) for value in row] for row in result.rows)
+    writer.writerows(map(_cell, result.heads, row) for row in result.rows)
     return file.getvalue().encode()
 
 
-def _cell(value: object) -> object:
+def _cell(head: str, value: object) -> object:
     if isinstance(value, str):
         return plain_cell(value)
+    if _is_money(value, head):
+        return plain(value, CSV_PLACES)
     return value.isoformat() if hasattr(value, "isoformat") else value
 
 
@@ -182,7 +204,7 @@ def _section(result: ReportResult) -> str:
         f'<section id="{report.name}"><h2>{_escaped(_name(result))}</h2>'
         f"<p>{_escaped(report.title)}</p>"
         f'<p class="meta">For {report.owner}. From {since:%Y-%m-%d %H:%M} to {until:%Y-%m-%d %H:%M}'
-        f" UTC. Read {result.read_bytes / 1024**2:,.1f} MiB (${usd:.4f} on demand).</p>"
+        f" UTC. Read {result.read_bytes / 1024**2:,.1f} MiB ({dollars(usd)} on demand).</p>"
         f'<div class="plots">{plots}</div>{_table(result)}{_legend(result)}</section>'
     )
 
@@ -261,7 +283,7 @@ def _table(result: ReportResult) -> str:
     heads = "".join(f'<th scope="col">{_escaped(head)}</th>' for head in result.heads)
     lines = []
     for row in result.rows[:MAX_LINES]:
-        lines.append(f"<tr>{''.join(map(_td, row))}</tr>")
+        lines.append(f"<tr>{''.join(map(_td, result.heads, row))}</tr>")
     more = ""
     if len(result.rows) > MAX_LINES:
         more = f'<p class="meta">The first {MAX_LINES} of {len(result.rows):,} lines.</p>'
@@ -271,22 +293,24 @@ def _table(result: ReportResult) -> str:
     )
 
 
-def _td(value: object) -> str:
+def _td(head: str, value: object) -> str:
     kind = ""
     if isinstance(value, int | float):
         kind = ' class="number"'
     elif isinstance(value, str) and len(value) > LONG:
         kind = ' class="long"'
-    return f"<td{kind}>{_shown(value)}</td>"
+    return f"<td{kind}>{_shown(head, value)}</td>"
 
 
-def _shown(value: object) -> str:
+def _shown(head: str, value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):
         return str(value)
     if isinstance(value, int):
         return f"{value:,}"
+    if _is_money(value, head):
+        return amount(value)
     if isinstance(value, float):
         return f"{value:,.6f}".rstrip("0").rstrip(".")
     return _escaped(f"{value:%Y-%m-%d %H:%M:%S}" if hasattr(value, "hour") else str(value))

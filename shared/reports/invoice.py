@@ -20,6 +20,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from importlib import resources
 from typing import Any
 
+from shared.money import plain
 from shared.reports.runner import ReportResult
 
 LINE_USD = Decimal("0.000001")
@@ -126,7 +127,7 @@ def invoices_csv(invoices: Sequence[Invoice]) -> bytes:
                 (
                     *(invoice.number, plain_cell(invoice.tenant), f"{invoice.month:%Y-%m}"),
                     *(line.position, plain_cell(line.model), line.unit, line.price_version),
-                    *("" if price is None else f"{price:f}", line.kind, f"{line.charged_share:f}"),
+                    *("" if price is None else plain(price), line.kind, f"{line.charged_share:f}"),
                     *(line.items, line.quantity, line.amount_usd),
                     *(invoice.total_usd, invoice.due_usd),
                 )
@@ -199,7 +200,7 @@ def _sheet(invoice: Invoice) -> str:
 
 
 def _page_line(line: InvoiceLine) -> str:
-    price = "-" if line.unit_price_usd is None else f"{line.unit_price_usd.normalize():f}"
+    price = "-" if line.unit_price_usd is None else plain(line.unit_price_usd)
     version = f" (price {html.escape(line.price_version)})" if line.price_version else ""
     cells = (
         f"{line.items:,}",

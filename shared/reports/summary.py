@@ -10,6 +10,7 @@ from datetime import date
 from typing import Any
 from zoneinfo import ZoneInfo
 
+from shared.money import dollars
 from shared.reports.day_tables import Anomaly, BillingDay
 
 MAX_LINES = 10
@@ -35,7 +36,7 @@ class Summary:
         count = len(self.anomalies)
         finding = f"{count} unusual {_plural('figure', count)}" if count else "nothing unusual"
         return (
-            f"Penstock {self.day.day}: {_usd(self.totals['cost_usd'])},"
+            f"Penstock {self.day.day}: {dollars(self.totals['cost_usd'])},"
             f" {self.totals['requests']:,.0f} requests, {finding}"
         )
 
@@ -166,7 +167,7 @@ def _anomalies(summary: Summary) -> list[str]:
     lines = []
     for one in summary.anomalies[:MAX_LINES]:
         is_cost = one.measure == "cost_usd"
-        shown = _usd if is_cost else "{:,.0f}".format
+        shown = dollars if is_cost else "{:,.0f}".format
         label = f"{shown(one.value)} charged" if is_cost else f"{shown(one.value)} errors"
         who = "all tenants" if one.scope == "all" else one.tenant
         lines.append(
@@ -185,15 +186,11 @@ def _cells(line: Mapping[str, float]) -> list[str]:
 def _cell(name: str, value: float) -> str:
     if name == "week_ago_usd" and not value:  # or nobody summed that day up
         return "-"
-    return _usd(value) if name.endswith("_usd") else f"{value:,.0f}"
+    return dollars(value) if name.endswith("_usd") else f"{value:,.0f}"
 
 
 def _plural(noun: str, count: float) -> str:
     return noun if count == 1 else f"{noun}s"
-
-
-def _usd(value: float) -> str:
-    return f"${value:,.2f}" if value >= 1 or not value else f"${value:.4f}"
 
 
 def _plain(text: str) -> str:

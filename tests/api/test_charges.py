@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from api.dispatch.request import shown_usd
 from shared.catalog_entry import Cache, Price
 from tests.api.harness import CATALOG, TEXT_MODEL, running_api, settings_for
 from tests.api.predicting import TEXT, until_over
@@ -73,12 +72,3 @@ async def test_failed_prediction_costs_nothing(tmp_path: Path, redis_url: str) -
         body = TEXT | {"input": {"text": "broken"}}
         found = await until_over(api, (await api.http.post("/v1/predictions", json=body)).json())
         assert (found["status"], found["metrics"]["cost_usd"]) == ("failed", 0)
-
-
-@pytest.mark.parametrize(
-    ("usd", "shown"),
-    [(0.0, "0"), (1e-12, "0.000000000001"), (0.1 + 0.2, "0.30000000000000004"), (120.0, "120")],
-)
-def test_amounts_are_exact_and_have_no_exponent(usd: float, shown: str) -> None:
-    assert shown_usd(usd) == shown
-    assert float(shown) == usd

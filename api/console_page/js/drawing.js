@@ -1,6 +1,7 @@
 // Plots of reports in SVG: bars, lines and heat maps. The table next to a plot has its numbers.
 
 import { h, svg } from "./dom.js";
+import { dollars } from "./money.js";
 
 const WIDTH = 480;
 const HEIGHT = 200;
@@ -9,9 +10,13 @@ const BOTTOM = 22;
 const COLORS = 8;
 const short = new Intl.NumberFormat(undefined, { notation: "compact", maximumSignificantDigits: 3 });
 
+const number = new Intl.NumberFormat(undefined, { maximumFractionDigits: 6 });
+const MONEY = "US dollars";
+
 /** Draws one plot of a report: `kind`, `title`, `unit`, `stacked`, `series`. */
 export function drawing({ kind, title, unit, stacked, series }) {
-  const drawn = kind === "heat" ? heat(series) : axes(kind, series, stacked);
+  const worded = (value) => (value === null ? "-" : (unit === MONEY ? dollars : number.format)(value));
+  const drawn = kind === "heat" ? heat(series, worded) : axes(kind, series, stacked, worded);
   return h(
     "figure",
     { class: "card" },
@@ -31,7 +36,7 @@ function legend(series) {
   return h("ul", { class: "legend" }, series.map(entry));
 }
 
-function axes(kind, series, stacked) {
+function axes(kind, series, stacked, worded) {
   const places = series[0].x;
   const sums = places.map((_, at) => series.reduce((sum, one) => sum + Math.max(0, one.y[at] ?? 0), 0));
   const values = series.flatMap((one) => one.y.filter((value) => value !== null));
@@ -43,7 +48,7 @@ function axes(kind, series, stacked) {
   const y = (value) => HEIGHT - ((value - least) / span) * (HEIGHT - 8);
   const step = (WIDTH - LEFT) / places.length;
   const draw = kind === "bars" ? (stacked ? stack : groups) : curves;
-  return [ticks(least, most, y), labels(places, step), draw(series, places, step, y)];
+  return [ticks(least, most, y), labels(places, step), draw(series, places, step, y, worded)];
 }
 
 function ticks(least, most, y) {
@@ -71,13 +76,13 @@ function bar(x, top, width, bottom, color, told) {
   return svg("rect", { x, y: top, width, height, class: `c${color % COLORS}` }, svg("title", {}, told));
 }
 
-function stack(series, places, step, y) {
+function stack(series, places, step, y, worded) {
   return places.map((place, at) => {
     let below = 0;
     return series.map((one, index) => {
       const value = one.y[at] ?? 0;
       if (value <= 0) return null;
-      const told = `${one.name}, ${place}: ${value}`;
+      const told = `${one.name}, ${place}: ${worded(value)}`;
       const made = bar(LEFT + at * step + step * 0.1, y(below + value), step * 0.8, y(below), index, told);
       below += value;
       return made;
@@ -85,7 +90,7 @@ function stack(series, places, step, y) {
   });
 }
 
-function groups(series, places, step, y) {
+function groups(series, places, step, y, worded) {
   const width = (step * 0.8) / series.length;
   return places.map((place, at) =>
     series.map((one, index) => {
@@ -93,7 +98,7 @@ function groups(series, places, step, y) {
       if (value === null) return null;
       const x = LEFT + at * step + step * 0.1 + index * width;
       const ends = [y(value), y(0)].sort((a, b) => a - b);
-      return bar(x, ends[0], width, ends[1], index, `${one.name}, ${place}: ${value}`);
+      return bar(x, ends[0], width, ends[1], index, `${one.name}, ${place}: ${worded(value)}`);
     }),
   );
 }
@@ -118,7 +123,7 @@ function curves(series, places, step, y) {
   });
 }
 
-function heat(series) {
+function heat(series, worded) {
   const places = series[0].x;
   const most = Math.max(...series.flatMap((one) => one.y.map((value) => value ?? 0)), 1e-12);
   const width = (WIDTH - LEFT) / places.length;
@@ -137,7 +142,7 @@ function heat(series) {
             class: "c0",
             "fill-opacity": (0.06 + 0.94 * ((value ?? 0) / most)).toFixed(3),
           },
-          svg("title", {}, `${one.name}, ${places[at]}: ${value ?? "-"}`),
+          svg("title", {}, `${one.name}, ${places[at]}: ${worded(value)}`),
         ),
       ),
     ]),

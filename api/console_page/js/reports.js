@@ -3,9 +3,11 @@
 import { call } from "./api.js";
 import { button, download, failure, h, put, table } from "./dom.js";
 import { drawing } from "./drawing.js";
+import { amount, plain } from "./money.js";
 
 const DAY_MS = 86_400_000;
 const MOST_LINES = 500;
+const CSV_PLACES = 12;
 const number = new Intl.NumberFormat(undefined, { maximumFractionDigits: 6 });
 
 /** Shows the list of reports, or the one that the address names. */
@@ -88,7 +90,7 @@ async function answer(chosen, shown, signal, given) {
     shown,
     h("div", { class: "drawings" }, reply.plots.map(drawing)),
     lines.length
-      ? table(chosen.title, heads, lines.map((row) => row.map(cell)))
+      ? table(chosen.title, heads, lines.map((row) => row.map((value, at) => cell(heads[at], value))))
       : h("p", { class: "note" }, "There are no rows."),
     lines.length < reply.rows.length &&
       h("p", { class: "muted" }, `The first ${MOST_LINES} of ${reply.rows.length} lines.`),
@@ -112,8 +114,11 @@ async function answer(chosen, shown, signal, given) {
   );
 }
 
-function cell(value) {
+const isMoney = (head, value) => typeof value === "number" && /_usd(_|$)/.test(head);
+
+function cell(head, value) {
   if (value === null) return "-";
+  if (isMoney(head, value)) return amount(value);
   return typeof value === "number" ? number.format(value) : String(value);
 }
 
@@ -123,7 +128,10 @@ function save(name, heads, rows) {
     const text = typeof value === "string" ? value.replace(/^[=+\-@\t\r]/, "'$&") : `${value ?? ""}`;
     return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
   };
-  const lines = [heads, ...rows].map((row) => row.map(quoted).join(","));
+  const written = (value, at) => (isMoney(heads[at], value) ? plain(value, CSV_PLACES) : value);
+  const lines = [heads, ...rows.map((row) => row.map(written))].map((row) =>
+    row.map(quoted).join(","),
+  );
   download(new Blob([lines.join("\r\n")], { type: "text/csv" }), `${name}.csv`);
 }
 

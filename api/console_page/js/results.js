@@ -2,8 +2,9 @@
 
 import { button, download, h, table } from "./dom.js";
 import { heatMap } from "./heat_map.js";
+import { dollars } from "./money.js";
 import { fileOf, isFile } from "./output_files.js";
-import { dollars, timeBar } from "./timing.js";
+import { timeBar } from "./timing.js";
 
 const SHOWN_NUMBERS = 6;
 const MOST_ROWS = 200;

@@ -25,11 +25,6 @@ export function placeInLine(queue) {
   return `Place ${Number(position)} in line${wait}`;
 }
 
-/** US dollars for people. */
-export function dollars(value) {
-  return value === 0 ? "$0" : `$${value < 0.01 ? value.toPrecision(2) : value.toFixed(2)}`;
-}
-
 /** The parts of a prediction's time in milliseconds. Empty until it is over. */
 export function partsOf({ total_time: totalS, delayTime, executionTime }) {
   if (totalS === undefined) return { parts: [], totalMs: 0 };

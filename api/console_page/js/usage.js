@@ -2,8 +2,9 @@
 
 import { call } from "./api.js";
 import { h, put, table } from "./dom.js";
+import { dollars } from "./money.js";
 import { bars } from "./plot.js";
-import { dollars, moment } from "./timing.js";
+import { moment } from "./timing.js";
 
 const DAYS = 30;
 const DAY_S = 86_400;

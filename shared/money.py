@@ -1,0 +1,54 @@
+"""Writes amounts of US dollars for people and for headers. Rows and counters keep doubles.
+
+`api/console_page/js/money.js` writes the same (tests/shared/test_money.py).
+"""
+
+from __future__ import annotations
+
+from decimal import ROUND_HALF_UP, Context, Decimal
+
+PLACES = 9
+"""Decimals in headers and errors, at most. So a header is within a billionth of its rows."""
+DIGITS = 4
+"""Significant digits of less than a dollar on pages."""
+CENTS = 2
+_WIDE = Context(prec=400)
+"""Has room for any double."""
+
+
+def plain(usd: float | Decimal, places: int = PLACES) -> str:
+    """Returns an amount without an exponent, a currency or trailing zeros, such as `0.0012`.
+
+    An amount other than 0 is never shown as 0.
+
+    Args:
+        usd: US dollars.
+        places: maximum number of decimals.
+    """
+    text = _rounded(usd, places)
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def amount(usd: float | Decimal) -> str:
+    """Returns an amount for a page: in cents, or with the digits that a smaller one needs."""
+    places, size_usd = CENTS, abs(Decimal(usd))
+    if 0 < size_usd < 1:
+        exponent = int(f"{size_usd:.{DIGITS - 1}e}".partition("e")[2])
+        places = min(max(CENTS, DIGITS - 1 - exponent), PLACES)
+    whole, _, decimals = _rounded(usd, places).partition(".")
+    sign, whole = whole[: whole.startswith("-")], whole.lstrip("-")
+    return f"{sign}{int(whole):,}.{decimals.rstrip('0').ljust(CENTS, '0')}"
+
+
+def dollars(usd: float | Decimal) -> str:
+    """Returns `amount` with its currency, such as `$1,234.50` or `-$0.0109`."""
+    shown = amount(usd)
+    return f"-${shown[1:]}" if shown.startswith("-") else f"${shown}"
+
+
+def _rounded(usd: float | Decimal, places: int) -> str:
+    exact, unit = Decimal(usd), Decimal(1).scaleb(-places)
+    rounded = exact.quantize(unit, ROUND_HALF_UP, _WIDE)
+    if exact and not rounded:
+        rounded = unit.copy_sign(exact)
+    return f"{rounded if rounded else abs(rounded):.{places}f}"
