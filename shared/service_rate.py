@@ -65,6 +65,9 @@ class ServiceRate:
         self.margin = MIN_MARGIN
         """The factor for estimated waits."""
         self._busy_s, self._items = PRIOR_ITEMS * self.item_s, PRIOR_ITEMS
+        self._measured_s = self._measured_items = 0.0
+        """As `_busy_s` and `_items`, without any estimate from before."""
+        self._known_item_s: float | None = None
         self._last_s = self._updated_s = 0.0
         self._late_s = -math.inf
 
@@ -76,6 +79,8 @@ class ServiceRate:
             -idle_s / IDLE_FADE_S
         )
         self.is_guess |= idle_s > IDLE_FADE_S
+        if self.measured_per_s(now_s) is None:
+            self._measured_s, self._measured_items, self._known_item_s = 0.0, 0.0, None
         self._busy_s, self._items = PRIOR_ITEMS * self.item_s, PRIOR_ITEMS
         self._last_s = self._updated_s = now_s
 
@@ -94,7 +99,26 @@ class ServiceRate:
         fade = math.exp(-gap_s / max(MIN_WINDOW_S, WINDOW_TURNS * self.service_s))
         self._busy_s = self._busy_s * fade + gap_s
         self._items = self._items * fade + items
+        self._measure(gap_s, items, fade, in_flight)
         self.margin = MIN_MARGIN + (self.margin - MIN_MARGIN) * math.exp(-gap_s / MARGIN_FADE_S)
+
+    def _measure(self, gap_s: float, items: int, fade: float, in_flight: int) -> None:
+        self._measured_s = self._measured_s * fade + gap_s
+        self._measured_items = self._measured_items * fade + items
+        item_s = self._measured_s / self._measured_items
+        is_queue = in_flight * item_s > QUEUED_FROM * self.service_s
+        if self._known_item_s is None or item_s < self._known_item_s or is_queue:
+            self._known_item_s = item_s
+
+    def measured_per_s(self, now_s: float) -> float | None:
+        """Returns the measured service rate in items per second, without any guess in it.
+
+        None if no item has completed, or the last one long ago: workers come and go.
+        """
+        old_s = max(IDLE_FADE_S, WINDOW_TURNS * self.service_s)
+        if self._known_item_s is None or now_s - self._last_s > old_s:
+            return None
+        return 1 / max(self._known_item_s, 1e-9)
 
     def record_late(self, now_s: float) -> None:
         """Records items that missed their deadline. If several are late together, one counts."""

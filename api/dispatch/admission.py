@@ -42,10 +42,11 @@ class WaitEstimate(NamedTuple):
     """True if items of any tenant are in flight."""
     held: int
     """The tenant's items in flight, in both priorities."""
-    wait_s: float
-    """The expected wait until its last item begins, without the margin that admission adds."""
-    items_per_s: float
-    """The service rate of the model."""
+    wait_s: float | None
+    """The expected wait until its last item begins, without the margin that admission adds. None
+    if items are in flight, and the rate of the model was not measured lately."""
+    items_per_s: float | None
+    """The service rate of the model. None if it was not measured lately."""
 
 
 class Admission:
@@ -129,11 +130,12 @@ class Admission:
         """Returns the wait estimate for a demand, also if it would not be admitted."""
         rooms, rate = self._rooms_of(demand.model), self.rate_of(demand.model)
         held = sum(room.held_by(demand.tenant) for room in (rooms.interactive, rooms.batch))
-        wait_s = 0.0
-        if rooms.total:
+        items_per_s = rate.measured_per_s(self._clock())
+        wait_s = None if rooms.total else 0.0
+        if rooms.total and items_per_s is not None:
             item_s = _item_s(rooms, demand, rate.item_s)
             wait_s = _wait_s(rooms, rate, _ahead(rooms, demand, enough=0.0), item_s)
-        return WaitEstimate(rooms.total > 0, held, wait_s, 1 / rate.item_s)
+        return WaitEstimate(rooms.total > 0, held, wait_s, items_per_s)
 
     def release(
         self,

@@ -108,8 +108,9 @@ class ModelUsage(msgspec.Struct, kw_only=True):
     model: str | None
     """None: all together."""
     requests: Count
+    """All requests, with refused ones, as in the reports."""
     refused: Count
-    """Requests that were refused as a whole, with no items."""
+    """The part of `requests` that was refused as a whole. It has no items."""
     items: Count
     succeeded: Count
     cached: Count
@@ -279,7 +280,7 @@ def _of_embeddings(line: UsageLine) -> EmbeddingsUsage:
     return EmbeddingsUsage(
         input_tokens=line.tokens,
         charged_tokens=line.charged_tokens,
-        num_model_requests=line.requests,
+        num_model_requests=line.model_requests,
         project_id=line.tenant,
         api_key_id=line.key_id,
         model=line.model,
@@ -291,7 +292,7 @@ def _of_images(line: UsageLine) -> ImagesUsage:
         images=line.succeeded,
         pixel_steps=line.pixel_steps,
         charged_pixel_steps=line.charged_pixel_steps,
-        num_model_requests=line.requests,
+        num_model_requests=line.model_requests,
         project_id=line.tenant,
         api_key_id=line.key_id,
         model=line.model,

@@ -82,10 +82,12 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     """True if items of any tenant wait for a worker."""
     your_items_in_flight: Count
     """Items of your tenant that wait for a worker."""
-    expected_wait_s: Seconds
-    """Estimate for one more item of yours, in steps of 1, 2 and 5."""
-    items_per_s: Seconds
-    """Throughput of the workers while there is a queue, as last measured."""
+    expected_wait_s: Seconds | None
+    """Estimate for one more item of yours, in steps of 1, 2 and 5. Null if items wait and the
+    throughput is not known."""
+    items_per_s: Seconds | None
+    """Throughput of the workers while there is a queue, as last measured. Null if it was not
+    measured in the last minutes."""
     object: Literal["model.status"] = "model.status"
 
 
@@ -127,9 +129,13 @@ def _status(call: ApiRequest, model: str) -> ModelStatus:
         model=model,
         is_busy=estimate.is_busy,
         your_items_in_flight=estimate.held,
-        expected_wait_s=_coarse(estimate.wait_s),
-        items_per_s=float(f"{estimate.items_per_s:.2g}"),
+        expected_wait_s=None if estimate.wait_s is None else _coarse(estimate.wait_s),
+        items_per_s=_two_digits(estimate.items_per_s),
     )
+
+
+def _two_digits(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.2g}")
 
 
 def _coarse(wait_s: float) -> float:

@@ -41,9 +41,12 @@ class UsageLine(NamedTuple):
     tenant: str | None
     model: str | None
     key_id: str | None
+    model_requests: int
+    """Requests that ran the model, without refused ones. A run of a flow counts at each model."""
     requests: int
+    """Requests, with refused ones, as in the reports. A run of a flow counts once."""
     refused: int
-    """Requests that were refused as a whole."""
+    """The part of `requests` that was refused as a whole."""
     items: int
     succeeded: int
     cached: int

@@ -19,7 +19,9 @@ SELECT
   IF(@by_tenant, tenant, NULL) AS of_tenant,
   IF(@by_model, model, NULL) AS of_model,
   IF(@by_key, key_id, NULL) AS of_key,
-  COUNT(DISTINCT IF(status = 'refused', NULL, request_id)) AS requests,
+  -- A run of a flow is a request to each of its models.
+  COUNT(DISTINCT IF(status = 'refused', NULL, request_id)) AS model_requests,
+  COUNTIF(item = 0) AS requests,
   COUNTIF(status = 'refused') AS refused,
   COUNTIF(status != 'refused') AS items,
   COUNTIF(status = 'succeeded') AS succeeded,

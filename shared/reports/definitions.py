@@ -7,6 +7,7 @@ A head is the comment at the top of a file of `queries`:
     -- audience: tenants                                  or operators: who may see it
     -- without: tz                                        standard parameters that it does not have
     -- days: 42                                           how far it looks back if nothing is said
+    -- range: months                                      it covers whole calendar months
     -- @target FLOAT64 = 0.99: what it is                 a parameter of its own
     -- plot: bars cost_usd by day, one color per model    how it is drawn
     -- column day: what it is                             each column, in order
@@ -112,6 +113,26 @@ def ask_month(
     after = (first + timedelta(days=31)).replace(day=1)
     start, end = (_midnight(day, zone) for day in (first, after))
     return ReportQuestion(start, end, tz, _names(tenants, "tenant"))
+
+
+def widen(report: Report, question: ReportQuestion, now: datetime) -> ReportQuestion:
+    """Returns a question about all calendar months that a question touches, up to now.
+
+    Only for reports of whole months. A part of a month says nothing about a budget or an invoice.
+
+    Args:
+        report: the report. If it has no time zone, its months are of UTC.
+        question: the question as asked.
+        now: the present moment. A month that is not over ends here.
+    """
+    if not report.has_whole_months:
+        return question
+    zone = find_zone("UTC" if "tz" in report.without else question.tz)
+    first = question.since.astimezone(zone).date().replace(day=1)
+    last = (question.until - timedelta(microseconds=1)).astimezone(zone).date().replace(day=1)
+    since = _midnight(first, zone)
+    until = _midnight((last + timedelta(days=31)).replace(day=1), zone)
+    return question._replace(since=since, until=min(until, now) if now > since else until)
 
 
 def check_fits(report: Report, question: ReportQuestion) -> None:
@@ -243,6 +264,8 @@ class Report:
     notes: str
     days: int
     """The number of days that it looks back by default."""
+    has_whole_months: bool = False
+    """True if it is about calendar months: a range covers all that it touches."""
 
 
 @cache
@@ -289,7 +312,7 @@ def parse_report(name: str, sql: str) -> Report:
             parameters.append(_parameter(name, line))
         elif key == "plot":
             plots.append(_plot(name, text))
-        elif key in ("owner", "audience", "without", "days"):
+        elif key in ("owner", "audience", "without", "days", "range"):
             facts[key] = text
         else:
             notes.append(line)
@@ -308,6 +331,7 @@ def parse_report(name: str, sql: str) -> Report:
         plots=tuple(plots),
         notes=" ".join(notes),
         days=int(facts.get("days", DEFAULT_DAYS)),
+        has_whole_months=facts.get("range") == "months",
     )
 
 

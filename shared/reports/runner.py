@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shared.errors import BadInput, Unavailable
-from shared.reports.definitions import Parameter, Report, ReportQuestion, check_fits
+from shared.reports.definitions import Parameter, Report, ReportQuestion, check_fits, widen
 from shared.usage.bigquery import open_client, public_reason, run_query
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class ReportRunner:
         values: Mapping[str, float] | None = None,
         limit_s: float = QUERY_LIMIT_S,
     ) -> ReportResult:
-        """Answers a question.
+        """Answers a question. A report of whole months covers all months that it touches.
 
         Args:
             report: what is asked.
@@ -110,6 +111,7 @@ class ReportRunner:
         """
         from google.cloud.bigquery import DEFAULT_RETRY
 
+        question = widen(report, question, datetime.now(UTC))
         with translated_errors():
             retry = DEFAULT_RETRY.with_timeout(RETRY_LIMIT_S)
             config = self._config(report, question, values)
@@ -143,6 +145,7 @@ class ReportRunner:
             BadInput: the report has no such filter or parameter.
             Unavailable: BigQuery is out of reach, or refused the query.
         """
+        question = widen(report, question, datetime.now(UTC))
         with translated_errors():
             # Without a limit: it says what the limit has to be.
             config = self._config(report, question, values)

@@ -319,3 +319,20 @@ def test_overload_leaves_the_workers_busy_and_answers_in_time(
     goodput = in_time / ((until_s - warm_s) * capacity)
     assert goodput > 0.9, (goodput, late)
     assert late <= 0.01 * in_time
+
+
+def test_rate_of_a_slow_model_is_told_as_measured_or_not_at_all() -> None:
+    clock = Clock()
+    admission, demand = Admission(100, [IMAGE], clock=clock), Demand(IMAGE.name, 1)
+    told = [admission.estimate_wait(demand).items_per_s]
+    for _ in range(2):
+        admission.admit(demand)
+        clock.now_s += 43.0
+        admission.release(demand, answered=True, took_s=43.0)
+        told.append(admission.estimate_wait(demand).items_per_s)
+        clock.now_s += 60.0
+    assert told == [None, pytest.approx(1 / 43), pytest.approx(1 / 43)]
+    clock.now_s += 3600.0
+    assert admission.estimate_wait(demand).items_per_s is None
+    admission.admit(demand)
+    assert admission.estimate_wait(demand).wait_s is None

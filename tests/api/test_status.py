@@ -46,13 +46,14 @@ async def test_idle_models_have_no_wait(api: ApiUnderTest) -> None:
             0,
             0,
         )
-        assert one["items_per_s"] > 0
+        assert one["items_per_s"] is None, "nothing was measured yet"
 
 
 async def test_a_tenant_sees_its_own_items_and_only_that_others_have_some(
     api: ApiUnderTest,
 ) -> None:
     name = IMAGE_MODEL.name
+    measured(api, name)
     api.dependencies.admission.admit(Demand(name, 6, "acme"))
     own, foreign = (await status_for(api, "acme"))[name], (await status_for(api, "globex"))[name]
     assert own["your_items_in_flight"] == 6
@@ -71,3 +72,22 @@ async def test_a_tenant_sees_its_own_items_and_only_that_others_have_some(
 async def test_a_key_sees_only_its_models(api: ApiUnderTest) -> None:
     assert list(await status_for(api, "texts")) == [TEXT_MODEL.name]
     assert (await api.http.get("/v1/status")).status_code == 401
+
+
+def measured(api: ApiUnderTest, name: str) -> None:
+    """Lets an item of a model complete."""
+    admission, demand = api.dependencies.admission, Demand(name, 1, "acme")
+    admission.admit(demand)
+    admission.release(demand, answered=True, took_s=0.01)
+
+
+async def test_what_was_not_measured_is_not_told(api: ApiUnderTest) -> None:
+    """A wait that follows from a guess looks like one that was measured."""
+    name = IMAGE_MODEL.name
+    api.dependencies.admission.admit(Demand(name, 6, "globex"))
+    one = (await status_for(api, "acme"))[name]
+    assert (one["is_busy"], one["expected_wait_s"], one["items_per_s"]) == (True, None, None)
+    measured(api, name)
+    one = (await status_for(api, "acme"))[name]
+    assert one["expected_wait_s"] > 0
+    assert one["items_per_s"] > 0

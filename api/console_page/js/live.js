@@ -51,7 +51,7 @@ function card(status, history) {
   const past = history.get(status.model) ?? { held: [], wait: [] };
   history.set(status.model, past);
   remember(past.held, status.your_items_in_flight);
-  remember(past.wait, status.expected_wait_s);
+  if (status.expected_wait_s !== null) remember(past.wait, status.expected_wait_s);
   return h(
     "div",
     { class: "card" },
@@ -65,7 +65,7 @@ function card(status, history) {
       "dl",
       { class: "facts" },
       h("dt", {}, "Throughput of the workers"),
-      h("dd", {}, `${status.items_per_s} items/s`),
+      h("dd", {}, pace(status.items_per_s)),
       h("dt", {}, "Your items in flight"),
       h("dd", {}, status.your_items_in_flight),
     ),
@@ -74,10 +74,20 @@ function card(status, history) {
       "dl",
       { class: "facts" },
       h("dt", {}, "Expected wait"),
-      h("dd", {}, status.expected_wait_s ? duration(status.expected_wait_s * 1000) : "none"),
+      h("dd", {}, wait(status.expected_wait_s)),
     ),
     sparkline("Expected wait in seconds", past.wait, 1, KEPT),
   );
+}
+
+function pace(itemsPerS) {
+  if (itemsPerS === null) return "not measured lately";
+  return itemsPerS < 0.1 ? `one item in ${duration(1000 / itemsPerS)}` : `${itemsPerS} items/s`;
+}
+
+function wait(seconds) {
+  if (seconds === null) return "not known yet";
+  return seconds ? duration(seconds * 1000) : "none";
 }
 
 function remember(values, value) {

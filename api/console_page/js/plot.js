@@ -73,7 +73,7 @@ export function sparkline(title, values, most, count) {
       viewBox: `0 0 ${WIDTH} ${HEIGHT / 2 + 2}`,
       class: "plot",
       role: "img",
-      "aria-label": `${title}: ${values.at(-1)} now`,
+      "aria-label": `${title}: ${values.at(-1) ?? "nothing"} now`,
     },
     svg("line", { x1: 0, x2: WIDTH, y1: HEIGHT / 2 + 1, y2: HEIGHT / 2 + 1 }),
     svg("polyline", { points: points.join(" ") }),

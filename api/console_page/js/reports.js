@@ -88,6 +88,7 @@ async function answer(chosen, shown, signal, given) {
   const lines = reply.rows.slice(0, MOST_LINES);
   put(
     shown,
+    h("p", { class: "muted" }, rangeOf(reply)),
     h("div", { class: "drawings" }, reply.plots.map(drawing)),
     lines.length
       ? table(chosen.title, heads, lines.map((row) => row.map((value, at) => cell(heads[at], value))))
@@ -112,6 +113,12 @@ async function answer(chosen, shown, signal, given) {
       ),
     ),
   );
+}
+
+/** The range that the API answered for. Reports of budgets and invoices cover whole months. */
+function rangeOf({ since, until, tz }) {
+  const words = (moment) => `${moment.slice(0, 16).replace("T", " ")} UTC`;
+  return `From ${words(since)} to ${words(until)}, days of ${tz}.`;
 }
 
 const isMoney = (head, value) => typeof value === "number" && /_usd(_|$)/.test(head);

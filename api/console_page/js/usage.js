@@ -14,10 +14,15 @@ const whole = new Intl.NumberFormat();
 export async function show(place, _, signal) {
   put(place, h("h1", {}, "Usage"), h("p", { class: "muted" }, "Loading …"));
   const start = Math.floor(Date.now() / 1000) - (DAYS - 1) * DAY_S;
+  const summary = await call("v1/usage", { signal });
+  // A key with the scope admin would get the sum of all tenants, next to totals of its own.
+  const own = encodeURIComponent(summary.tenant);
   const of = (path) =>
-    call(`v1/organization/${path}?start_time=${start}&bucket_width=1d&limit=31`, { signal });
-  const [summary, costs, embeddings, images] = await Promise.all([
-    call("v1/usage", { signal }),
+    call(
+      `v1/organization/${path}?start_time=${start}&bucket_width=1d&limit=31&project_ids=${own}`,
+      { signal },
+    );
+  const [costs, embeddings, images] = await Promise.all([
     of("costs"),
     of("usage/embeddings"),
     of("usage/images"),
@@ -27,7 +32,7 @@ export async function show(place, _, signal) {
     h(
       "div",
       { class: "row between" },
-      h("h1", {}, "Usage"),
+      h("h1", {}, `Usage of ${summary.tenant}`),
       h("span", { class: "muted" }, `As of ${moment(summary.as_of)}, days in UTC`),
     ),
     h("div", { class: "tiles" }, tiles(summary)),
@@ -76,7 +81,9 @@ function tiles({ today, month, budget_usd_per_month: budget }) {
       h("b", {}, value),
       more && h("span", { class: "muted" }, more),
     );
-  const requests = (span) => `${whole.format(span.total.requests)} requests`;
+  const requests = ({ total }) =>
+    `${whole.format(total.requests)} requests` +
+    (total.refused ? `, ${whole.format(total.refused)} of them refused` : "");
   const spent = month.total.cost_usd;
   return [
     tile("Today", dollars(today.total.cost_usd), requests(today)),

@@ -2,16 +2,18 @@
 -- owner: finance
 -- audience: tenants
 -- without: models, tz
+-- days: 1
+-- range: months
 -- @budget_tenants ARRAY<STRING>: tenants that have a budget, as the directory of keys says
 -- @budgets_usd ARRAY<FLOAT64>: their budgets, in the same order
 -- plot: bars spent_usd, budget_usd by tenant
 -- column tenant: who spends
 -- column month: its first day; budgets are for calendar months of UTC, whatever the time zone
--- column spent_usd: what was charged in the part of the month that is in the range; not rounded
+-- column spent_usd: what was charged in the month, so far; not rounded
 -- column budget_usd: its budget now; NULL for none
 -- column percent: of the budget
 -- column left_usd: of the budget; negative where it was exceeded
--- column elapsed_percent: of the month that the range covers
+-- column elapsed_percent: of the month, so far
 -- column month_end_usd: what the whole month comes to at that pace
 -- column refused: requests that were refused because the budget was spent
 -- The API counts what is in flight too, so it may refuse a little earlier than this says.

@@ -1,6 +1,8 @@
 -- What each tenant owes, in lines: month, model, price, share of the price, and how the items ended.
 -- owner: finance
 -- audience: tenants
+-- days: 1
+-- range: months
 -- plot: bars amount_usd by tenant, one color per model
 -- column tenant: who owes
 -- column month: the first day of the month, in the time zone

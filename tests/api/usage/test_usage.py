@@ -88,12 +88,13 @@ async def test_usage_is_what_was_sent_and_what_the_report_says(world: World) -> 
         assert reply["tenant"] == tenant
         for span in (reply["today"], reply["month"]):
             total = span["total"]
-            for name in ("requests", "refused", "items", "succeeded", "tokens"):
+            for name in ("refused", "items", "succeeded", "tokens"):
                 assert total[name] == getattr(sent, name), (tenant, name)
+            assert total["requests"] == sent.requests + sent.refused
             assert total["charged_tokens"] == pytest.approx(sent.charged_tokens, rel=1e-12)
             assert total["cost_usd"] == pytest.approx(sent.charged_tokens * 2e-6, rel=1e-12)
             assert total["cost_usd"] == pytest.approx(sent.by_header_usd, rel=1e-12)
-        for name in ("items", "refused", "succeeded"):
+        for name in ("requests", "items", "refused", "succeeded"):
             assert total[name] == sum(line[name] for line in own)
         for name in ("charged_tokens", "cost_usd"):
             assert total[name] == pytest.approx(sum(line[name] or 0 for line in own), rel=1e-12), (

@@ -147,12 +147,25 @@ def test_cache_saves_list_price_and_the_time_of_computed_units(empty: bigquery.C
     assert line["gpu_saved_usd"] == pytest.approx(3.0 / 3600 * L4)
 
 
-def test_budgets_are_of_months_of_utc(loaded: bigquery.Client, made_rows: list[Fields]) -> None:
-    question = ask("2026-10-05", "2026-11-09", "Asia/Tokyo")
+@pytest.mark.parametrize(
+    ("since", "until"),
+    [
+        ("2026-10-01", "2026-12-01"),
+        ("2026-10-05", "2026-11-09"),
+        ("2026-10-30", "2026-11-02"),
+        ("2026-10-31T23:59:59Z", "2026-11-01T00:00:01Z"),
+    ],
+)
+def test_budgets_are_of_whole_months_of_utc_whatever_the_range(
+    loaded: bigquery.Client, made_rows: list[Fields], since: str, until: str
+) -> None:
+    question = ask(since, until, "Asia/Tokyo")
+    if until.startswith("2026-11-01"):
+        question = ask(since, until)
     lines = {
         (line["tenant"], line["month"].month): line for line in asked(loaded, "budgets", question)
     }
-    rows = expected.once(made_rows, question)
+    rows = expected.once(made_rows, ask("2026-10-01", "2026-12-01"))
     for tenant, month in (("acme", 10), ("acme", 11), ("globex", 10)):
         spent = expected.exact(
             (r for r in rows if (r["tenant"], r["received_at"].month) == (tenant, month)),
@@ -163,12 +176,21 @@ def test_budgets_are_of_months_of_utc(loaded: bigquery.Client, made_rows: list[F
         budget = BUDGETS_USD.get(tenant)
         assert line["budget_usd"] == budget
         assert line["left_usd"] == (None if budget is None else pytest.approx(budget - spent))
-    seconds = (dt.datetime(2026, 11, 1, tzinfo=dt.UTC) - question.since).total_seconds()
-    elapsed = seconds / (31 * 86_400)
-    assert lines["acme", 10]["month_end_usd"] == pytest.approx(
-        lines["acme", 10]["spent_usd"] / elapsed
-    )
+    october = lines["acme", 10]
+    assert october["elapsed_percent"] == 100.0
+    assert october["month_end_usd"] == pytest.approx(october["spent_usd"])
     assert [lines["nobody", month]["spent_usd"] for month in (10, 11)] == [0.0, 0.0]
+
+
+def test_invoice_of_a_part_of_a_month_is_that_of_the_month(
+    loaded: bigquery.Client, made_rows: list[Fields]
+) -> None:
+    rows = expected.once(made_rows, ask("2026-10-01", "2026-11-01"))
+    wanted = expected.exact((r for r in rows if r["tenant"] == "acme"), "cost_usd")
+    for since, until in (("2026-10-01", "2026-11-01"), ("2026-10-14", "2026-10-15")):
+        lines = asked(loaded, "invoice", ask(since, until))
+        owed = sum(float(line["amount_usd"]) for line in lines if line["tenant"] == "acme")
+        assert owed == pytest.approx(wanted, rel=1e-9)
 
 
 def delivery(event: str, number: int, outcome: str, at_s: float, **given: Any) -> Fields:
