@@ -18,6 +18,7 @@ from api.dispatch.job_sender import Inbox
 from shared.catalog_entry import Replies
 from shared.errors import PenstockError
 from shared.messages import Reply, ReplyBody, encode_reply
+from shared.stores.redis_client import find_eviction_fault
 from shared.transport import Publisher
 
 PROBE_LIMIT_S = 2.0
@@ -31,7 +32,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReadinessStatus:
-    """The result of a check. Without Redis an instance is degraded, but ready."""
+    """The result of a check.
+
+    Without Redis, or with one that may evict records, an instance is degraded, but ready.
+    """
 
     is_ready: bool
     pubsub: str
@@ -53,15 +57,22 @@ class Readiness:
         inbox: the own inbox.
         publisher: sends the probe.
         redis_url: the cache.
+        records_url: the records, perhaps in the same Redis. It must not evict what has no end.
         keys_status: `ok`, `not required`, or the reason why no API key can be checked.
     """
 
     def __init__(
-        self, inbox: Inbox, publisher: Publisher, redis_url: str, keys_status: Callable[[], str]
+        self,
+        inbox: Inbox,
+        publisher: Publisher,
+        redis_url: str,
+        records_url: str,
+        keys_status: Callable[[], str],
     ) -> None:
         self._inbox = inbox
         self._publisher = publisher
         self._redis_url = redis_url
+        self._records_url = records_url
         self._keys_status = keys_status
         self._probing = asyncio.Lock()
         self._probed_s = -math.inf
@@ -83,12 +94,19 @@ class Readiness:
     async def _probe_redis(self) -> str:
         """`ok` or the reason.
 
-        Uses a separate connection, because the cache's has a circuit breaker.
+        Uses separate connections, because those of the stores have a circuit breaker.
         """
-        client = redis.asyncio.Redis.from_url(self._redis_url, socket_connect_timeout=REDIS_LIMIT_S)
+        urls = dict.fromkeys((self._redis_url, self._records_url))
+        reasons = await asyncio.gather(*map(self._probe_one, urls))
+        return next((reason for reason in reasons if reason != "ok"), "ok")
+
+    async def _probe_one(self, url: str) -> str:
+        client = redis.asyncio.Redis.from_url(url, socket_connect_timeout=REDIS_LIMIT_S)
         try:
             async with asyncio.timeout(REDIS_LIMIT_S):
                 await client.ping()
+                if url == self._records_url:
+                    return await find_eviction_fault(client) or "ok"
         except (RedisError, OSError, TimeoutError):
             return "out of reach: requests continue without it"
         finally:

@@ -76,9 +76,16 @@ class IdempotencyStore(RedisStore):
         timeout_s: float = 0.25,
         retry_s: float = 0.25,
     ) -> None:
-        limits = {"timeout_s": timeout_s, "retry_s": retry_s}
         super().__init__(
-            RedisLink("answers", redis_url, **limits, up=UP, errors=ERRORS, field="records_url")
+            RedisLink(
+                "answers",
+                redis_url,
+                timeout_s=timeout_s,
+                retry_s=retry_s,
+                up=UP,
+                errors=ERRORS,
+                field="records_url",
+            )
         )
         self._commands = self._link.commands(
             "the store of answers, which an Idempotency-Key needs,"

@@ -56,7 +56,7 @@ async def is_alive_too(request: Request) -> Response:
 async def is_ready(request: Request) -> Response:
     """200 when a message passes through Pub/Sub and back, and API keys can be checked.
 
-    Without Redis it is still 200, with status `degraded`.
+    Without Redis, or with one whose policy evicts records, it is still 200, with status `degraded`.
     """
     readiness = await dependencies_of(request).readiness.check()
     body = {

@@ -33,6 +33,7 @@ from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.settings import ApiSettings, Settings, read_settings
 from shared.stores.objects import ObjectStore
+from shared.stores.redis_client import find_eviction_fault
 from shared.transport import WEBHOOKS_SUBSCRIPTION_ID, direct_id, slot_subscription_id
 
 
@@ -308,6 +309,8 @@ def _endpoints(settings: Settings) -> Iterator[Diagnosis]:
     for service, (variable, place, reach) in tries.items():
         try:
             asyncio.run(_within_limit(reach(settings)))
+        except ConfigurationError as error:
+            yield Diagnosis(service, f"{place}: {error.message}", f"configure it, or {variable}")
         except PenstockError as error:
             yield Diagnosis(
                 service,
@@ -352,17 +355,19 @@ async def _reach_bigquery(settings: Settings) -> None:
 
 
 async def _reach_redis(settings: Settings) -> None:
-    await _ping(settings.redis_url)
+    await _check_redis(settings.redis_url, has_records=not settings.records_url)
 
 
 async def _reach_records(settings: Settings) -> None:
-    await _ping(settings.records_url)
+    await _check_redis(settings.records_url, has_records=True)
 
 
-async def _ping(redis_url: str) -> None:
+async def _check_redis(redis_url: str, *, has_records: bool) -> None:
     try:
         async with Redis.from_url(redis_url, socket_timeout=REACH_LIMIT_S) as client:
             await client.ping()
+            if has_records and (fault := await find_eviction_fault(client)):
+                raise ConfigurationError(fault)
     except (RedisError, OSError, ValueError) as error:
         raise Unavailable(str(error)) from error
 

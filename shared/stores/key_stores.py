@@ -85,7 +85,15 @@ class KeyRedis(RedisStore):
     ) -> None:
         limits = {"timeout_s": timeout_s, "retry_s": retry_s}
         super().__init__(
-            RedisLink("keys", redis_url, **limits, up=UP, errors=ERRORS, field="keys_url")
+            RedisLink(
+                "keys",
+                redis_url,
+                **limits,
+                up=UP,
+                errors=ERRORS,
+                field="keys_url",
+                checks_policy=True,
+            )
         )
         self._commands = self._link.commands("the store of API keys")
         self._directory = f"{prefix}keys"
@@ -182,7 +190,13 @@ class KeyCopy(RedisStore):
         limits = {"timeout_s": timeout_s, "retry_s": retry_s}
         super().__init__(
             RedisLink(
-                "keys copy", redis_url, **limits, up=COPY_UP, errors=ERRORS, field="redis_url"
+                "keys copy",
+                redis_url,
+                **limits,
+                up=COPY_UP,
+                errors=ERRORS,
+                field="redis_url",
+                checks_policy=False,
             )
         )
         self._commands = self._link.commands("the copy of API keys")

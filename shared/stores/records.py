@@ -227,7 +227,15 @@ class Records(RedisStore):
     ) -> None:
         limits = {"timeout_s": timeout_s, "retry_s": retry_s}
         super().__init__(
-            RedisLink("records", redis_url, **limits, up=UP, errors=ERRORS, field="records_url")
+            RedisLink(
+                "records",
+                redis_url,
+                **limits,
+                up=UP,
+                errors=ERRORS,
+                field="records_url",
+                checks_policy=True,
+            )
         )
         self._prefix = prefix
         self._store = f"{prefix}predictions"

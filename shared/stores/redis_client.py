@@ -205,6 +205,8 @@ A single one may be a hiccup of this machine.
 CONNECT_LIMIT_S = 1.0
 """Limit of the background retry, which may have to resolve a name and do a TLS handshake."""
 MAX_RETRY_S = 2.0
+EVICTS_ALL = "allkeys"
+"""The start of the policies that evict keys without a time to live, too."""
 Argument: TypeAlias = str | bytes | float
 log = logging.getLogger(__name__)
 
@@ -226,6 +228,25 @@ class _PacksInC:
         return [packed for words in commands for packed in self.pack_command(*words)]
 
 
+async def find_eviction_fault(client: redis.asyncio.Redis) -> str:
+    """Returns why this Redis may drop keys without a time to live. Empty: it keeps them.
+
+    Raises:
+        RedisError, OSError: Redis did not answer.
+    """
+    try:
+        memory = await client.info("memory")
+    except ResponseError:  # these credentials may not ask
+        return ""
+    policy = str(memory.get("maxmemory_policy", ""))
+    if not policy.startswith(EVICTS_ALL):
+        return ""
+    return (
+        f"maxmemory-policy {policy} loses running predictions when Redis is full; "
+        "set it to volatile-lru or noeviction"
+    )
+
+
 class RedisLink:
     """One use of Redis by this process. Opening it makes no connection.
 
@@ -237,6 +258,8 @@ class RedisLink:
         up: 1 while the breaker is closed, 0 while it is open.
         errors: counts round trips that failed, by operation.
         field: the setting with the URL, which the error for a wrong URL names.
+        checks_policy: true to check, after a start or an outage, that Redis does not evict keys
+            without a time to live. A wrong policy is logged. One use of each Redis checks.
     """
 
     def __init__(
@@ -249,8 +272,10 @@ class RedisLink:
         up: Gauge,
         errors: Counter,
         field: str = "redis_url",
+        checks_policy: bool = False,
     ) -> None:
         self._use = use
+        self._checks_policy = checks_policy
         self._url = url
         self._timeout_s = timeout_s
         self._retry_s = retry_s
@@ -403,6 +428,7 @@ class RedisLink:
     async def _recover(self) -> None:
         """Waits until the breaker opens, then retries until Redis answers in time."""
         while True:
+            await self._check_policy()
             await self._tripped.wait()
             for pause_s in backoff(self._retry_s, MAX_RETRY_S):
                 if await self._answers_in_time():
@@ -413,6 +439,17 @@ class RedisLink:
             self._tripped.clear()
             self._up.set()
             self._gauge.set(1)
+
+    async def _check_policy(self) -> None:
+        """Logs a policy that evicts what must be kept."""
+        if not self._checks_policy:
+            return
+        try:
+            fault = await within(CONNECT_LIMIT_S, find_eviction_fault(self.client))
+        except REDIS_FAILURES:
+            return  # checked again when Redis is back
+        if fault:
+            log.error("redis may lose data", extra={"use": self._use, "reason": fault})
 
     async def _answers_in_time(self) -> bool:
         try:

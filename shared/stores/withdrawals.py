@@ -88,9 +88,16 @@ class WithdrawalStore(RedisStore):
         timeout_s: float = 1.0,
         retry_s: float = 0.25,
     ) -> None:
-        limits = {"timeout_s": timeout_s, "retry_s": retry_s}
         super().__init__(
-            RedisLink("withdrawals", redis_url, **limits, up=UP, errors=ERRORS, field="records_url")
+            RedisLink(
+                "withdrawals",
+                redis_url,
+                timeout_s=timeout_s,
+                retry_s=retry_s,
+                up=UP,
+                errors=ERRORS,
+                field="records_url",
+            )
         )
         self._key = f"{prefix}models:withdrawn"
         self._commands = self._link.commands("the store of withdrawn models")

@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis.asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from api import metrics
+from infra.local.redis_server import RedisServer
 from shared.errors import BadInput, ConfigurationError, Unavailable
 from shared.in_memory_broker import InMemoryBroker
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
@@ -24,6 +26,25 @@ async def test_ready_when_broker_and_redis_answer(tmp_path: Path, redis_url: str
             "redis": "ok",
             "keys": "not required",
         }
+
+
+async def test_degraded_if_redis_may_evict_running_predictions(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RedisServer(tmp_path / "redis", tmp_path) as server:
+        async with redis.asyncio.Redis.from_url(server.url) as client:
+            await client.config_set("maxmemory-policy", "allkeys-lru")
+            async with running_api(settings_for(tmp_path, redis_url=server.url)) as api:
+                response = await api.http.get("/readyz")
+                assert (response.status_code, response.json()["status"]) == (200, "degraded")
+                assert response.json()["redis"].startswith(
+                    "maxmemory-policy allkeys-lru loses running predictions when Redis is full; "
+                )
+                logged = [record for record in caplog.records if "may lose data" in record.message]
+                assert {vars(record)["use"] for record in logged} == {"records"}
+            await client.config_set("maxmemory-policy", "noeviction")
+            async with running_api(settings_for(tmp_path, redis_url=server.url)) as api:
+                assert (await api.http.get("/readyz")).json()["redis"] == "ok"
 
 
 async def test_degraded_without_redis_but_ready(api: ApiUnderTest) -> None:

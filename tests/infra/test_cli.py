@@ -9,7 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import redis
 
+from infra.local.redis_server import RedisServer
 from infra.reports.tables import create_tables
 from shared.pubsub.admin import PubSubAdmin
 from shared.settings import Settings, read_settings
@@ -202,6 +204,15 @@ def test_doctor_reaches_what_the_settings_name(
         assert f" {place} answers" in reported.stdout
     assert "at their pinned versions" in reported.stdout
     assert "all-MiniLM-L6-v2" in reported.stdout
+
+
+def test_doctor_refuses_a_redis_that_evicts_records(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis", tmp_path) as server:
+        with redis.Redis.from_url(server.url) as client:
+            client.config_set("maxmemory-policy", "allkeys-lru")
+        reported = penstock("doctor", cwd=tmp_path, PENSTOCK_REDIS_URL=server.url)
+    assert f"MISS  Redis        {server.url}: maxmemory-policy allkeys-lru loses" in reported.stdout
+    assert "set it to volatile-lru or noeviction" in reported.stdout
 
 
 def test_doctor_finds_inboxes_that_lack_a_subscription(pubsub_endpoint: str) -> None:
