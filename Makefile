@@ -33,7 +33,7 @@ demo: $(STAMP) ## start the whole pipeline, send real input, show what came of i
 up: $(STAMP) ## start the whole pipeline and keep it up; BROKER=rabbitmq: over RabbitMQ; ARGS="--host 0.0.0.0": options of penstock up
 	@$(BIN)/penstock up $(if $(BROKER),--broker $(BROKER)) $(ARGS)
 
-example: $(STAMP) ## set up a model of examples/ with real weights, serve it and call it; NAME=upscale, labels, safety, transcribe or speech; FILE=cat.jpg; ONCE=1: then stop
+example: $(STAMP) ## set up a model of examples/ with real weights, serve it and call it; NAME=upscale, labels, safety, transcribe, speech or ocr; FILE=cat.jpg; ONCE=1: then stop
 	@$(BIN)/python -m examples.show $(NAME) $(if $(FILE),--file "$(FILE)") $(if $(ONCE),--once)
 
 doctor: $(STAMP) ## say what is missing on this machine, and how to fix it
@@ -42,7 +42,7 @@ doctor: $(STAMP) ## say what is missing on this machine, and how to fix it
 bench: $(STAMP) ## measure the pipeline on this machine
 	@$(BIN)/python -m bench
 
-bench-peers: $(STAMP) ## measure it beside other servers of the same model; QUICK=1: 5 minutes, else 15
+bench-peers: $(STAMP) ## measure it beside other servers of the same model: QUICK=1: less, about 11 minutes on two cores
 	@$(BIN)/python -m bench.peers $(if $(QUICK),--quick)
 
 faults: $(STAMP) ## break the pipeline 66 times under traffic, and count what was lost: about 8 minutes; DELAY_MS=25: a broker that is far

@@ -27,7 +27,10 @@ def main(question: str = "What is the capital of France?") -> None:
     if not served:
         sys.exit(NO_MODEL)
     chunks = client.chat.completions.create(
-        model=served[0], messages=[{"role": "user", "content": question}], stream=True
+        model=served[0],
+        messages=[{"role": "user", "content": question}],
+        temperature=0,  # a small model loses its way soon if it draws tokens by chance
+        stream=True,
     )
     for chunk in chunks:
         if chunk.choices:

@@ -140,7 +140,7 @@ def write_site_chart(out: Path, catalog: Catalog, models_file: Path, *, version:
     head = {
         "apiVersion": "v2",
         "name": "penstock",
-        "description": "Language, embedding and diffusion models behind an API, off Google",
+        "description": "Text, embedding, image and custom models behind an API, off Google",
         "type": "application",
         "version": version,
         "appVersion": version,

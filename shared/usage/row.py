@@ -35,7 +35,7 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
     revision: str | None = None
     """The model's revision in the catalog."""
     task: str | None = None
-    """embedding or image."""
+    """The task of the model: embedding, similarity, image, text or custom."""
     region: str | None = None
     """Where the row was written."""
     api_instance: str | None = None
