@@ -22,12 +22,13 @@ import base64
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ import msgspec
 import psutil
 import yaml
 
+from bench import wasted
 from bench.bad_neighbor.comparison import percentile
 from bench.bad_neighbor.cpu_load import (
     CpuDrive,
@@ -48,7 +50,7 @@ from bench.bad_neighbor.cpu_load import (
     load_between,
     step_back,
 )
-from bench.bad_neighbor.inputs import BAD, PAINTER, QUIET, edit
+from bench.bad_neighbor.inputs import BAD, EMBEDDER, PAINTER, QUIET, edit
 from bench.bad_neighbor.quiet import (
     SURFACES,
     Noticed,
@@ -60,6 +62,7 @@ from bench.bad_neighbor.quiet import (
 from bench.bad_neighbor.world import await_idle
 from bench.pipeline import MODELS_FILE, say_nothing
 from bench.report import Figure, Outcome
+from infra.local.interfaces import refresh_interfaces
 from infra.local.ports import Ports
 from infra.local.stack import Stack
 from infra.local.up import served_stack
@@ -77,12 +80,14 @@ AFTER_REFUSAL_S = 0.02
 """Each caller of the attacker waits so long after a refusal: it ignores Retry-After."""
 READY = b"ready\n"
 MIB = 1024 * 1024
+READER_FOLDER = Path(__file__).parents[1] / "examples" / "ocr"
 STORAGE_MAX_BYTES = 8 * MIB
 PLANS = {
     "quiet": Plan(requests_per_min=100_000, budget_usd_per_month=1e6),
     "bad": Plan(
         requests_per_min=1_000_000, budget_usd_per_month=1e6, storage_max_bytes=STORAGE_MAX_BYTES
     ),
+    **wasted.PLANS,
 }
 ALLOWED, ELSEWHERE = "/bucket/", "/elsewhere/"
 ADAPTER_MEMORY_BYTES = 256 * MIB
@@ -90,7 +95,19 @@ MEMORY_LIMIT_BYTES = {"api": 1024 * MIB, "codec": 1024 * MIB, "worker": 2048 * M
 """Of resident memory: the API's container and the address space of a codec process (as shipped),
 and a worker with its model processes."""
 WATCH_S = 0.1
-_SURFACES = {surface.name: surface for surface in SURFACES}
+_WASTEFUL = wasted.WASTEFUL
+DOCUMENTS = "documents"
+"""A surface that is served only if an attack needs it, because its class has to be installed."""
+
+
+async def _read_document(quiet: Quiet) -> None:
+    """One page with a text layer."""
+    await quiet.post("/v1/ocr", wasted.document_body(wasted.quick_document()))
+
+
+_SURFACES = {
+    surface.name: surface for surface in (*SURFACES, Surface(DOCUMENTS, 1.0, _read_document))
+}
 
 
 class AttackOrder(msgspec.Struct):
@@ -143,6 +160,27 @@ class Attacker:
             self.reasons[f"{status} {_message(said)}"] += 1
         return status
 
+    async def ask(self, method: str, path: str, body: object = None) -> dict[str, Any]:
+        """Sends a request that is not counted. Returns the body of its answer, or nothing."""
+        with suppress(aiohttp.ClientError, TimeoutError, ValueError):
+            url = f"{self.order.url}{path}"
+            async with self._http.request(method, url, json=body) as answer:
+                return dict(json.loads(await answer.read()))
+        return {}
+
+    async def upload(self, data: bytes) -> dict[str, Any]:
+        """Uploads a file of a batch. Returns the body of its answer, or nothing."""
+        form = aiohttp.FormData({"purpose": "batch"})
+        form.add_field("file", data, filename="in.jsonl")
+        with suppress(aiohttp.ClientError, TimeoutError, ValueError):
+            async with self._http.post(f"{self.order.url}/v1/files", data=form) as answer:
+                return dict(json.loads(await answer.read()))
+        return {}
+
+    def url_of(self, path: str) -> str:
+        """The URL of a file of the server of files."""
+        return f"{self.order.files_url}{path}"
+
 
 Act = Callable[[Attacker], Awaitable[int]]
 """Sends one request, and returns the status of its answer."""
@@ -155,6 +193,8 @@ class World(NamedTuple):
     files: FileServer
     folder: Path
     """Of the stack's state. The object store is below it."""
+    seconds: float
+    """How long each drive takes."""
 
 
 class Attack(NamedTuple):
@@ -167,6 +207,8 @@ class Attack(NamedTuple):
     """Prepares what is sent, before the attack begins."""
     callers: int
     """How many act at the same time, again and again."""
+    key: str = BAD
+    """Whose it is: the name of a key."""
     bound_ms: float = 0.0
     """What the quiet tenant may have to wait for in addition, and why it can't be less is said at
     the attack."""
@@ -247,6 +289,29 @@ def _stores_two_quotas_at_most(world: World, report: AttackReport) -> list[Figur
     return [Figure("stored of fetched files", stored_bytes / MIB, "MiB", "<=", limit)]
 
 
+# -- 21, 25, 26, 27: work that nobody pays for (bench/wasted.py)
+
+
+def _keeps_the_ledger(world: World, report: AttackReport) -> list[Figure]:
+    return [wasted.check_ledger(world.stack.settings.redis_url, world.stack.api_url)]
+
+
+def _wastes_no_tokens(world: World, report: AttackReport) -> list[Figure]:
+    return [wasted.check_cuts(report.statuses, world.seconds + LEAD_S)]
+
+
+def _wastes_no_requests(world: World, report: AttackReport) -> list[Figure]:
+    return [wasted.check_refused(report.statuses.get(400, 0), world.seconds + LEAD_S)]
+
+
+def _wastes_no_pages(world: World, report: AttackReport) -> list[Figure]:
+    return [wasted.check_canceled(report.reasons, world.seconds + LEAD_S)]
+
+
+def _ends_batches(world: World, report: AttackReport) -> list[Figure]:
+    return [wasted.check_batches(report.reasons)]
+
+
 def _serves_nothing(world: World, report: AttackReport) -> list[Figure]:
     return [Figure("requests served", report.statuses.get(200, 0), "", "<=", 0)]
 
@@ -258,6 +323,20 @@ ATTACKS = (
     Attack("text as shape", "images", partial(_use_adapter, "text"), 4, check=_serves_nothing),
     Attack("long shape", "images", partial(_use_adapter, "long"), 4, check=_serves_nothing),
     Attack("fetched files", "images", _fetch_large_files, 4, check=_stores_two_quotas_at_most),
+    Attack("races", "texts", wasted.race_runs, 4, wasted.RACER, check=_keeps_the_ledger),
+    Attack("documents", "documents", wasted.read_slow_documents, 4),
+    Attack("cuts", "texts", wasted.cut_for_nothing, 4, _WASTEFUL, check=_wastes_no_tokens),
+    Attack("fetches", "images", wasted.fetch_for_nothing, 8, _WASTEFUL, check=_wastes_no_requests),
+    Attack("decodes", "images", wasted.decode_for_nothing, 8, _WASTEFUL, check=_wastes_no_requests),
+    Attack(
+        "canceled documents",
+        "documents",
+        wasted.cancel_running_documents,
+        4,
+        _WASTEFUL,
+        check=_wastes_no_pages,
+    ),
+    Attack("lines", "batches", wasted.line_beyond_the_budget, 4, wasted.POOR, check=_ends_batches),
 )
 
 
@@ -266,24 +345,34 @@ def run() -> Outcome:
     names = CHOSEN.split(",") if CHOSEN else [attack.name for attack in ATTACKS]
     chosen = [attack for attack in ATTACKS if attack.name in names]
     with tempfile.TemporaryDirectory(prefix="penstock-attacks-") as name:
-        figures, details = asyncio.run(_measure(Path(name), chosen))
+        figures, details = asyncio.run(measure(Path(name), chosen, SECONDS))
     refused = sum(one["quiet_refused"] for one in details)
     failure = f"{refused} requests of the quiet tenant were refused" if refused else ""
     return Outcome(figures, {"attacks": details, "seconds": SECONDS}, failure)
 
 
-async def _measure(
-    folder: Path, attacks: list[Attack]
+async def measure(
+    folder: Path, attacks: Sequence[Attack], seconds: float
 ) -> tuple[list[Figure], list[dict[str, Any]]]:
+    """Runs attacks on one stack, one after the other.
+
+    Args:
+        folder: for the state of the stack.
+        attacks: what runs.
+        seconds: how long each of the three drives of an attack takes.
+
+    Returns:
+        Their figures, and what explains them.
+    """
     figures: list[Figure] = []
     details: list[dict[str, Any]] = []
     async with serving_files(folder) as files:
         _fill(files)
-        serving = _serving(folder, files)
+        serving = _serving(folder, files, attacks)
         stack = await asyncio.to_thread(serving.__enter__)
         try:
             async with quiet_tenant(stack.api_url) as quiet:
-                world = World(stack, files, folder)
+                world = World(stack, files, folder, seconds)
                 for attack in attacks:
                     line = await _alongside(world, quiet, attack)
                     figures += line.figures
@@ -302,25 +391,25 @@ class _Line(NamedTuple):
 
 async def _alongside(world: World, quiet: Quiet, attack: Attack) -> _Line:
     """Measures the quiet tenant alone, during the attack, and beside the same CPU load."""
-    stack, surface = world.stack, _SURFACES[attack.surface]
+    stack, surface, seconds = world.stack, _SURFACES[attack.surface], world.seconds
     await notice(quiet, [surface], WARM_UP_S)
-    order = AttackOrder(stack.api_url, world.files.url, SECONDS + LEAD_S)
+    order = AttackOrder(stack.api_url, world.files.url, seconds + LEAD_S)
     leaders = {name: process.pid for name, process in stack.processes.items()}
     async with _ready(attack, order) as process:
         leaders["client"] = process.pid
         await asyncio.to_thread(await_idle, stack)
-        alone, alone_drive = await _noticed(quiet, surface, leaders)
+        alone, alone_drive = await _noticed(quiet, surface, leaders, seconds)
         async with _peak_memory(stack) as peaks:
             assert process.stdin is not None
             process.stdin.write(b"\n")
             await asyncio.sleep(LEAD_S)
-            during, attack_drive = await _noticed(quiet, surface, leaders)
-            async with asyncio.timeout(SECONDS + REPORT_LIMIT_S):
+            during, attack_drive = await _noticed(quiet, surface, leaders, seconds)
+            async with asyncio.timeout(seconds + REPORT_LIMIT_S):
                 told, _ = await process.communicate()
     report = msgspec.json.decode(told, type=AttackReport)
     load = load_between(alone_drive, attack_drive)
     await asyncio.to_thread(await_idle, stack)
-    same_cpu = await _beside_load(quiet, surface, load)
+    same_cpu = await _beside_load(quiet, surface, load, seconds)
     limits = _limits_of(attack, alone, during, same_cpu, peaks)
     answers = sum(report.statuses.values())
     own = [Figure("answers to the attacker", answers, "", ">=", 1), *attack.check(world, report)]
@@ -358,17 +447,17 @@ def _limits_of(
 
 
 async def _noticed(
-    quiet: Quiet, surface: Surface, leaders: dict[str, int]
+    quiet: Quiet, surface: Surface, leaders: dict[str, int], seconds: float
 ) -> tuple[Noticed, CpuDrive]:
     began_s, before = time.monotonic(), cpu_times(leaders)
-    noticed = await notice(quiet, [surface], SECONDS)
+    noticed = await notice(quiet, [surface], seconds)
     return noticed[surface.name], CpuDrive(time.monotonic() - began_s, before, cpu_times(leaders))
 
 
-async def _beside_load(quiet: Quiet, surface: Surface, load: Load) -> Noticed:
-    async with burning(load, SECONDS + LEAD_S, ["client"]):
+async def _beside_load(quiet: Quiet, surface: Surface, load: Load, seconds: float) -> Noticed:
+    async with burning(load, seconds + LEAD_S, ["client"]):
         await asyncio.sleep(LEAD_S)
-        return (await notice(quiet, [surface], SECONDS))[surface.name]
+        return (await notice(quiet, [surface], seconds))[surface.name]
 
 
 @asynccontextmanager
@@ -426,10 +515,31 @@ def _fill(files: FileServer) -> None:
         header = json.dumps({"a": tensor}).encode()
         data = len(header).to_bytes(8, "little") + header + bytes(8)
         files.add(f"{ALLOWED}{name}.safetensors", data, kind, ETag='"1"')
+    files.add(wasted.JUNK, bytes(wasted.JUNK_BYTES), "image/png")
+
+
+_RACE = {
+    "name": wasted.RACE,
+    "input": {"text": "string"},
+    "steps": [
+        {"id": "vector", "model": EMBEDDER, "input": {"text": "$input.text"}},
+        {"id": "image", "model": PAINTER, "input": {"prompt": "$input.text"}},
+    ],
+    "output": {"vector": "$vector", "image": "$image"},
+}
+
+
+def _reader(folder: Path) -> dict[str, Any]:
+    """The entry of the class that reads documents, from a copy of its folder."""
+    shipped = yaml.safe_load((READER_FOLDER / "models.yaml").read_text(encoding="utf-8"))
+    (entry,) = shipped["models"]
+    copied = folder / READER_FOLDER.name
+    shutil.copytree(READER_FOLDER, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    return {**entry, "source": f"local:{copied}"}
 
 
 @contextmanager
-def _serving(folder: Path, files: FileServer) -> Iterator[Stack]:
+def _serving(folder: Path, files: FileServer, attacks: Sequence[Attack]) -> Iterator[Stack]:
     """The stack that both tenants use."""
     catalog = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
     for entry in catalog["models"]:
@@ -438,13 +548,19 @@ def _serving(folder: Path, files: FileServer) -> Iterator[Stack]:
                 "adapter_urls": {"allowed": [f"{files.url}{ALLOWED}"]},
                 "adapter_memory_bytes": ADAPTER_MEMORY_BYTES,
             }
+        if entry["name"] == EMBEDDER:
+            entry["price"] = {"per_million_tokens_usd": wasted.PRICE_USD}
+    if any(attack.surface == DOCUMENTS for attack in attacks):
+        catalog["models"].append(_reader(folder))
+    catalog["flows"] = [_RACE]
     (folder / "models.yaml").write_text(yaml.safe_dump(catalog), encoding="utf-8")
-    keys = [stored(QUIET, "quiet"), stored(BAD, "bad")]
-    tenants = {"quiet": "quiet", "bad": "bad"}
+    keys = [stored(QUIET, "quiet"), *(stored(name, name) for name in (BAD, *wasted.PLANS))]
+    tenants = {plan: plan for plan in PLANS}
     settings = {
         "PENSTOCK_MODELS_FILE": str(folder / "models.yaml"),
         "PENSTOCK_KEYS_URL": keys_url(folder, plans=PLANS, tenants=tenants, keys=keys),
     }
+    refresh_interfaces(folder / "models.yaml", say_nothing)
     settings |= {f"PENSTOCK_{name.upper()}": value for name, value in files.settings.items()}
     with served_stack(folder / "state", Ports.free(), settings, say_nothing) as stack:
         yield stack
@@ -481,16 +597,16 @@ def main() -> int:
     sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()
     sys.stdin.buffer.readline()
-    report = asyncio.run(_attack(act, attack.callers, order))
+    report = asyncio.run(_attack(act, attack, order))
     sys.stdout.buffer.write(msgspec.json.encode(report))
     return 0
 
 
-async def _attack(act: Act, callers: int, order: AttackOrder) -> AttackReport:
+async def _attack(act: Act, attack: Attack, order: AttackOrder) -> AttackReport:
     timeout, connector = aiohttp.ClientTimeout(total=60.0), aiohttp.TCPConnector(limit=0)
     until_s = time.monotonic() + order.seconds
     async with aiohttp.ClientSession(
-        headers=bearer(BAD), timeout=timeout, connector=connector
+        headers=bearer(attack.key), timeout=timeout, connector=connector
     ) as http:
         attacker = Attacker(order, http)
 
@@ -499,7 +615,7 @@ async def _attack(act: Act, callers: int, order: AttackOrder) -> AttackReport:
                 if await act(attacker) not in (200, 201):
                     await asyncio.sleep(AFTER_REFUSAL_S)
 
-        tasks = [asyncio.create_task(act_again()) for _ in range(callers)]
+        tasks = [asyncio.create_task(act_again()) for _ in range(attack.callers)]
         await asyncio.wait(tasks, timeout=order.seconds)
         for task in tasks:
             task.cancel()

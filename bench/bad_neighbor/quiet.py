@@ -69,16 +69,16 @@ class Quiet:
 
     async def texts(self) -> None:
         """One short text."""
-        await self._post("/v1/embeddings", {"model": EMBEDDER, "input": text(12)})
+        await self.post("/v1/embeddings", {"model": EMBEDDER, "input": text(12)})
 
     async def images(self) -> None:
         """One small image from another."""
         body = edit(self._image, "64x64", 4, model=PAINTER)
-        await self._post("/v1/images/edits", body)
+        await self.post("/v1/images/edits", body)
 
     async def generations(self) -> None:
         """One short text by the model that writes."""
-        await self._post("/v1/chat/completions", chat(WRITER, 4, TOKENS))
+        await self.post("/v1/chat/completions", chat(WRITER, 4, TOKENS))
 
     async def batches(self) -> None:
         """A file of a few lines, a batch of it, and its end."""
@@ -88,7 +88,7 @@ class Quiet:
             "endpoint": "/v1/embeddings",
             "completion_window": "24h",
         }
-        batch = await self._post("/v1/batches", body)
+        batch = await self.post("/v1/batches", body)
         while batch["status"] != "completed":
             if batch["status"] in ("failed", "expired", "cancelled"):
                 raise RefusedError(f"batch {batch['status']}")
@@ -117,7 +117,7 @@ class Quiet:
             "webhook": f"{self.receiver_url}/{name}",
             "webhook_events_filter": ["completed"],
         }
-        await self._post("/v1/predictions", body)
+        await self.post("/v1/predictions", body)
         await told.wait()
 
     async def streams(self) -> None:
@@ -144,11 +144,16 @@ class Quiet:
         form = aiohttp.FormData()
         form.add_field("purpose", "batch")
         form.add_field("file", data, filename="in.jsonl")
-        return await self._post("/v1/files", form=form)
+        return await self.post("/v1/files", form=form)
 
-    async def _post(
+    async def post(
         self, path: str, body: object = None, form: aiohttp.FormData | None = None
     ) -> dict[str, Any]:
+        """Sends a request, and returns the body of its answer.
+
+        Raises:
+            RefusedError: it is not what was asked for.
+        """
         async with self._http.post(f"{self._url}{path}", json=body, data=form) as answer:
             return await _json(answer)
 
