@@ -445,8 +445,8 @@ def _type_of(name: str, written: Any) -> dict[str, Any]:
         return dict(TYPES[written])
     if isinstance(written, list) and len(written) == 1 and written[0] in TYPES:
         return {"type": "array", "items": dict(TYPES[written[0]])}
-    if isinstance(written, Mapping) and "type" in written:
-        return dict(written)
+    if isinstance(written, Mapping) and ("type" in written or not written):
+        return dict(written)  # an empty one is `any`, in a plan that was read before
     raise ValueError(
         f"{name}: {written!r} is not a type; use one of {', '.join(TYPES)}, a list with one of "
         "them for several, or a JSON Schema with a type"

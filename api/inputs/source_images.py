@@ -362,14 +362,19 @@ class SourceImages:
     async def keep(self, file: FetchedFile, caller: ImageCaller, name: str = "image") -> str:
         """Stores the bytes of a data: URI as a file, and returns its URL.
 
-        Records do not hold files. The file is kept as long as the prediction.
+        Records do not hold files. The file is kept as long as the prediction, under the name of the
+        input that it came from, which errors name too.
 
         Raises:
             StorageFull: the tenant has no room for it.
             Unavailable: the object store is out of reach.
         """
         kept = await self._files.add(
-            caller.quota, file.data, name=name, content_type=file.media_type, keep_s=caller.keep_s
+            caller.quota._replace(field=name),
+            file.data,
+            name=name,
+            content_type=file.media_type,
+            keep_s=caller.keep_s,
         )
         return f"{caller.base_url}/v1/files/{kept.id}"
 

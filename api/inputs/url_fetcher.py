@@ -66,6 +66,7 @@ FOLDER = "inputs"
 ANY_TYPE = "application/octet-stream"
 _HTTPS_PORT = 443
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_CODING = re.compile(r"[a-z0-9.+-]{1,16}")
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,64}/[\w.+-]{1,64}")
 _HEADERS = {"accept": "*/*", "accept-encoding": "identity", "user-agent": "Penstock-Fetch/1"}
 
@@ -428,8 +429,7 @@ class _Fetch:
         except Unavailable as error:
             raise FetchFailed(error.public_message) from error
         except (ClientError, TimeoutError, ConnectionError, OSError, ValueError) as error:
-            reason = str(error) or "no answer in time"
-            raise FetchFailed(f"{url.host}: {reason}") from error
+            raise FetchFailed(f"{url.host}: {_reason_of(error)}") from error
 
     def _check(self, answer: ClientResponse) -> None:
         """Judges the head of an answer.
@@ -443,7 +443,8 @@ class _Fetch:
         if answer.status != 200:
             raise BadInput(f"{answer.url.host} answered {answer.status}; expected 200")
         if (coding := answer.headers.get("content-encoding", "identity").lower()) != "identity":
-            raise BadInput(f"its content-encoding is {coding[:40]}; expected none")
+            named = coding if _CODING.fullmatch(coding) else "unknown"
+            raise BadInput(f"its content-encoding is {named}; expected none")
         media_type = _media_type(answer)
         accepted = self.rules.media_types
         if accepted and not media_type.startswith(accepted):
@@ -455,12 +456,33 @@ class _Fetch:
             raise _too_large(self.rules)
 
 
+def _reason_of(error: Exception) -> str:
+    """Returns why a fetch failed, without anything that the host sent."""
+    from aiohttp import (
+        ClientConnectorCertificateError,
+        ClientConnectorError,
+        ClientPayloadError,
+        ClientSSLError,
+        ServerDisconnectedError,
+    )
+
+    reasons: tuple[tuple[type[Exception], str], ...] = (
+        (ClientConnectorCertificateError, "its certificate is not valid for this name"),
+        (ClientSSLError, "TLS failed"),
+        (ClientConnectorError, "no connection could be made"),
+        (TimeoutError, "no answer in time"),
+        (ClientPayloadError, "its answer broke off"),
+        (ServerDisconnectedError, "it closed the connection"),
+        (ConnectionError, "it closed the connection"),
+    )
+    return next((said for kind, said in reasons if isinstance(error, kind)), "not valid HTTP")
+
+
 def _redirected(url: URL, answer: ClientResponse) -> str:
-    location = answer.headers.get("location", "")
     try:
-        return str(url.join(URL(location)))
+        return str(url.join(URL(answer.headers.get("location", ""))))
     except ValueError as error:
-        raise BadInput(f"{url.host} redirects to {location[:80]!r}, which is not a URL") from error
+        raise BadInput(f"{url.host} redirects to a location which is not a URL") from error
 
 
 async def _load(answer: ClientResponse, asked: str, place: _Place, rules: FileRules) -> _Loaded:

@@ -226,11 +226,15 @@ class InputResult(_ItemBody):
         return {"role": "tool", "tool_call_id": self.call_id, "content": content}
 
 
+MAX_REASONING_CHARS = 256 * 1024
+"""Characters of one part of a reasoning item. It is stored with the response."""
+
+
 class ReasoningPart(Body):
     """A part of what a model thought, or of its summary."""
 
     type: Literal["reasoning_text", "summary_text"]
-    text: str
+    text: str = Field(max_length=MAX_REASONING_CHARS)
 
 
 class InputReasoning(Body):
@@ -240,7 +244,9 @@ class InputReasoning(Body):
     id: ItemId | None = None
     summary: Annotated[list[ReasoningPart], Field(fail_fast=True)] | None = None
     content: Annotated[list[ReasoningPart], Field(fail_fast=True)] | None = None
-    encrypted_content: str | None = Field(None, description="Kept, and not read.")
+    encrypted_content: str | None = Field(
+        None, max_length=MAX_REASONING_CHARS, description="Kept, and not read."
+    )
     status: Option | None = None
 
     @property

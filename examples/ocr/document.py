@@ -40,7 +40,9 @@ MAX_OBJECTS = 200_000
 MEMORY_BYTES = 2 * 1024**3
 OPENING_LIMIT_S, PAGE_CPU_S, PAGE_LIMIT_S = 4.0, 20, 120.0
 """Until the number of pages is known; of a page: CPU time, and in all."""
-MAX_HEAD_BYTES = 64 * 1024 * 1024
+MAX_HEAD_BYTES = 1024 * 1024
+"""Of the text of one page with the places of its words: about 30,000 words. The output that is made
+of it fits into a prediction."""
 PDF_MARK = b"%PDF-"
 FORMATS = ("PNG", "JPEG", "TIFF", "WEBP")
 HYPHENS = (2, 0xFFFE)
@@ -256,7 +258,8 @@ def main(path: Path) -> None:
             head = {"wrong": f"reading it takes more than {MEMORY_BYTES // 1024**2} MiB"}
         encoded = json.dumps(head).encode()
         if len(encoded) > MAX_HEAD_BYTES:
-            encoded = json.dumps({"wrong": "it has too much text"}).encode()
+            wrong = "it has too much text, more than about 30,000 words; divide it"
+            encoded = json.dumps({"wrong": wrong}).encode()
         sizes = len(encoded).to_bytes(8, "little") + len(body).to_bytes(8, "little")
         sys.stdout.buffer.write(sizes + encoded + body)
         sys.stdout.buffer.flush()

@@ -83,6 +83,17 @@ def test_a_broken_page_is_named(tmp_path: Path) -> None:
         assert document.text(0)["lines"]
 
 
+def test_page_with_too_much_text_is_the_callers_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.pdf"
+    words = b"".join(shown("word " * 200, 72, 700 - n % 600, 1) for n in range(300))
+    path.write_bytes(pages_pdf([stream(b"", words)]))
+    with Document(path) as document:
+        with pytest.raises(WrongInput, match=r"^page 0: it has too much text") as caught:
+            document.text(0)
+        assert caught.value.field == "document"
+        assert document.raster(0).width
+
+
 def lines_at(*texts: tuple[str, int, int], size: int = 24) -> list[tuple[Box, Line]]:
     """Lines with their left upper corners. A letter is half as wide as it is high."""
     placed = []

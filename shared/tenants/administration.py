@@ -450,7 +450,16 @@ def _check_name(name: str, field: str) -> None:
         raise BadInput(f"{field}: {IS_A_KEY}", field=field)
 
 
+_ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
+"""A character as paths of URLs write it."""
+
+
 def _check_tenant(tenant: str) -> None:
+    if _ESCAPE.search(tenant):
+        raise BadInput(
+            "tenant: must not have % before two hex digits, which proxies may decode in paths",
+            field="tenant",
+        )
     if tenant in (".", ".."):
         raise BadInput(
             "tenant: must not be '.' or '..', which clients cut out of paths", field="tenant"

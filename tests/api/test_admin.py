@@ -231,6 +231,7 @@ async def test_every_act_is_noted(api: ApiUnderTest, caplog: pytest.LogCaptureFi
         ("PUT", "/plans/a/b", {}, 404, None),
         ("PUT", "/plans/a%2Fb", {}, 400, "plan"),
         ("POST", "/keys", NEW | {"tenant": ".."}, 400, "tenant"),
+        ("POST", "/keys", NEW | {"tenant": "%0a"}, 400, "tenant"),
         ("PUT", "/plans/team", {"budget_webhook": "javascript:x"}, 400, "budget_webhook"),
         ("PUT", "/plans/team", {"budget_webhook": "https://localhost/"}, 400, "budget_webhook"),
         ("PUT", "/plans/team", {"per_model": {"gpt-9": {}}}, 400, "per_model['gpt-9']"),

@@ -8,6 +8,7 @@ import asyncio
 import base64
 import encodings
 import socket
+import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -22,7 +23,7 @@ from api.inputs import url_fetcher
 from api.inputs.storage import Storage, StorageQuota
 from api.inputs.url_fetcher import MAX_AT_A_TIME, FetchFailed, UrlFetcher
 from shared.catalog import Catalog, Model
-from shared.errors import BadInput, Overloaded
+from shared.errors import BadInput, Overloaded, PenstockError
 from shared.model_interface import ModelInterface
 from shared.pinned_http import Resolve, resolve
 from shared.stores.fetched_urls import FetchedUrls
@@ -426,6 +427,38 @@ async def test_one_private_address_among_others_refuses_the_name(
     with pytest.raises(BadInput, match="not public"):
         await fetch(one, f"https://{NAME}:{files.port}/a")
     assert not files.asked
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (b"SECRET is not HTTP\r\n\r\n", "127.0.0.1: not valid HTTP"),
+        (b"HTTP/1.1 302 Found\r\nlocation: https://[SECRET\r\n\r\n", "which is not a URL"),
+        (b"HTTP/1.1 200 OK\r\ncontent-encoding: SECRET\xff\r\n\r\n", "is unknown; expected"),
+        (b"HTTP/1.1 200 OK\r\nbad header SECRET\r\n\r\n", "127.0.0.1: not valid HTTP"),
+        (b"", "127.0.0.1: it closed the connection"),
+    ],
+)
+async def test_errors_have_nothing_that_a_host_sent(
+    tmp_path: Path, files: FileServer, records: Records, said: bytes, reason: str
+) -> None:
+    """It may be a service of ours that was reached by mistake."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(said)
+        writer.close()
+
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(files.certificate.cert, files.certificate.key)
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls) as server:
+        port = server.sockets[0].getsockname()[1]
+        given = files.settings | {"fetch_hosts": f"127.0.0.1:{port}"}
+        one = fetcher(tmp_path, given, records.fetched_urls, here)
+        with pytest.raises(PenstockError) as caught:
+            await fetch(one, f"https://127.0.0.1:{port}/a")
+    assert reason in caught.value.public_message
+    assert "SECRET" not in caught.value.public_message
 
 
 async def test_a_certificate_must_be_of_the_name(

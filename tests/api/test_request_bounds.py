@@ -44,6 +44,21 @@ CLASS = ModelInterface(
     cog_version="0",
     sources_sha256="0" * 64,
 )
+_LONGEST = 256 * 1024
+REASONING = [
+    ({name: value(_LONGEST)}, {name: value(_LONGEST + 1)})
+    for name, value in (
+        ("encrypted_content", lambda size: "e" * size),
+        ("summary", lambda size: [{"type": "summary_text", "text": "s" * size}]),
+    )
+]
+"""Fields of a reasoning item, which is stored and not read: as long as may be, and longer."""
+
+
+def _thought(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"type": "reasoning", **fields}, {"role": "user", "content": "say a"}]
+
+
 BOUNDED = [
     *((*one, "metadata", {"k" * 64: "v" * 512}, {"k" * 65: "v"}) for one in TEXTS),
     *((*one, "metadata", {"k": "v" * 512}, {"k": "v" * 513}) for one in TEXTS),
@@ -62,6 +77,7 @@ BOUNDED = [
     (*RESPONSE, "text", {"verbosity": "low"}, {"verbosity": "k" * 65}),
     (*RESPONSE, "reasoning", {"effort": "low"}, {"summary": "k" * MIB}),
     (*RESPONSE, "previous_response_id", None, "r" * 257),
+    *((*RESPONSE, "input", _thought(few), _thought(many)) for few, many in REASONING),
     *((*IMAGE, name, "auto", "k" * 65) for name in ("quality", "style", "background")),
 ]
 

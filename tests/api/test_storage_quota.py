@@ -192,6 +192,17 @@ async def _given_to_class(api: ApiUnderTest, url: str, key: str = "a") -> httpx.
     return await api.http.post("/v1/predictions", json=body, headers=bearer(key))
 
 
+async def test_quota_error_names_the_input_of_a_class(tmp_path: Path, redis_url: str) -> None:
+    settings = settings_for(tmp_path, redis_url=redis_url, files_max_bytes=MIB)
+    uri = "data:a/b;base64," + base64.b64encode(bytes(MIB + 1)).decode()
+    async with running_api(settings, catalog=Catalog((CLASS,))) as api:
+        body = {"version": CLASS.name, "input": {"file": uri}}
+        answer = await api.http.post("/v1/predictions", json=body)
+    assert answer.status_code == 422, answer.text
+    (wrong,) = answer.json()["invalid_fields"]
+    assert wrong["field"] == "input.file"
+
+
 async def test_class_that_returns_files_is_refused_without_room(
     tmp_path: Path, redis_url: str
 ) -> None:

@@ -58,6 +58,18 @@ async def test_three_steps_give_the_output(redis_url: str) -> None:
     assert [step["items"] for step in run["metrics"]["steps"]] == [1, 5, 1]
 
 
+@pytest.mark.parametrize("kind", ["any", ["any"]])
+async def test_input_of_type_any_is_taken(redis_url: str, kind: Any) -> None:
+    """A run's record keeps the plan, whose types are read again from JSON Schema."""
+    step = {"id": "words", "model": SPLIT.name, "input": {"text": "a cat"}}
+    flow = {"name": "keep", "input": {"note": kind}, "steps": [step], "output": "$input.note"}
+    note: list[Any] = [1, {"a": None}, "b"]
+    async with world(redis_url, flow) as flows:
+        run = await flows.run("keep", {"note": note})
+    assert run["status"] == "succeeded", run
+    assert run["output"] == note
+
+
 async def test_hits_of_a_step_need_no_message(redis_url: str) -> None:
     async with world(redis_url, SPELL) as flows:
         await flows.run("spell", {"text": "a cat"})
