@@ -19,7 +19,8 @@ WINDOW_S = 600.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 """Before a part is started again. Each death within WINDOW_S doubles it."""
 PROGRESS_S = 10.0
-"""Time between two lines about a part that is not ready yet."""
+"""Time until the first line about a part that is not ready yet. Each later one takes twice as long.
+"""
 WRONG_CONFIGURATION = 2
 """Exit code of a worker that no restart can help: its entry, its package or a setting is wrong."""
 
@@ -183,8 +184,8 @@ class _Watched:
             process.stop()  # first: what it prints when it is stopped may give the reason
             return self._died(f"was not ready within {self._part.limit_s:g} s")
         elif self._clock() >= self._progress_s:
-            self._progress_s += PROGRESS_S
             waited_s = self._clock() - self._since_s
+            self._progress_s = self._clock() + max(waited_s, PROGRESS_S)  # 10 s, 20 s, 40 s, …
             self._report(
                 "waiting", f"{process.name} · {waited_s:.0f} s so far; its log: {process.log_path}"
             )
@@ -193,7 +194,7 @@ class _Watched:
     def _on_ready(self) -> None:
         name, waited_s = self._part.process.name, self._clock() - self._since_s
         if self._is_first_start:
-            self._report("ready", f"{name} · {waited_s:.1f} s after its start")
+            self._report("ready", f"{name} · warm")
         else:
             self._report("back", f"{name} · {waited_s:.1f} s later")
         self._ready_by_s, self._is_first_start, self._is_changed = None, False, False

@@ -93,7 +93,7 @@ def test_worker_that_starts_is_reported_until_it_is_ready(run: Callable[..., Wor
     assert (supervisor.is_settled, supervisor.not_ready) == (False, ["part"])
     world.is_ready = True
     assert supervisor.look() is None
-    assert world.reported[-1] == ("ready", "part · 20.0 s after its start")
+    assert world.reported[-1] == ("ready", "part · warm")
     assert (supervisor.is_settled, supervisor.not_ready) == (True, [])
 
 
