@@ -23,6 +23,7 @@ import soundfile
 EXAMPLES = Path(__file__).parent.parent
 sys.path.insert(0, str(EXAMPLES / "transcribe"))
 import windows as ours  # noqa: E402  its folder comes first
+from decoding import BLOCK_S  # noqa: E402
 
 VAD = {"max_speech_duration_s": ours.WINDOW_S, "min_silence_duration_ms": 160}
 """Those of faster-whisper's BatchedInferencePipeline."""
@@ -31,7 +32,7 @@ PAUSES_S = (0.2, 0.4, 0.8, 1.5, 3.0, 8.0)
 
 def whole(path: str) -> Any:
     """The samples of a recording, all at once."""
-    return np.concatenate([np.zeros(0, np.float32), *ours.blocks_of(Path(path))])
+    return np.concatenate([np.zeros(0, np.float32), *ours.decode(Path(path))])
 
 
 def chunks_of(samples: Any) -> tuple[list[list[int]], list[Any]]:
@@ -68,7 +69,11 @@ def probabilities(rng: np.random.Generator) -> Any:
     while sum(len(one) for one in runs) < frames:
         length = int(rng.choice([1, 2, 4, 6, 20, 60, 200, 900]))
         runs.append(np.full(length, rng.choice([0.1, 0.4, 0.9], p=[0.4, 0.15, 0.45]), np.float32))
-    return np.concatenate(runs)[:frames]
+    together = np.concatenate(runs)[:frames]
+    # A pause now and then: faster-whisper cuts speech that has none inside a word.
+    for start in range(400, len(together), 400):
+        together[start : start + 5] = 0.1
+    return together
 
 
 class Detector:
@@ -97,7 +102,7 @@ def show_random(count: str) -> None:
         samples = (np.arange(length) % 30_000).astype(np.float32)
         cutter, cut, at = ours.Cutter(), list[ours.Window](), 0
         while at < length:
-            step = int(rng.integers(1, ours.BLOCK_S * ours.RATE_HZ + 1))
+            step = int(rng.integers(1, BLOCK_S * ours.RATE_HZ + 1))
             cut += cutter.add(samples[at : at + step])
             most, at = max(most, cutter.held), at + step
         cut += cutter.finish()

@@ -2,10 +2,11 @@
 
 faster-whisper computes it on CTranslate2: in 8-bit integers on a CPU, in half precision on a GPU.
 Its module for files imports PyAV, whose wheel bundles encoders under the GPL. So PyAV is not
-installed here (overrides.txt), and libsndfile reads the files (docs/decisions/0101-speech.md).
+installed here (overrides.txt): recordings.py counts the sound in a file, and decoding.py decodes it
+(docs/decisions/0128-sound-in-recordings.md).
 
-A recording is cut into windows at silences, and each is written down for itself. So hours of sound
-need no more memory than minutes, and the first segments come while the rest is being read.
+A recording is cut into windows at silences, and each window is transcribed on its own. So the first
+segments arrive while the rest is being read.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from pathlib import Path as LocalPath
 from typing import Any
 
 from cog import BasePredictor, Input, Path
+from recordings import WrongInput, count_seconds
 from transcript import Transcript
-from windows import RATE_HZ, WrongInput, faster_whisper, seconds_of, whole_of, windows_of
+from windows import RATE_HZ, faster_whisper, whole_of, windows_of
 
 WEIGHTS = LocalPath(__file__).parent / "weights"
 TASKS = ["transcribe", "translate"]
@@ -67,13 +69,13 @@ class Predictor(BasePredictor):
         self.model.generate_with_fallback = watched
 
     def work(self, input: Any) -> int:
-        """Seconds of sound, begun ones too."""
-        duration_s: float = seconds_of(input.file)
+        """Returns the seconds of sound in the file, rounded up."""
+        duration_s: float = count_seconds(input.file)
         return max(1, math.ceil(duration_s))
 
     def predict(
         self,
-        file: Path = Input(description="The recording: wav, flac, mp3 or ogg."),
+        file: Path = Input(description="The recording: wav, flac, mp3, ogg, m4a, webm or aac."),
         language: str = Input(
             description="Of the recording, in ISO 639-1. Empty: it is detected.", default=""
         ),
@@ -113,7 +115,7 @@ class Predictor(BasePredictor):
         }
         if temperature:
             options["temperature"] = temperature
-        duration_s = seconds_of(file)
+        duration_s = count_seconds(file)
         transcript = Transcript(duration_s)
         for window in windows_of(file) if vad_filter else [whole_of(file)]:
             if self.has_sampled:

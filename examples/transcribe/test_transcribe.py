@@ -4,39 +4,23 @@ pipeline: as faster-whisper writes them when it is called directly.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import math
-import os
-import re
-import subprocess
 import sys
 import wave
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-import yaml
 
-from examples.oracles import INSTALL_LIMIT_S, RUN_LIMIT_S, fetched, word_errors, words
-from examples.show import EXAMPLES, KEPT
-from infra.local.interfaces import refresh_interfaces
-from infra.local.ports import Ports
-from infra.local.stack import Stack
-from shared.errors import ConfigurationError
-from tests.keys import key_for, keys_url
-from workers.models.custom.environments import python_for
+from examples.oracles import word_errors, words
+from examples.show import KEPT
+from examples.transcribe.conftest import oracle, run
 
 pytestmark = pytest.mark.slow(about_s=120)
 
-KEY = key_for("default")
-PACKAGE = "pocketsphinx-testdata"
-PACKAGE_SHA256 = "eaeb7a01d54f20b799d1a81ef110ec544b2cb47ea006614078220737a33019f0"
-"""Of version 0.8+5prealpha+1-15. It has five sentences of LibriVox, with what is said (BSD-2)."""
-LINE = re.compile(r"<s> (?P<said>.*) </s> \((?P<name>\S+)\)")
 DIRECT = """
 import json, sys, types
 sys.modules["av"] = types.ModuleType("av")
@@ -61,87 +45,6 @@ fine = soxr.resample(stereo, rate, 44100)
 soundfile.write(f"{folder}/fine.mp3", fine, 44100)
 soundfile.write(f"{folder}/fine.ogg", fine, 44100)
 """
-
-
-@pytest.fixture(scope="module")
-def python() -> str:
-    """The Python that has the packages of the transcriber."""
-    fetched("transcribe")
-    try:
-        python_for(EXAMPLES / "speech")
-        return python_for(EXAMPLES / "transcribe")
-    except ConfigurationError as error:
-        pytest.skip(f"packages: {error.message[-200:]}")
-
-
-@pytest.fixture(scope="module")
-def sentences() -> dict[Path, str]:
-    """Recordings, and what is said in them. Skips without a mirror of Debian."""
-    folder = (KEPT / "transcribe" / "recordings").absolute()
-    data = folder / "usr/share/pocketsphinx/test/data/librivox"
-    if not data.is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            command = ["apt-get", "download", PACKAGE]
-            limits: dict[str, Any] = {"timeout": INSTALL_LIMIT_S, "check": True}
-            subprocess.run(command, cwd=folder, capture_output=True, **limits)
-        except (OSError, subprocess.SubprocessError):
-            pytest.skip(f"Debian's package {PACKAGE} can't be had here")
-        (package,) = folder.glob("*.deb")
-        if hashlib.sha256(package.read_bytes()).hexdigest() != PACKAGE_SHA256:
-            pytest.skip(f"another version: {package.name}")
-        subprocess.run(["dpkg-deb", "-x", str(package), str(folder)], **limits)
-    lines = (data / "transcription").read_text().splitlines()
-    matches = [match for line in lines if (match := LINE.fullmatch(line.strip()))]
-    assert len(matches) == 5
-    return {data / f"{one['name']}.wav": one["said"] for one in matches}
-
-
-@pytest.fixture(scope="module")
-def url(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a stack that transcribes and speaks."""
-    folder = tmp_path_factory.mktemp("stack")
-    entries = []
-    for name in ("transcribe", "speech"):
-        (one,) = yaml.safe_load((EXAMPLES / name / "models.yaml").read_text())["models"]
-        entries.append(one | {"source": f"local:{EXAMPLES / name}"})
-    models = folder / "models.yaml"
-    models.write_text(yaml.safe_dump({"models": entries}))
-    refresh_interfaces(models, lambda line: None)
-    settings = {
-        "PENSTOCK_KEYS_URL": keys_url(folder, default="default"),
-        "PENSTOCK_MODELS_FILE": str(models),
-    }
-    with Stack(folder, ports=Ports.free(len(entries)), settings=settings) as stack:
-        yield stack.api_url
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as opened:
-        yield opened
-
-
-def oracle(python: str, kind: str, *arguments: str | Path) -> str:
-    return run(python, EXAMPLES / "transcribe" / "oracle.py", kind, *arguments)
-
-
-def run(python: str, code: str | Path, *arguments: str | Path) -> str:
-    """What Python prints for a text or a file, on as many threads as a class has.
-
-    Sums of floats depend on the number of threads, and on some CPUs a word depends on them.
-    """
-    program = ["-c", code] if isinstance(code, str) else [str(code)]
-    done = subprocess.run(
-        [python, *program, *map(str, arguments)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=RUN_LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def seconds_of(path: Path) -> float:
@@ -213,7 +116,7 @@ def test_wrong_requests_are_named(client: Any, sentences: dict[Path, str]) -> No
 
     audio = client.audio
     noise = ("a.mp3", b"no sound at all" * 100)
-    reason = "file: not a recording in wav, flac, mp3 or ogg"
+    reason = "file: not a recording in wav, flac, mp3, ogg, m4a, webm or aac"
     assert refused(audio.transcriptions.create, file=noise) == ("file", reason)
     assert refused(audio.transcriptions.create, file=noise, stream=True) == ("file", reason)
     reason = "language: not one of en"

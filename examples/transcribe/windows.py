@@ -1,18 +1,20 @@
-"""Reads a recording as a stream, and cuts it at silences into windows that Whisper takes at once.
+"""Cuts a recording at silences into windows that Whisper takes at once.
 
 The windows are those of faster-whisper's BatchedInferencePipeline: Silero's detector finds the
 parts with speech, and parts that follow each other share a window while they have at most WINDOW_S
-together. Nothing of a window depends on what was said before it. So windows of one recording can be
+together. Nothing in a window depends on what was said before it. So windows of one recording can be
 computed anywhere, in any order, and equal ones once.
 
-faster-whisper looks at all samples of a recording. Here at most some minutes are in memory: the
-detector's state goes from block to block, and a part is complete as soon as the silence behind it
-is as long as what is added to its end.
+faster-whisper needs all samples of a recording. Here a few minutes of them are enough: the
+detector's state is kept from block to block, and a part is complete as soon as the silence behind
+it is as long as the silence that is added to its end. faster-whisper cuts speech without a pause
+wherever a window is full, which is inside a word. Here it is cut where it is quietest.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,14 +22,11 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import soundfile
+from decoding import RATE_HZ, decode
+from recordings import WrongInput
 
-RATE_HZ = 16_000
-"""Whisper's."""
-BLOCK_S = 30
 WINDOW_S = 30
 """Whisper's."""
-FULL_SCALE = 32_768
 FRAME = 512
 """Samples of which the detector gives one probability."""
 CONTEXT = 64
@@ -39,14 +38,8 @@ MIN_SILENCE = RATE_HZ * 160 // 1000
 PAD = RATE_HZ * 400 // 1000
 """Added to a part at both ends."""
 MAX_PART = WINDOW_S * RATE_HZ - FRAME - 2 * PAD
-
-
-class WrongInput(ValueError):
-    """An input that this model does not take."""
-
-    def __init__(self, field: str, reason: str) -> None:
-        super().__init__(reason)
-        self.field = field
+SEARCHED = 10 * RATE_HZ // FRAME
+"""Frames at the end of a full part among which the quietest one is searched, if it has no pause."""
 
 
 def faster_whisper() -> Any:
@@ -55,56 +48,6 @@ def faster_whisper() -> Any:
     import faster_whisper as package
 
     return package
-
-
-def opened(path: Path) -> Any:
-    """A recording: wav, flac, mp3, ogg (Vorbis, Opus), aiff or au.
-
-    Raises:
-        WrongInput: it is something else.
-    """
-    try:
-        return soundfile.SoundFile(str(path))
-    except soundfile.LibsndfileError as error:
-        raise WrongInput("file", "not a recording in wav, flac, mp3 or ogg") from error
-
-
-def seconds_of(path: Path) -> float:
-    """How long a recording is, by what its file says.
-
-    Raises:
-        WrongInput: it is no recording.
-    """
-    with opened(path) as file:
-        return float(file.frames / file.samplerate)
-
-
-def blocks_of(path: Path) -> Iterator[Any]:
-    """Yields a recording as Whisper takes it: float32, one channel, RATE_HZ, of 16 bits each.
-
-    Raises:
-        WrongInput: it is no recording, or ends in the middle of something that is none.
-    """
-    with opened(path) as file:
-        resampler = None
-        if file.samplerate != RATE_HZ:
-            import soxr  # `work` needs none of it
-
-            resampler = soxr.ResampleStream(file.samplerate, RATE_HZ, 1, dtype="float32")
-        try:
-            for block in file.blocks(BLOCK_S * file.samplerate, dtype="float32", always_2d=True):
-                one = block.mean(axis=1)
-                yield _rounded(one if resampler is None else resampler.resample_chunk(one))
-        except soundfile.LibsndfileError as error:
-            raise WrongInput("file", "it can't be read to its end") from error
-        if resampler is not None:
-            yield _rounded(resampler.resample_chunk(np.zeros(0, np.float32), last=True))
-
-
-def _rounded(samples: Any) -> Any:
-    """Samples of 16 bits. So a window is the same whether it was a file in between or not."""
-    whole = np.clip(np.rint(samples * FULL_SCALE), -FULL_SCALE, FULL_SCALE - 1)
-    return whole.astype(np.float32) / np.float32(FULL_SCALE)
 
 
 @dataclass
@@ -168,10 +111,18 @@ class PartFinder:
     """The last silence in the part at which it may be cut, 0 if there is none."""
     _after_cut: int = 0
     """Where speech goes on behind it."""
+    _powers: deque[float] = field(default_factory=lambda: deque(maxlen=SEARCHED))
+    """The power of the last frames."""
 
-    def add(self, probability: float) -> Part | None:
-        """Takes the next frame. Returns the part that it completes."""
+    def add(self, probability: float, power: float) -> Part | None:
+        """Takes the next frame. Returns the part that it completes.
+
+        Args:
+            probability: probability of speech.
+            power: mean square of its samples.
+        """
         now, self.at = self.at, self.at + FRAME
+        self._powers.append(power)
         is_speech = probability >= SPEECH_ABOVE
         if is_speech and self._quiet_since:
             self._quiet_since = 0
@@ -186,14 +137,25 @@ class PartFinder:
         return self._end(now) if is_silence else None
 
     def _divide(self, now: int, *, is_silence: bool) -> Part:
-        """Ends a part that is too long: at its last silence, otherwise here."""
+        """Ends a part that is too long: at its last pause, otherwise where it is quietest."""
         assert self.start is not None, "only a part is divided; this is a bug"
-        part = Part(self.start, self._cut or now)
-        goes_on = self._cut and self._after_cut >= self._cut
+        if not self._cut:
+            place = self._find_quietest()
+            part, self.start = Part(self.start, place), place
+            self._quiet_since = now if is_silence else 0
+            return part
+        part = Part(self.start, self._cut)
+        goes_on = self._after_cut >= self._cut
         self.start = self._after_cut if goes_on else None
         self._cut = self._after_cut = 0
         self._quiet_since = now if goes_on and is_silence else 0
         return part
+
+    def _find_quietest(self) -> int:
+        """Returns the place between two of the last frames that have the least power together."""
+        powers = np.array(self._powers)
+        together = powers[:-1] + powers[1:]
+        return self.at - FRAME * (len(together) - int(together.argmin()))
 
     def _end(self, now: int) -> Part | None:
         """Ends a part if it has been quiet for long enough."""
@@ -250,7 +212,7 @@ class Cutter:
     @property
     def seconds(self) -> float:
         """How much has been read."""
-        return self._samples.end / RATE_HZ
+        return float(self._samples.end / RATE_HZ)
 
     @property
     def held(self) -> int:
@@ -284,8 +246,9 @@ class Cutter:
             yield self._take()
 
     def _look(self, samples: Any) -> Iterator[Window]:
-        for probability in self._detector.probabilities(samples):
-            if (part := self._finder.add(probability)) is not None:
+        powers = np.square(samples).reshape(-1, FRAME).mean(axis=1)
+        for probability, power in zip(self._detector.probabilities(samples), powers, strict=True):
+            if (part := self._finder.add(probability, power)) is not None:
                 yield from self._found(part)
             last, start = self._waiting, self._finder.start
             if last is not None and start is None and self._finder.at - last.end >= 2 * PAD:
@@ -322,7 +285,7 @@ def windows_of(path: Path) -> Iterator[Window]:
         WrongInput: it is no recording, or nothing is in it.
     """
     cutter = Cutter()
-    for block in blocks_of(path):
+    for block in decode(path):
         yield from cutter.add(block)
     if not cutter.seconds:
         raise WrongInput("file", "nothing is recorded in it")
@@ -336,7 +299,7 @@ def whole_of(path: Path) -> Window:
         WrongInput: it is no recording, nothing is in it, or it is longer than a window.
     """
     longest, blocks = WINDOW_S * RATE_HZ, list[Any]()
-    for block in blocks_of(path):
+    for block in decode(path):
         blocks.append(block)
         if sum(map(len, blocks)) > longest:
             raise WrongInput("file", f"longer than {WINDOW_S} s, so it needs vad_filter")

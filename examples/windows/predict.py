@@ -13,7 +13,9 @@ from typing import Any
 
 import soundfile
 from cog import BaseModel, BasePredictor, Input, Path
-from windows import FULL_SCALE, RATE_HZ, faster_whisper, seconds_of, windows_of
+from decoding import FULL_SCALE, RATE_HZ
+from recordings import count_seconds
+from windows import faster_whisper, windows_of
 
 
 class Output(BaseModel):
@@ -37,12 +39,13 @@ class Predictor(BasePredictor):
         faster_whisper().vad.get_vad_model()
 
     def work(self, input: Any) -> int:
-        """Seconds of sound, begun ones too."""
-        duration_s: float = seconds_of(input.file)
+        """Returns the seconds of sound in the file, rounded up."""
+        duration_s: float = count_seconds(input.file)
         return max(1, math.ceil(duration_s))
 
     def predict(
-        self, file: Path = Input(description="The recording: wav, flac, mp3 or ogg.")
+        self,
+        file: Path = Input(description="The recording: wav, flac, mp3, ogg, m4a, webm or aac."),
     ) -> Output:
         """Returns its windows, as files without loss. None: nobody speaks in it."""
         folder, files, parts = LocalPath(tempfile.mkdtemp()), list[Path](), list[Any]()
@@ -52,4 +55,4 @@ class Predictor(BasePredictor):
             soundfile.write(str(target), samples, RATE_HZ, "PCM_16", format="FLAC")
             files.append(Path(target))
             parts.append(window.places)
-        return Output(windows=files, parts=parts, duration=seconds_of(file))
+        return Output(windows=files, parts=parts, duration=count_seconds(file))
