@@ -88,6 +88,7 @@ function windows.give_back(key, state, period, amount)
   if period < state.first or period > state.period then return end
   local field = whole(period)
   amount = math.min(amount, tonumber(redis.call('HGET', key, field) or 0))
+  if amount == 0 then return end -- negative zero is no integer to HINCRBY
   redis.call('HINCRBY', key, field, whole(-amount))
   state.used = math.max(0, state.used - amount)
 end

@@ -13,6 +13,7 @@ import pytest
 from shared.catalog import Catalog
 from shared.catalog_entry import Generation
 from shared.tenants.plan import Plan
+from shared.usage.row import Row
 from tests.api.fake_worker import FakeWorker
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.keys import bearer, keys_url
@@ -29,7 +30,14 @@ LONG = MODEL.model_copy(
     }
 )
 LIMIT = 10**7
-BODY = {"model": "letters", "prompt": "abc", "max_tokens": 10**6, "temperature": 0, "stream": True}
+BODY_TOKENS = 10**6
+BODY = {
+    "model": "letters",
+    "prompt": "abc",
+    "max_tokens": BODY_TOKENS,
+    "temperature": 0,
+    "stream": True,
+}
 ACME = bearer("a")
 
 
@@ -70,6 +78,12 @@ async def read_and_leave(api: ApiUnderTest, letters: int) -> str:
     raise AssertionError("the text ended early")
 
 
+async def check_counted(api: ApiUnderTest, row: Row) -> None:
+    """Checks that a text counts what was written of it, which is at least what was delivered."""
+    assert row.tokens is not None
+    assert row.tokens <= await used_tokens(api) <= row.tokens + BODY_TOKENS
+
+
 async def used_tokens(api: ApiUnderTest) -> int:
     """What the tenant has used of its tokens, once nothing of it is in flight."""
     body = {"model": "letters", "prompt": "x", "max_tokens": 1}
@@ -105,7 +119,7 @@ async def test_a_stream_that_is_canceled_costs_what_went_out(
         assert row.output_tokens >= len(text)
         assert row.cost_usd == pytest.approx((3 * 2 + row.output_tokens * 6) / 1e6)
         assert (await only_prediction(api))["metrics"]["cost_usd"] == row.cost_usd
-        assert await used_tokens(api) == row.tokens
+        await check_counted(api, row)
 
 
 async def test_a_stream_that_is_canceled_and_deleted_at_once_costs_what_went_out(
@@ -124,7 +138,7 @@ async def test_a_stream_that_is_canceled_and_deleted_at_once_costs_what_went_out
         assert row.output_tokens is not None
         assert row.output_tokens >= len(text)
         assert row.cost_usd == pytest.approx((3 * 2 + row.output_tokens * 6) / 1e6)
-        assert await used_tokens(api) == row.tokens
+        await check_counted(api, row)
 
 
 async def test_a_text_that_is_deleted_at_its_end_counts_as_charged(
@@ -145,7 +159,7 @@ async def test_a_text_that_its_own_schema_fails_costs_what_was_read(
     redis_url: str, tmp_path: Path
 ) -> None:
     async with served(redis_url, tmp_path) as (api, harness):
-        charged = 0
+        counted = 0
         endings = (("%", "schema_not_matched"), ("#", "invalid_input"), ("$", None))
         for before, (sign, code) in enumerate(endings):
             body = BODY | {"prompt": f"{sign}bc", "max_tokens": 1000}
@@ -160,8 +174,9 @@ async def test_a_text_that_its_own_schema_fails_costs_what_was_read(
             assert text, "it was read before it failed"
             row = [one for one in harness.rows if one.status == "failed"][before]
             assert row.cost_usd == pytest.approx((3 * 2 + len(text) * 6) / 1e6 if code else 0)
-            charged += 3 + len(text) if code else 0
-            assert await used_tokens(api) == charged + 2 * before  # what it has used itself
+            counted += 3 + len(text) if code else 1  # our fault costs nothing, and counts
+            used = await used_tokens(api)
+            assert counted + 2 * before <= used <= 1003 * (before + 1) + 2 * before
 
 
 async def test_a_stream_that_nobody_reads_any_more_costs_what_went_out(
@@ -178,7 +193,7 @@ async def test_a_stream_that_nobody_reads_any_more_costs_what_went_out(
         [written] = await harness.records.tokens.written([(row.request_id, 0)])
         assert len(text) <= row.output_tokens < written[-1].end, "it was written on for a second"
         assert row.cost_usd == pytest.approx((3 * 2 + row.output_tokens * 6) / 1e6)
-        assert await used_tokens(api) == row.tokens
+        await check_counted(api, row)
 
 
 async def test_a_stream_of_many_tokens_takes_two_messages(redis_url: str, tmp_path: Path) -> None:

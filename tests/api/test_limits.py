@@ -329,6 +329,19 @@ async def test_predictions_of_an_instance_that_died_are_settled(
             assert (await embed(other, "y" * 230)).status_code == 200
 
 
+async def test_a_prediction_that_has_used_its_whole_request_gives_its_budget_back(
+    tmp_path: Path, redis_url: str
+) -> None:
+    """Nothing of the request comes back, and all but the price of the budget does."""
+    plan = Plan(requests_per_min=100, budget_usd_per_month=1.0)
+    body = {"version": MODEL, "input": {"text": "x" * 200}}
+    async with limited_api(tmp_path, redis_url, plan) as api:
+        created = await api.http.post("/v1/predictions", json=body, headers=bearer("a"))
+        assert created.status_code == 201
+        await until_spent(redis_url, 0.003)
+        assert limits_in(await embed(api, "one two"))["remaining-requests"] == "98"
+
+
 async def test_plan_of_batch_lowers_the_priority(tmp_path: Path, redis_url: str) -> None:
     async with limited_api(tmp_path, redis_url, Plan(max_priority="batch")) as api:
         for headers in ({}, {"x_penstock_lane": "interactive"}, {"x_penstock_lane": "batch"}):
