@@ -5,7 +5,8 @@ import { dollars } from "./money.js";
 
 const WIDTH = 480;
 const HEIGHT = 200;
-const LEFT = 46;
+const LEFT = 64;
+const TICK_CHARS = 9;
 const BOTTOM = 22;
 const COLORS = 8;
 const short = new Intl.NumberFormat(undefined, { notation: "compact", maximumSignificantDigits: 3 });
@@ -54,8 +55,14 @@ function axes(kind, series, stacked, worded) {
 function ticks(least, most, y) {
   return [least, (least + most) / 2, most].map((value) => [
     svg("line", { x1: LEFT, x2: WIDTH, y1: y(value), y2: y(value), class: "grid" }),
-    svg("text", { x: LEFT - 4, y: y(value) + 4, "text-anchor": "end" }, short.format(value)),
+    tick(y(value) + 4, short.format(value)),
   ]);
+}
+
+/** A number left of the axis. A long one, such as a small amount of money, is made narrower. */
+function tick(y, text) {
+  const narrow = text.length > TICK_CHARS && { textLength: LEFT - 6, lengthAdjust: "spacingAndGlyphs" };
+  return svg("text", { x: LEFT - 4, y, "text-anchor": "end", ...narrow }, text);
 }
 
 function labels(places, step) {

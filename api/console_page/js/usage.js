@@ -82,7 +82,7 @@ function tiles({ today, month, budget_usd_per_month: budget }) {
       more && h("span", { class: "muted" }, more),
     );
   const requests = ({ total }) =>
-    `${whole.format(total.requests)} requests` +
+    `${whole.format(total.requests)} ${total.requests === 1 ? "request" : "requests"}` +
     (total.refused ? `, ${whole.format(total.refused)} of them refused` : "");
   const spent = month.total.cost_usd;
   return [

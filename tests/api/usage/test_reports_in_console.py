@@ -1,5 +1,6 @@
-"""The view "Reports" of the console in a browser: what a tenant and an administrator see there."""
+"""The console's views "Reports" and "Usage" in a browser, for a tenant and an administrator."""
 
+import re
 import shutil
 from collections.abc import AsyncIterator
 
@@ -74,3 +75,28 @@ async def test_a_wrong_question_is_told(world: World, page: Page) -> None:
     async with page.expect_console_message():
         await page.get_by_role("button", name="Show").click()
     await expect(page.get_by_role("alert")).to_contain_text("is not before the end")
+
+
+async def test_totals_and_plots_of_an_administrator_are_of_the_same_tenant(
+    world: World, page: Page
+) -> None:
+    await traffic(world)
+    assert (await world.embed("boss", "four")).status_code == 200
+    await world.store_rows(5)
+    await log_in(page, "boss")
+    await page.evaluate("location.hash = '#usage'")
+    await expect(page.get_by_role("heading", name="Usage of house")).to_be_visible()
+    month = page.locator(".tile", has_text="This month")
+    await expect(month).to_contain_text("1 request")
+    spent = await month.locator("b").inner_text()
+    cost = page.locator("figure", has=page.get_by_role("heading", name="Cost"))
+    assert await cost.locator("figcaption b").inner_text() == spent
+    assert re.fullmatch(r"\$0\.0000\d+", spent), "neither an exponent nor nothing"
+
+
+async def test_report_of_budgets_is_of_this_month(world: World, page: Page) -> None:
+    await traffic(world)
+    await log_in(page, "boss")
+    await page.evaluate("location.hash = '#reports/budgets'")
+    await expect(page.get_by_role("table")).to_be_visible()
+    await expect(page.get_by_text(re.compile(r"^From \d{4}-\d{2}-01 00:00 UTC to"))).to_be_visible()
