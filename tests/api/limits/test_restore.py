@@ -12,6 +12,7 @@ import redis.asyncio
 from google.cloud import bigquery
 
 from api.limits.restore import main
+from api.limits.spent import SpentRows
 from infra import bigquery as tables
 from shared.tenants.plan import Plan
 from shared.usage.writer import fields_of
@@ -130,6 +131,33 @@ async def test_budget_that_was_spent_refuses_again(books: Books, tmp_path: Path)
     assert "t:globex" in await books.restore()
     refused = await books.world.ledger.embed("other", ["cc"], at=1)
     assert refused.json()["error"]["code"] == "insufficient_quota"
+
+
+async def test_instances_count_the_rows_of_a_new_budget_by_themselves(
+    redis_url: str, tmp_path: Path, bigquery_endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = f"budget-{uuid4().hex[:8]}", DATASET, bigquery_endpoint
+    plans = {"poor": Plan(budget_usd_per_month=0.006)}
+    with connected(bigquery_endpoint, place[0]) as client:
+        tables.create(client, DATASET)
+        spent = SpentRows(*place, 2**30)
+        async with ledger_world(redis_url, tmp_path, spent=spent) as world:
+            access, books = world.api.dependencies.access, Books(world, client, capsys)
+            keys_url(tmp_path, new="initrode")
+            await access.refresh()
+            await books.ask("new", 2, 0)
+            await books.until_rests()
+            await books.store_rows()
+            keys_url(tmp_path, plans=plans, tenants={"initrode": "poor"}, new="initrode")
+            await access.refresh()
+            used = b"0"
+            async with asyncio.timeout(WAIT_LIMIT_S):
+                while float(used or 0) == 0:
+                    await asyncio.sleep(0.05)
+                    [used] = await books.counter("t:initrode", "used")
+            assert float(used) == pytest.approx(2 * 0.005, abs=1e-9), "two texts of five letters"
+            refused = await world.ledger.embed("new", ["x"])
+            assert refused.json()["error"]["code"] == "insufficient_quota"
 
 
 async def test_dry_run_changes_nothing(books: Books) -> None:
