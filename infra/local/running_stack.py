@@ -80,7 +80,7 @@ def announced(state_dir: Path) -> Iterator[Announcement]:
 
 
 def find_running_stack(state_dir: Path) -> RunningStack | None:
-    """The stack that `penstock up` runs on a state folder. None: there is none, or not yet."""
+    """The stack that this user's `penstock up` runs on a state folder. None: there is none."""
     try:
         with (state_dir / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -90,6 +90,9 @@ def find_running_stack(state_dir: Path) -> RunningStack | None:
     except OSError:
         return None
     try:
-        return RunningStack(**json.loads((state_dir / FILE).read_text(encoding="utf-8")))
+        with (state_dir / FILE).open(encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_uid != os.getuid():
+                return None  # another user could name servers of their own in it
+            return RunningStack(**json.load(file))
     except (OSError, ValueError):
         return None

@@ -446,9 +446,27 @@ class Stack:
 
     def _await(self, name: str, facts: str) -> None:
         is_ready, limit_s = self._checks[name]
-        self.processes[name].wait_ready(is_ready, limit_s)
+        self.processes[name].wait_ready(self._reporting(name, is_ready), limit_s)
         self._were_ready.add(name)
         self.report("ready", f"{name} · {facts}")
+
+    def _reporting(self, name: str, is_ready: Callable[[], bool]) -> Callable[[], bool]:
+        """Returns `is_ready`, which also reports a slow process, after 10 s, 20 s, 40 s and so on."""
+        began_s = time.monotonic()
+        next_s = began_s + PROGRESS_S
+
+        def check() -> bool:
+            nonlocal next_s
+            if is_ready():
+                return True
+            if (now_s := time.monotonic()) >= next_s:
+                log = self.processes[name].log_path
+                waited_s = now_s - began_s
+                self.report("waiting", f"{name} · {waited_s:.0f} s so far; its log: {log}")
+                next_s = now_s + waited_s
+            return False
+
+        return check
 
 
 @contextmanager

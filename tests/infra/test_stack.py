@@ -22,7 +22,7 @@ from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from tests.tls import make_certificate
 from tests.workers.optimize.tiny_bert import ENTRY, make_tiny_bert
 
-pytestmark = pytest.mark.slow(about_s=20)
+pytestmark = pytest.mark.slow(about_s=60)
 
 
 def all_ports(ports: Ports) -> list[int]:
