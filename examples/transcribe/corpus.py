@@ -1,8 +1,9 @@
-"""Makes recordings from ten origins, each damaged in six ways: `corpus.py SPEECH.wav FOLDER`.
+"""Makes recordings from ten origins, each damaged in six ways.
 
-Run by the Python that has the packages of the transcriber. Prints one JSON object per recording:
-its `path`, `origin` and `damage`, the `seconds` of sound in it, and `decoded`, the seconds that are
-read from it, or an `error`. The two recordings of Chromium come from recorded/.
+`corpus.py corpus SPEECH FOLDER`, by the Python that has the packages of the transcriber. Prints one
+JSON object per recording: its `path`, `origin` and `damage`, the `seconds` of sound in it, and how
+many are `counted` and `decoded`, or an `error`. The two recordings of Chromium come from recorded/.
+`lengths` makes recordings of several lengths instead.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 import soundfile
 import soxr
 from decoding import RATE_HZ, decode
-from recordings import WrongInput, count_seconds, find_parts, mp3_frame
+from recordings import WrongInput, count_seconds, mp3_frame
 
 FINE_HZ = 44_100
 KEPT_SHARE = 0.6
@@ -145,20 +146,29 @@ def show_corpus(speech: str, folder: str) -> None:
             print(json.dumps(about | read(damaged)))
 
 
-def show_parts(*paths: str) -> None:
-    """Prints what is read from each file."""
-    for path in paths:
-        print(json.dumps({"path": path, "parts": _count_parts(Path(path))} | read(Path(path))))
+def show_lengths(speech: str, folder: str) -> None:
+    """Prints what is read from recordings of several lengths, rates and channels.
 
-
-def _count_parts(path: Path) -> int:
-    try:
-        return len(find_parts(path))
-    except WrongInput:
-        return 0
+    All end in silence, of which some encoders make very short frames.
+    """
+    samples, _ = soundfile.read(speech, dtype="float32")
+    formats = {"a.wav": "PCM_24", "b.wav": "MS_ADPCM", "a.flac": "PCM_16", "a.aiff": "PCM_16"}
+    formats |= {"a.mp3": "MPEG_LAYER_III", "a.ogg": "VORBIS"}
+    codecs = {"a.m4a": codecpod.Aac(), "b.m4a": codecpod.Alac(), "c.flac": codecpod.Flac()}
+    for number, rate in enumerate((8000, 16_000, 24_000, 44_100, 48_000)):
+        count = rate * (number + 1) // 2 + 1234 * number
+        whole = np.concatenate([np.resize(samples, count // 2), np.zeros(count - count // 2)])
+        sound = np.stack([whole] * (1 + number % 2), axis=1).astype(np.float32)
+        for name, encoding in formats.items():
+            soundfile.write(Path(folder) / name, sound, rate, encoding)
+        for name, codec in codecs.items():
+            codecpod.save(Path(folder) / name, sound, rate, codec, channels_first=False)
+        for name in (*formats, *codecs):
+            about = {"path": name, "seconds": count / rate, "rate": rate}
+            print(json.dumps(about | read(Path(folder) / name)))
 
 
 if __name__ == "__main__":
     kind, *arguments = sys.argv[1:]
-    kinds: dict[str, Callable[..., None]] = {"corpus": show_corpus, "parts": show_parts}
+    kinds: dict[str, Callable[..., None]] = {"corpus": show_corpus, "lengths": show_lengths}
     kinds[kind](*arguments)

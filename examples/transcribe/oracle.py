@@ -1,7 +1,8 @@
 """What tests compare the transcriber with. Run by the Python that has its packages.
 
 `direct`: faster-whisper, called directly. `windows`: its windows of a recording, beside those that
-come as a stream. `random`: the same of random probabilities of speech. `steps`: the classes of a
+come as a stream. `random`: the same of random probabilities of speech. `cuts`: where speech
+without pauses is cut. `steps`: the classes of a
 flow, one behind the other. `longer`: makes a long recording of others.
 """
 
@@ -108,6 +109,21 @@ def show_random(count: str) -> None:
         cut += cutter.finish()
         assert same(cut, *chunks_of(samples)), seed
     print(most / ours.RATE_HZ)
+
+
+def show_cuts() -> None:
+    """Prints where speech without a pause is cut, in seconds. It is quiet every 7 s for 64 ms."""
+    setattr(ours, "SpeechDetector", Detector)  # noqa: B010  one that knows them
+    seconds = 100
+    Detector.known = np.full(seconds * ours.RATE_HZ // ours.FRAME + 1, 0.9, np.float32)
+    samples = np.random.default_rng(1).normal(0, 0.1, seconds * ours.RATE_HZ).astype(np.float32)
+    for start in range(7 * ours.RATE_HZ, len(samples), 7 * ours.RATE_HZ):
+        samples[start : start + 2 * ours.FRAME] *= 0.1
+    cutter = ours.Cutter()
+    windows = [*cutter.add(samples), *cutter.finish()]
+    assert np.array_equal(np.concatenate([window.samples for window in windows]), samples)
+    assert all(len(window.samples) <= ours.WINDOW_S * ours.RATE_HZ for window in windows)
+    print(json.dumps([window.parts[0].start / ours.RATE_HZ for window in windows[1:]]))
 
 
 def predictor_of(name: str) -> Any:
@@ -241,6 +257,7 @@ if __name__ == "__main__":
     kinds: dict[str, Any] = {
         "windows": show_windows,
         "random": show_random,
+        "cuts": show_cuts,
         "steps": show_steps,
         "samples": show_samples,
         "direct": show_direct,

@@ -86,6 +86,16 @@ def test_a_recording_is_read_to_its_end_or_refused(corpus: list[Recording]) -> N
     assert len(refused) <= 11
 
 
+def test_recordings_of_all_lengths_are_counted(
+    python: str, sentences: dict[Path, str], tmp_path: Path
+) -> None:
+    lines = run(python, CORPUS, "lengths", next(iter(sentences)), tmp_path).splitlines()
+    assert len(lines) == 45
+    for facts in map(json.loads, lines):
+        assert abs(facts["counted"] - facts["seconds"]) <= TOLERANCE_S, facts
+        assert abs(facts["decoded"] - facts["seconds"]) <= TOLERANCE_S, facts
+
+
 def test_what_is_left_of_a_recording_is_what_ffmpeg_reads(corpus: list[Recording]) -> None:
     if shutil.which("ffmpeg") is None:
         pytest.skip("ffmpeg is not installed")

@@ -139,6 +139,12 @@ def test_a_stream_has_the_windows_of_the_whole(python: str, minutes: Path) -> No
     assert 60 < held_s < 130, "two minutes are in memory, however long a recording is"
 
 
+def test_speech_without_a_pause_is_cut_where_it_is_quietest(python: str) -> None:
+    cuts_s = json.loads(oracle(python, "cuts"))
+    assert [round(one / 7) * 7 for one in cuts_s] == [28, 56, 84]
+    assert all(-0.05 < one - round(one / 7) * 7 < 0.12 for one in cuts_s)
+
+
 def test_steps_give_the_transcript_of_the_whole(client: Any, python: str, minutes: Path) -> None:
     count, joined = json.loads(oracle(python, "steps", minutes))
     assert count > 3
