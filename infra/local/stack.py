@@ -451,7 +451,7 @@ class Stack:
         self.report("ready", f"{name} · {facts}")
 
     def _reporting(self, name: str, is_ready: Callable[[], bool]) -> Callable[[], bool]:
-        """Returns `is_ready`, which also reports a slow process, after 10 s, 20 s, 40 s and so on."""
+        """Returns `is_ready`, which also reports a slow process after 10, 20, 40 s and so on."""
         began_s = time.monotonic()
         next_s = began_s + PROGRESS_S
 
