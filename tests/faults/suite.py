@@ -133,7 +133,7 @@ def run(
         found, missing = read_rows(world, traffic.tally.expected_rows)
         double, wrong = _check_rows(found, traffic.tally)
         costs = _check_costs(found, traffic.tally)
-        off = _check_counters(world, traffic.tally, say)
+        off = check_counters(world, traffic.tally.expected_rows, say)
     took_s = time.monotonic() - began_s
     pairs = {(one["api_instance"], one["worker"]) for rows in found.values() for one in rows}
     pairs = {pair for pair in pairs if all(pair)}
@@ -196,7 +196,9 @@ def _check_costs(found: Rows, tally: Tally) -> list[str]:
     ]
 
 
-def _check_counters(world: World, tally: Tally, say: Callable[[str], None]) -> list[str]:
+def check_counters(
+    world: World, expected: Collection[str], say: Callable[[str], None]
+) -> list[str]:
     """Compares what Redis counts of each budget with its rows.
 
     They are equal but for what API instances that were killed could have given back: what their
@@ -204,13 +206,13 @@ def _check_counters(world: World, tally: Tally, say: Callable[[str], None]) -> l
 
     Args:
         world: has Redis.
-        tally: names requests that have rows. Others have some too, which may come later.
+        expected: ids of requests that have rows. Others have some too, which may come later.
         say: gets the three numbers of each budget.
     """
     until_s = time.monotonic() + SETTLE_LIMIT_S
     with redis.Redis.from_url(world.settings.redis_url) as client:
         while True:
-            rows = _charged(read_rows(world, tally.expected_rows)[0])
+            rows = _charged(read_rows(world, expected)[0])
             counted = {
                 name: float(client.hget(f"{BUDGET_KEY}{name}:usd", "used") or 0) for name in rows
             }
