@@ -138,7 +138,7 @@ def log_probabilities(logits: Row) -> Row:
     return logprobs
 
 
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """In place of minus infinity, which JSON does not have. OpenAI's API shows the same number:
 https://platform.openai.com/docs/api-reference/chat/object
 """
@@ -435,7 +435,7 @@ class Writing:
         data, logprob = self._vocabulary.shown_bytes(token), float(row[token])
         if math.isnan(logprob):
             raise ModelFailed(NO_NUMBERS)
-        return TokenLogprob(data.decode(errors="replace"), max(logprob, LEAST_LOGPROB), data)
+        return TokenLogprob(data.decode(errors="replace"), max(logprob, MIN_LOGPROB), data)
 
 
 def _matcher(item: PreparedPrompt, vocabulary: Vocabulary) -> LLMatcher | None:
