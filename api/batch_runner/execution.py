@@ -84,7 +84,7 @@ class _Try:
     """How its items ended. None: they have not."""
 
 
-class SegmentProgress:
+class TurnProgress:
     """Progress of one turn of a batch, and whether it is worth waiting for more.
 
     Args:
@@ -101,8 +101,6 @@ class SegmentProgress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.attempts = attempts
-        self.segment = 0
-        """The number of the segment whose lines run."""
         self._should_yield = should_yield
         self._clock = clock
         self._moved_s = clock()
@@ -171,7 +169,8 @@ class LineExecutor:
         batch: BatchCreated,
         caller: Caller,
         line: BatchLine,
-        progress: SegmentProgress,
+        progress: TurnProgress,
+        segment: int,
         is_run_again: Callable[[], bool] = lambda: True,
     ) -> LineAnswer | None:
         """Computes a line. A canceled call leaves it undone.
@@ -181,6 +180,7 @@ class LineExecutor:
             caller: who pays.
             line: of the batch.
             progress: of this turn of the batch.
+            segment: index of the segment that the line belongs to.
             is_run_again: whether a line that a canceled call leaves undone is computed later.
 
         Returns:
@@ -192,7 +192,7 @@ class LineExecutor:
             try:
                 inputs = await self._inputs(batch, caller, line)
                 request = _request(batch, line, inputs, attempt, is_run_again)
-                operation = f"{group_of(batch, progress.segment)}/{line.number}"
+                operation = f"{group_of(batch, segment)}/{line.number}"
                 if request.record is not None:  # what a run has delivered counts if it ends badly
                     operation += f"-{attempt}"
                 async with self._limited(batch, caller, request, operation) as limited:
@@ -239,6 +239,19 @@ class LineExecutor:
             deleted = await self.predictions.receipts_of_deleted(request.facts.request_id)
             limited.settle(request.price, deleted)
             raise _RunCanceled("the run of the line was deleted") from error
+        snapshot = PredictionSnapshot(prediction, record)
+        return await self._answer_of_run(batch, line, request, snapshot, this)
+
+    async def _answer_of_run(
+        self,
+        batch: BatchCreated,
+        line: BatchLine,
+        request: InferenceRequest,
+        run: PredictionSnapshot,
+        this: _Try,
+    ) -> bytes:
+        """Returns the answer to a line from its run, which is over."""
+        prediction, record = run
         reply = record.reply
         this.outcomes = reply.outcomes if reply is not None else ()
         if record.state == "canceled":
@@ -246,7 +259,7 @@ class LineExecutor:
         endpoint = ENDPOINTS[batch.endpoint]
         if record.state != "succeeded" or reply is None or reply.output is None:
             with endpoint.words(line.request):
-                raise endpoint.failure(line.request, PredictionSnapshot(prediction, record))
+                raise endpoint.failure(line.request, run)
         shown = metrics_of(prediction, record)
         tools = ReplyTools(
             self.objects,
@@ -289,10 +302,83 @@ class LineExecutor:
             raise request.too_late()
         return creation.snapshot
 
-    async def cancel_run(self, batch: BatchCreated, line: BatchLine, attempt: int) -> None:
-        """Cancels the run of a line, if a runner has begun it that is gone."""
-        with suppress(PenstockError):  # there is none, or its deadline ends it
-            await self.predictions.cancel(batch.tenant, _request_id(batch, line, attempt))
+    async def recover(
+        self, batch: BatchCreated, caller: Caller, line: BatchLine, segment: int, attempt: int
+    ) -> LineAnswer | None:
+        """Returns the answer to a line that was computed already. Computes nothing.
+
+        A run of a flow that has not ended is canceled. What is not delivered is not charged, but
+        for the delivered items of a flow.
+
+        Args:
+            batch: the batch, which was canceled or has expired.
+            caller: who pays.
+            line: of the batch.
+            segment: index of the segment that the line belongs to.
+            attempt: number of its ends that were not final, as in `TurnProgress.attempts`.
+
+        Returns:
+            None if there is no answer.
+
+        Raises:
+            Unavailable: Redis is unreachable.
+        """
+        this = _Try()
+        try:
+            inputs = await self._inputs(batch, caller, line)
+            request = _request(batch, line, inputs, attempt, lambda: False)
+            operation = f"{group_of(batch, segment)}/{line.number}"
+            operation += f"-{attempt}" if request.record is not None else ""
+            body = await self._recovered(batch, caller, line, request, operation, this)
+        except Unavailable:
+            raise
+        except PenstockError:
+            return None
+        LINES.labels("completed").inc()
+        tokens = sum(outcome.receipt.tokens or 0 for outcome in this.outcomes or ())
+        return LineAnswer(
+            answered(batch, line, request.facts.request_id, body), "completed", tokens
+        )
+
+    async def _recovered(
+        self,
+        batch: BatchCreated,
+        caller: Caller,
+        line: BatchLine,
+        request: InferenceRequest,
+        operation: str,
+        this: _Try,
+    ) -> bytes:
+        """Returns the answer to a line, if all of it is there.
+
+        Raises:
+            PenstockError: it is not.
+        """
+        try:
+            async with self._limited(batch, caller, request, operation) as limited:
+                return await self._found(batch, line, request, limited, this)
+        except RateLimited:
+            # What the runner that died had reserved counts as spent, so it is paid for.
+            payer = Caller(tenant=batch.tenant)
+            async with self._limited(batch, payer, request, operation) as limited:
+                return await self._found(batch, line, request, limited, this)
+
+    async def _found(
+        self,
+        batch: BatchCreated,
+        line: BatchLine,
+        request: InferenceRequest,
+        limited: LimitedRequest,
+        this: _Try,
+    ) -> bytes:
+        if request.record is None:
+            response = await self.dispatcher.recall(request)
+            this.outcomes = response.outcomes
+            return await self._reply(batch, line, response, limited)
+        run = await self.predictions.cancel(batch.tenant, request.facts.request_id)
+        if run.record.reply is not None:
+            limited.settle(request.price, run.record.reply.outcomes)
+        return await self._answer_of_run(batch, line, request, run, this)
 
     async def _inputs(
         self, batch: BatchCreated, caller: Caller, line: BatchLine

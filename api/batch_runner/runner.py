@@ -29,8 +29,10 @@ from prometheus_client import Counter, Gauge
 
 from api.batch_runner.execution import LineExecutor
 from api.batch_runner.outputs import Outputs
-from api.batch_runner.run import BatchRun, ItemWindow, Paused, RunTools, Stop
+from api.batch_runner.run import BatchRun
+from api.batch_runner.segments import Paused, RunTools, Stop
 from api.batch_runner.terms import CurrentTerms
+from api.batch_runner.window import ItemWindow
 from api.batches.documents import BatchCreated, BatchEnded
 from api.batches.files import BatchFiles
 from api.batches.names import created_at_s

@@ -13,9 +13,10 @@ A segment has a line with the counts so far, then the answers, then the errors. 
 it is stored completely or not at all. Its counts include those of all earlier segments, so the last
 one has the progress of its batch.
 
-A batch that must pause within a segment stores the answers so far as a half segment. Unlike a
-segment, it is overwritten. The next runner of the segment begins with it, and without it computes
-all lines again.
+Lines of several segments run at the same time, and segments are written in order. Until then their
+answers are in logs (api/batch_runner/answers.py), which the next runner reads. A runner of release
+0.1.0 stored the answers of a segment that it set aside as a half segment, and ignores logs: it
+computes their lines again.
 """
 
 from __future__ import annotations
@@ -124,6 +125,11 @@ class Counts(msgspec.Struct):
     """The failed lines that were not run."""
     tokens: int = 0
 
+    @property
+    def ended(self) -> int:
+        """How many lines have ended."""
+        return self.completed + self.failed
+
 
 class LineError(msgspec.Struct):
     """Why a file was refused, in the shape of OpenAI's API."""
@@ -207,15 +213,18 @@ class SegmentHeader(msgspec.Struct):
     error_bytes: int
 
 
-class HalfSegmentHeader(msgspec.Struct):
-    """The first line of a half segment. `counts` include its own answers."""
+class AnswersHeader(msgspec.Struct):
+    """The first line of a log of answers. `counts` are those of all lines that have ended.
 
-    segment: int
+    `segment` is only set in a half segment of release 0.1.0.
+    """
+
     counts: Counts
+    segment: int = -1
 
 
 _decoder = msgspec.json.Decoder(SegmentHeader)
-_half_decoder = msgspec.json.Decoder(HalfSegmentHeader)
+_answers_header_decoder = msgspec.json.Decoder(AnswersHeader)
 _answers_decoder = msgspec.msgpack.Decoder(dict[int, LineAnswer])
 
 
@@ -238,9 +247,9 @@ def encode_segment(counts: Counts, answers: Sequence[LineAnswer]) -> bytes:
     return _padded(SegmentHeader(counts, len(output), len(error))) + output + error
 
 
-def encode_half_segment(segment: int, counts: Counts, answers: Mapping[int, LineAnswer]) -> bytes:
-    """Returns the bytes of the answers of a segment so far, by the number of their lines."""
-    return _padded(HalfSegmentHeader(segment, counts)) + msgspec.msgpack.encode(answers)
+def encode_answers(counts: Counts, answers: Mapping[int, LineAnswer]) -> bytes:
+    """Returns the bytes of a log of answers, by line number."""
+    return _padded(AnswersHeader(counts)) + msgspec.msgpack.encode(answers)
 
 
 def decode_header(data: bytes) -> SegmentHeader:
@@ -248,13 +257,13 @@ def decode_header(data: bytes) -> SegmentHeader:
     return _decoder.decode(data)
 
 
-def decode_half_header(data: bytes) -> HalfSegmentHeader:
-    """Reads the first HEADER_BYTES of a half segment."""
-    return _half_decoder.decode(data[:HEADER_BYTES])
+def decode_answers_header(data: bytes) -> AnswersHeader:
+    """Reads the first HEADER_BYTES of a log of answers."""
+    return _answers_header_decoder.decode(data[:HEADER_BYTES])
 
 
-def decode_half_segment(data: bytes) -> dict[int, LineAnswer]:
-    """Reads the answers of a half segment."""
+def decode_answers(data: bytes) -> dict[int, LineAnswer]:
+    """Reads the answers in a log, by line number."""
     return _answers_decoder.decode(data[HEADER_BYTES:])
 
 

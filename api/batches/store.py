@@ -28,10 +28,10 @@ from api.batches.documents import (
     Finalizing,
     LineAnswer,
     SegmentHeader,
-    decode_half_header,
-    decode_half_segment,
+    decode_answers,
+    decode_answers_header,
     decode_header,
-    encode_half_segment,
+    encode_answers,
 )
 from api.batches.names import ADMISSIONS, OPEN, RUNS, is_batch_id, owner_of
 from api.errors import NotFound
@@ -48,6 +48,13 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.01, 0.2
 _LAST = 10**12 - 1
 _MAX_BYTES = 1024 * 1024
 _ids = msgspec.json.Decoder(list[str])
+
+
+class StoredLog(NamedTuple):
+    """A stored log of answers."""
+
+    number: int
+    key: str
 
 
 class Admissions:
@@ -137,7 +144,9 @@ MAX_OPEN_OF_ALL = 20_000
 """Markers that are read at a time."""
 MAX_SEGMENTS = 50_000
 _DOCUMENT_MAX_BYTES = 16 * 1024 * 1024
-_HALF_SEGMENT_MAX_BYTES = 256 * 1024 * 1024
+MAX_LOGS = 10**8 - 1
+_ANSWERS_MAX_BYTES = 256 * 1024 * 1024
+_BEGUN, _ANSWERS = "begun", "answers"
 """A larger one is not read, and its lines are computed again."""
 _JSON = "application/json"
 D = TypeVar("D", bound=msgspec.Struct)
@@ -282,6 +291,10 @@ class BatchStore:
         """
         for segment in await self.segments(owner, batch_id):
             await self._objects.delete(segment.key)
+        for folder in (_BEGUN, _ANSWERS):
+            kept = await self._objects.listing(f"{RUNS}/{owner}/{batch_id}/{folder}", MAX_LOGS)
+            for one in kept:
+                await self._objects.delete(one.key)
         await self._objects.delete(_half_segment_key(owner, batch_id))
         for mark in ("cancel", "open"):
             await self._objects.delete(f"{OPEN}/{owner}/{batch_id}/{mark}")
@@ -294,6 +307,15 @@ class BatchStore:
         """
         return await self._objects.listing(f"{RUNS}/{owner}/{batch_id}/segments", MAX_SEGMENTS)
 
+    async def written(self, owner: str, batch_id: str) -> tuple[int, Counts]:
+        """Returns the number of segments written, and the counts at the end of the last one.
+
+        Raises:
+            Unavailable: the object store is unreachable.
+        """
+        written = await self.segments(owner, batch_id)
+        return len(written), (await self.header(written[-1])).counts if written else Counts()
+
     async def add_segment(self, owner: str, batch_id: str, index: int, data: bytes) -> bool:
         """Writes a segment unless it exists. Returns whether it did.
 
@@ -303,42 +325,94 @@ class BatchStore:
         key = f"{RUNS}/{owner}/{batch_id}/segments/{index:05d}"
         return await self._objects.create(key, data, "application/octet-stream")
 
-    async def keep_half_segment(
+    async def begin_segment(self, owner: str, batch_id: str, index: int) -> None:
+        """Notes that lines of a segment are about to run.
+
+        Raises:
+            Unavailable: the object store is unreachable.
+        """
+        key = f"{RUNS}/{owner}/{batch_id}/{_BEGUN}/{index:05d}"
+        await self._objects.create(key, b"", "application/octet-stream")
+
+    async def begun_segments(self, owner: str, batch_id: str) -> int:
+        """Returns the number of segments of which lines may have run.
+
+        Raises:
+            Unavailable: the object store is unreachable.
+        """
+        marks = await self._objects.listing(f"{RUNS}/{owner}/{batch_id}/{_BEGUN}", MAX_SEGMENTS)
+        return int(marks[-1].key.rpartition("/")[2]) + 1 if marks else 0
+
+    async def log_answers(
         self,
         owner: str,
         batch_id: str,
-        segment: int,
+        number: int,
+        holder: str,
         counts: Counts,
         answers: Mapping[int, LineAnswer],
-    ) -> None:
-        """Stores the answers of a segment so far, in place of the earlier ones.
+    ) -> str:
+        """Stores answers whose segments are not written yet. Returns the key.
 
         Args:
-            owner: of the batch.
+            owner: the owner of the batch.
             batch_id: the batch.
-            segment: the index of the segment.
-            counts: the counts of all lines that have ended.
-            answers: by the numbers of their lines.
+            number: the number of the log, from 0.
+            holder: ID of the runner, because two may have the same number.
+            counts: counts of all lines that have ended.
+            answers: the answers, by line number.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
-        data = encode_half_segment(segment, counts, answers)
-        key = _half_segment_key(owner, batch_id)
-        await self._objects.put(key, data, "application/octet-stream")
+        # Newest first, because readers of the counts need only that one.
+        key = f"{RUNS}/{owner}/{batch_id}/{_ANSWERS}/{MAX_LOGS - number:08d}-{holder}"
+        await self._objects.put(key, encode_answers(counts, answers), "application/octet-stream")
+        return key
+
+    async def answer_logs(self, owner: str, batch_id: str) -> list[StoredLog]:
+        """Returns the logs of answers, oldest first.
+
+        Raises:
+            Unavailable: the object store is unreachable.
+        """
+        folder = f"{RUNS}/{owner}/{batch_id}/{_ANSWERS}"
+        logs = [
+            StoredLog(MAX_LOGS - int(one.key.rpartition("/")[2].partition("-")[0]), one.key)
+            for one in await self._objects.listing(folder, MAX_LOGS)
+        ]
+        return logs[::-1]
+
+    async def logged_answers(self, key: str) -> dict[int, LineAnswer]:
+        """Reads a log. Returns its answers, by line number.
+
+        Raises:
+            Unavailable: the object store is unreachable.
+        """
+        try:
+            return decode_answers(await self._objects.get(key, _ANSWERS_MAX_BYTES))
+        except BadInput:  # another runner has written its lines, and deleted it
+            return {}
+
+    async def delete_log(self, key: str) -> None:
+        """Deletes a log whose lines are all part of written segments.
+
+        Raises:
+            Unavailable: the object store is unreachable.
+        """
+        await self._objects.delete(key)
 
     async def half_segment(self, owner: str, batch_id: str, segment: int) -> dict[int, LineAnswer]:
-        """Returns the stored answers of a half segment, by the numbers of their lines.
+        """Returns the answers of a segment that a runner of release 0.1.0 set aside.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
-        key = _half_segment_key(owner, batch_id)
         try:
-            data = await self._objects.get(key, _HALF_SEGMENT_MAX_BYTES)
+            data = await self._objects.get(_half_segment_key(owner, batch_id), _ANSWERS_MAX_BYTES)
         except BadInput:
             return {}
-        return decode_half_segment(data) if decode_half_header(data).segment == segment else {}
+        return decode_answers(data) if decode_answers_header(data).segment == segment else {}
 
     async def header(self, segment: StoredObject) -> SegmentHeader:
         """Reads the header of a segment.
@@ -357,12 +431,14 @@ class BatchStore:
             counts = (await self.header(segments[-1])).counts if segments else Counts()
         except BadInput:  # the batch has ended in the meantime, and its segments are gone
             return Counts()
+        folder = f"{RUNS}/{owner}/{batch_id}/{_ANSWERS}"
+        newest = await self._objects.listing(folder, 1)
+        key = newest[0].key if newest else _half_segment_key(owner, batch_id)
         try:
-            key = _half_segment_key(owner, batch_id)
-            half = decode_half_header(await self._objects.get_range(key, 0, HEADER_BYTES))
+            logged = decode_answers_header(await self._objects.get_range(key, 0, HEADER_BYTES))
         except BadInput:
             return counts
-        return half.counts if half.segment == len(segments) else counts
+        return max(counts, logged.counts, key=lambda one: one.ended)
 
 
 def _half_segment_key(owner: str, batch_id: str) -> str:

@@ -45,7 +45,7 @@ from api.dispatch.request import (
 from api.errors import ClientGone, log_reason
 from shared import slo
 from shared.charge import as_delivered, device_share_of
-from shared.errors import Overloaded, PenstockError, Unavailable
+from shared.errors import Canceled, Overloaded, PenstockError, Unavailable
 from shared.messages import ItemOutcome, failure, record_id
 from shared.stores.cache import Hit, Owed, ResultCache, owed_by
 from shared.stores.objects import ObjectStore
@@ -138,6 +138,41 @@ class Dispatcher:
             return await self._compute(self.canaries.to_revision(request, request.model))
         self._comparisons.consider(request, routed.model, response)
         return response
+
+    async def recall(self, request: InferenceRequest) -> InferenceResponse:
+        """Gets what an earlier process had computed for the same request. Sends nothing.
+
+        Items whose results are neither in the records of its jobs nor in the cache are canceled.
+        The response must be entered, as that of `dispatch`.
+
+        Raises:
+            BadInput: an input has no canonical form.
+            Unavailable: Redis is unreachable.
+        """
+        state = RequestState(self.canaries.routed(request))
+        await self._recall_replies(state)
+        left = [state.items[index] for index in state.pending()]
+        hits = await self._look_up([item.cache_key for item in left if item.cache_key])
+        for item in left:
+            if item.cache_key in hits:
+                hit = cache_hit(item, hits[item.cache_key])
+                hits[item.cache_key] = hits[item.cache_key].repeated
+                state.completions[item.index] = ItemCompletion(hit, by_worker=False)
+        state.cancel(Canceled())
+        return state.response(partial(self._end, state))
+
+    async def _recall_replies(self, state: RequestState) -> None:
+        """Takes over the results in the records of a request's jobs, as all of it was sent."""
+        items = [InFlightItem(item) for item in state.items]
+        for part in split_into_jobs(state.request.model, items):
+            job = state.new_job(part, state.request.demand(len(part)))
+            record = record_id(state.request.facts.request_id, job.index)
+            ended = await self._records.read(record)
+            if ended is not None and not ended.is_over:
+                await self._records.cancel(record, state.request.deadline_s)
+            for outcome in () if ended is None or ended.reply is None else ended.reply.outcomes:
+                if outcome.result is not None:
+                    state.completions[outcome.index] = ItemCompletion(outcome, by_worker=True)
 
     async def _compute(self, request: InferenceRequest) -> InferenceResponse:
         """Gets the outcomes from the revision that the request names."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import redis.asyncio
 from prometheus_client import REGISTRY
 
 from api.batch_runner.runner import opened_runner
@@ -403,6 +404,49 @@ async def batch_is_canceled(world: LedgerWorld) -> dict[str, float]:
     return {}
 
 
+async def batch_is_canceled_after_its_process_died(world: LedgerWorld) -> dict[str, float]:
+    """What it had computed and charged is delivered, though no segment of it was written."""
+    client = world.api.openai(api_key=key_for("one"))
+    batch = await _left_by_its_process(world, client)
+    await client.batches.cancel(batch.id)
+    async with running_batches(world):
+        batch = await until(client, batch)
+    assert (batch.status, batch.request_counts.completed) == ("cancelled", 3)
+    assert len((await client.files.content(batch.output_file_id)).text.splitlines()) == 3
+    world.ledger.tell("one", 30 * WORD_USD / 2)
+    return {"one": 30 * WORD_USD / 2}
+
+
+async def batch_is_canceled_and_its_results_are_gone(world: LedgerWorld) -> dict[str, float]:
+    """What can't be delivered is not charged, although it was computed."""
+    client = world.api.openai(api_key=key_for("one"))
+    batch = await _left_by_its_process(world, client)
+    await client.batches.cancel(batch.id)
+    async with redis.asyncio.Redis.from_url(world.settings.redis_url) as store:
+        for kind in ("record", "result"):
+            await store.delete(*await store.keys(f"penstock:{kind}:*"))
+    async with running_batches(world):
+        batch = await until(client, batch)
+    assert (batch.status, batch.request_counts.completed) == ("cancelled", 0)
+    return {}
+
+
+async def _left_by_its_process(world: LedgerWorld, client: Any) -> Any:
+    """A batch of four lines. Three had ended when its process died, and none was stored."""
+    texts = words(40)
+    world.harness.process.holds = texts[39]
+    before = _completed_lines()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("api.batch_runner.segments.FLUSH_S", 3600.0)
+        async with running_batches(world):
+            batch = await _batch(client, *(texts[at : at + 10] for at in range(0, 40, 10)))
+            await world.harness.until(lambda: _completed_lines() == before + 3)
+    world.harness.process.holds = ""
+    world.harness.process.gate.set()
+    await world.ledger.until_idle()
+    return batch
+
+
 async def batch_process_ends(world: LedgerWorld) -> dict[str, float]:
     """The next one asks under the same ids, and gets what was computed."""
     client = world.api.openai(api_key=key_for("one"))
@@ -477,6 +521,8 @@ ENDS: list[End] = [
     prediction_is_published_by_who_asks_again,
     batch_ends,
     batch_is_canceled,
+    batch_is_canceled_after_its_process_died,
+    batch_is_canceled_and_its_results_are_gone,
     batch_process_ends,
     batch_process_ends_within_a_segment,
 ]

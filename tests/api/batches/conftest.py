@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from api.batch_runner import run
+from api.batch_runner import run, segments
 from api.batch_runner import runner as runner_module
-from api.batch_runner.execution import LineExecutor, SegmentProgress
+from api.batch_runner.execution import LineExecutor, TurnProgress
 from api.batch_runner.lines import BatchLine
 from api.batches.documents import BatchCreated, LineAnswer
 from shared.tenants.plan import Caller
@@ -35,6 +36,7 @@ def api(both: tuple[ApiUnderTest, Running]) -> ApiUnderTest:
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "POLL_S", 0.05)
+    monkeypatch.setattr(segments, "FLUSH_S", 0.05)
 
 
 @pytest.fixture
@@ -43,10 +45,12 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def held_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], asyncio.Event]:
-    """Lets lines above a number wait for the event."""
+def held_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[Callable[[int], bool]], asyncio.Event]:
+    """Lets lines whose numbers are chosen wait for the event."""
 
-    def hold(number: int) -> asyncio.Event:
+    def hold(is_held: Callable[[int], bool]) -> asyncio.Event:
         go, run_line = asyncio.Event(), LineExecutor.run
 
         async def run(
@@ -54,10 +58,10 @@ def held_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], asyncio.Event
             batch: BatchCreated,
             caller: Caller,
             line: BatchLine,
-            progress: SegmentProgress,
-            *rest: Callable[[], bool],
+            progress: TurnProgress,
+            *rest: Any,
         ) -> LineAnswer | None:
-            if line.number > number:
+            if is_held(line.number):
                 await go.wait()
             return await run_line(self, batch, caller, line, progress, *rest)
 
@@ -65,3 +69,11 @@ def held_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], asyncio.Event
         return go
 
     return hold
+
+
+@pytest.fixture
+def held_after(
+    held_lines: Callable[[Callable[[int], bool]], asyncio.Event],
+) -> Callable[[int], asyncio.Event]:
+    """Lets lines above a number wait for the event."""
+    return lambda number: held_lines(lambda one: one > number)

@@ -1,0 +1,169 @@
+"""The answers of a batch that are not part of a written segment yet.
+
+Lines end in any order, and a segment is written once all of its lines and all earlier segments have
+ended. Until then new answers are logged about once a second, each log an object that is written
+once. So a runner that takes over loses at most the answers of the last second, the counts that
+callers see keep moving, and memory is bounded however long the slowest line takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Mapping, Sequence
+
+from api.batches.documents import Counts, LineAnswer, counts_after
+from api.batches.store import BatchStore
+
+READ_AT_ONCE = 8
+FLUSH_BYTES = 4 * 1024 * 1024
+"""Answers that are logged without waiting for the next second."""
+KEPT_BYTES = 16 * 1024 * 1024
+"""Maximum size of logged answers that stay in memory. The others are read again."""
+
+
+class AnswerLog:
+    """The answers of one batch. `open` comes first.
+
+    Args:
+        store: stores the logs.
+        owner: the owner of the batch.
+        batch_id: the batch.
+        counts: counts of all written segments.
+    """
+
+    def __init__(self, store: BatchStore, owner: str, batch_id: str, counts: Counts) -> None:
+        self._store = store
+        self._batch = (owner, batch_id)
+        self.counts = counts
+        """Counts of all lines that have ended."""
+        self._kept: dict[int, LineAnswer] = {}
+        """Answers in memory, by line number."""
+        self._kept_bytes = 0
+        self._new: set[int] = set()
+        """Line numbers of answers that are not logged yet."""
+        self._new_bytes = 0
+        self._logged: dict[int, str] = {}
+        """The log of each answer, by line number."""
+        self._open_lines: dict[str, int] = {}
+        """Number of lines in each log that are not part of a written segment, oldest log first."""
+        self._numbers = itertools.count()
+        self._holder = secrets.token_hex(4)
+        self._flushing = asyncio.Lock()
+
+    async def open(self, earlier: Mapping[int, LineAnswer], first_line: int) -> None:
+        """Reads what earlier runners have logged.
+
+        Args:
+            earlier: answers that are stored elsewhere, by line number.
+            first_line: number of the first line that is not part of a written segment.
+
+        Raises:
+            Unavailable: the object store is unreachable.
+        """
+        logs = await self._store.answer_logs(*self._batch)
+        if logs:
+            self._numbers = itertools.count(logs[-1].number + 1)
+        for at in range(0, len(logs), READ_AT_ONCE):
+            some = logs[at : at + READ_AT_ONCE]
+            read = await asyncio.gather(*(self._store.logged_answers(log.key) for log in some))
+            for log, answers in zip(some, read, strict=True):
+                self._add_logged(log.key, answers, first_line)
+        for number, answer in earlier.items():
+            if number not in self:
+                self.add(number, answer)
+
+    def _add_logged(self, key: str, answers: Mapping[int, LineAnswer], first_line: int) -> None:
+        self._open_lines[key] = 0
+        for number, answer in answers.items():
+            if number >= first_line and number not in self:
+                self.counts = counts_after(self.counts, [answer])
+                self._logged[number] = key
+                self._open_lines[key] += 1
+                self._keep(number, answer)
+        self._drop_logged()
+
+    def __contains__(self, number: int) -> bool:
+        """Returns whether a line has its answer here."""
+        return number in self._kept or number in self._logged
+
+    @property
+    def is_due(self) -> bool:
+        """True if there is so much to log that it should be done now."""
+        return self._new_bytes >= FLUSH_BYTES
+
+    def add(self, number: int, answer: LineAnswer) -> None:
+        """Adds the answer of a line that has ended."""
+        self.counts = counts_after(self.counts, [answer])
+        self._keep(number, answer)
+        self._new.add(number)
+        self._new_bytes += len(answer.data)
+
+    def _keep(self, number: int, answer: LineAnswer) -> None:
+        self._kept[number] = answer
+        self._kept_bytes += len(answer.data)
+
+    async def flush(self) -> None:
+        """Logs the new answers.
+
+        Raises:
+            Unavailable: the object store is unreachable.
+        """
+        async with self._flushing:
+            numbers = sorted(self._new)
+            if not numbers:
+                return
+            new = {number: self._kept[number] for number in numbers}
+            number, holder = next(self._numbers), self._holder
+            key = await self._store.log_answers(*self._batch, number, holder, self.counts, new)
+            self._new.difference_update(numbers)
+            self._new_bytes -= sum(len(answer.data) for answer in new.values())
+            left = [number for number in numbers if number in self._kept]
+            self._logged |= dict.fromkeys(left, key)
+            self._open_lines[key] = len(left)
+            self._drop_logged()
+
+    def _drop_logged(self) -> None:
+        """Keeps KEPT_BYTES of what is logged. The last lines are needed last."""
+        if self._kept_bytes <= KEPT_BYTES:
+            return
+        for number in sorted(self._kept.keys() - self._new, reverse=True):
+            self._kept_bytes -= len(self._kept.pop(number).data)
+            if self._kept_bytes <= KEPT_BYTES:
+                return
+
+    async def read(self, numbers: Sequence[int]) -> list[LineAnswer]:
+        """Returns the answers of lines that have all ended.
+
+        Raises:
+            Unavailable: the object store is unreachable.
+        """
+        found = {number: self._kept[number] for number in numbers if number in self._kept}
+        for key in sorted({self._logged[number] for number in numbers if number not in found}):
+            logged = await self._store.logged_answers(key)
+            found |= {
+                number: logged[number] for number in numbers if self._logged.get(number) == key
+            }
+        return [found[number] for number in numbers]
+
+    async def forget(self, numbers: Sequence[int]) -> None:
+        """Forgets lines whose segment is written, and deletes the logs that nobody needs.
+
+        The newest log stays, because the counts that callers see are in it.
+
+        Raises:
+            Unavailable: the object store is unreachable.
+        """
+        for number in numbers:
+            answer, key = self._kept.pop(number, None), self._logged.pop(number, None)
+            if answer is not None:
+                self._kept_bytes -= len(answer.data)
+                if number in self._new:
+                    self._new.discard(number)
+                    self._new_bytes -= len(answer.data)
+            if key is not None:
+                self._open_lines[key] -= 1
+        for key in [key for key, lines in list(self._open_lines.items())[:-1] if lines == 0]:
+            del self._open_lines[key]
+            await self._store.delete_log(key)

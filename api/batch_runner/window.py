@@ -1,0 +1,64 @@
+"""Bounds the items that the batches of a runner have in flight."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class ItemWindow:
+    """Room for items in flight. Each open share has an equal part of it.
+
+    Args:
+        items: the room of all shares together.
+    """
+
+    def __init__(self, items: int) -> None:
+        self._items = items
+        self._shares: set[Share] = set()
+
+    @contextmanager
+    def share(self) -> Iterator[Share]:
+        """Opens a share. The others become smaller until the block ends."""
+        share = Share(self)
+        self._shares.add(share)
+        try:
+            yield share
+        finally:
+            self._shares.discard(share)
+            for other in self._shares:
+                other.wake()
+
+    @property
+    def part(self) -> int:
+        """The items that each share may have in flight."""
+        return max(1, self._items // max(1, len(self._shares)))
+
+
+class Share:
+    """The part of one batch."""
+
+    def __init__(self, window: ItemWindow) -> None:
+        self._window = window
+        self._taken = 0
+        self._changed = asyncio.Event()
+
+    async def take(self, items: int) -> None:
+        """Waits until the items fit. More than the whole part fit when nothing else is in flight.
+
+        Only one task of a batch calls this.
+        """
+        while self._taken and self._taken + items > self._window.part:
+            self._changed.clear()
+            await self._changed.wait()
+        self._taken += items
+
+    def give_back(self, items: int) -> None:
+        """Ends items that were taken."""
+        self._taken -= items
+        self.wake()
+
+    def wake(self) -> None:
+        """Lets the taker look again."""
+        self._changed.set()
