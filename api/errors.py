@@ -185,6 +185,10 @@ class BudgetExceeded(RateLimited):
     code = "insufficient_quota"
 
 
+class LargerThanBudget(BudgetExceeded):
+    """The request may cost more than the whole budget of a month, so waiting can't help."""
+
+
 class BudgetReserved(BudgetExceeded):
     """Requests in flight have reserved the rest of the budget. It passes when they end."""
 

@@ -21,7 +21,7 @@ from api.batch_runner.lines import (
 from api.batches.documents import BatchCreated, LineAnswer
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.request import InferenceRequest, InferenceResponse, NewRecord, RequestOptions
-from api.errors import BudgetReserved, RateLimited
+from api.errors import BudgetReserved, LargerThanBudget, RateLimited
 from api.inputs.image_codec import ImageCodec
 from api.inputs.source_images import SourceImages
 from api.limits.limited_request import LimitedRequest
@@ -198,6 +198,11 @@ class LineExecutor:
                 async with self._limited(batch, caller, request, operation) as limited:
                     limited.wake_next()
                     body = await self._computed(batch, line, request, limited, this)
+            except LargerThanBudget as error:
+                progress.note_end(line)
+                LINES.labels("failed").inc()
+                request_id = _request_id(batch, line, attempt)
+                return LineAnswer(refused(batch, line, request_id, error), "failed")
             except _TRANSIENT as error:
                 progress.note_failure(line, error, has_ended=this.outcomes is not None)
                 if not progress.is_worth_waiting(error):

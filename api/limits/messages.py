@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from api.errors import BudgetExceeded, BudgetReserved, RateLimited
+from api.errors import BudgetExceeded, BudgetReserved, LargerThanBudget, RateLimited
 from api.limits.counters import Counter, MonthCounter
 from shared.money import plain
 
@@ -64,7 +64,8 @@ def duration(seconds: float) -> str:
 
 def refusal(refused: Sequence[Need], now_s: float) -> RateLimited:
     """Returns the error for the limit that refused a request, the one with the longest wait."""
-    counter, amount = max(refused, key=lambda need: need.counter.retry_after_s(now_s))
+    larger = [need for need in refused if _is_larger_than_budget(*need)]
+    counter, amount = max(larger or refused, key=lambda need: need.counter.retry_after_s(now_s))
     if counter.unit == BUDGET_UNIT:
         return _over_budget(counter, amount, now_s)
     name = counter.unit.replace("_", "-")
@@ -86,6 +87,11 @@ def refusal(refused: Sequence[Need], now_s: float) -> RateLimited:
     )
 
 
+def _is_larger_than_budget(counter: Counter, amount: float) -> bool:
+    """Returns whether a request never fits. A budget of 0 says that nothing may run for now."""
+    return counter.unit == BUDGET_UNIT and amount > counter.limit > 0
+
+
 def _over_budget(counter: Counter, amount: float, now_s: float) -> BudgetExceeded:
     if isinstance(counter, MonthCounter) and not counter.is_spent(amount):
         return BudgetReserved(
@@ -95,6 +101,14 @@ def _over_budget(counter: Counter, amount: float, now_s: float) -> BudgetExceede
             f"Please try again in {duration(RESERVED_RETRY_S)}.",
             unit=counter.unit,
             retry_after_s=RESERVED_RETRY_S,
+        )
+    if _is_larger_than_budget(counter, amount):
+        return LargerThanBudget(
+            f"Request too large for the budget in {counter.subject}: limit {counter.limit:g}, "
+            f"requested {amount:.10g}. Send less at once, or ask for a larger budget.",
+            unit=counter.unit,
+            retry_after_s=MAX_RETRY_S,
+            is_final=True,
         )
     return BudgetExceeded(
         "You exceeded your current quota, please check your plan and billing details. "

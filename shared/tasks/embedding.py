@@ -97,8 +97,10 @@ class TextInput(TaskInput, tag="text"):
         return cut_estimate(estimate_tokens(self.text), self.max_tokens)
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """A token for every byte, and the special ones."""
-        return WorkBound(bound_tokens(self.text) + SPECIAL_TOKENS)
+        """A token for every byte, as far as they are read, and the special ones."""
+        tokens = bound_tokens(self.text)
+        read = min(tokens, self.max_tokens) if self.max_tokens else tokens
+        return WorkBound(read + SPECIAL_TOKENS)
 
     def cache_form(self) -> tuple[object, ...]:
         """The text byte for byte, the side at which it is cut, and a bound if it has one."""

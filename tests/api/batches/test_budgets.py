@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from api.batch_runner import execution, run, terms
@@ -117,6 +119,24 @@ async def test_batch_of_a_spent_budget_steps_aside_and_goes_on_when_it_is_raised
         assert (len(computed), set(computed.values())) == (12, {1}), "each line once"
 
 
+async def test_line_larger_than_its_budget_is_refused_at_once(
+    tmp_path: Path, redis_url: str
+) -> None:
+    """Others of the batch run. Nothing waits until the batch expires."""
+    url = _keys(tmp_path, poor_usd=RESERVED_USD)
+    async with batching(tmp_path, redis_url, catalog=PRICED, keys_url=url) as (api, _):
+        poor = api.openai(api_key=key_for("poor"))
+        data = jsonl([line("large", "x" * 50)]) + _lines(1)
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            done = await until(poor, await created(poor, data))
+        assert (done.status, done.request_counts.completed) == ("completed", 1)
+        (refused,) = await answers(poor, done.error_file_id)
+        assert (refused["custom_id"], refused["response"]["status_code"]) == ("large", 429)
+        error = refused["response"]["body"]["error"]
+        assert error["code"] == "insufficient_quota"
+        assert error["message"].startswith("Request too large for the budget")
+
+
 async def test_batch_of_a_frozen_tenant_waits_until_it_is_thawed(
     tmp_path: Path, redis_url: str
 ) -> None:
@@ -125,11 +145,11 @@ async def test_batch_of_a_frozen_tenant_waits_until_it_is_thawed(
         rich, other = api.openai(api_key=key_for("rich")), api.openai(api_key=key_for("other"))
         api.worker.go.clear()
         stuck = await created(rich, _lines(12))
+        later = await created(rich, _lines(3, "z"))
         await api.worker.until_taken(1)
         async with key_store(url, is_writable=True) as store:
             admin = Administration(store, actor="user x", address="")
             await admin.freeze_tenant("acme", is_frozen=True)
-            later = await created(rich, _lines(3, "z"))
             api.worker.go.set()
             async with asyncio.timeout(WAIT_LIMIT_S):
                 done = await until(other, await created(other, _lines(12, "y")))
@@ -138,9 +158,19 @@ async def test_batch_of_a_frozen_tenant_waits_until_it_is_thawed(
             assert not computed, "what had not begun waits"
             await admin.freeze_tenant("acme", is_frozen=False)
         async with asyncio.timeout(WAIT_LIMIT_S):
+            await _until_let_in(rich)
             for batch in (stuck, later):
                 done = await until(rich, batch)
         assert done.request_counts.completed == 3
+
+
+async def _until_let_in(client: Any) -> None:
+    """Waits until the API knows that a tenant is no longer frozen."""
+    while True:
+        with suppress(openai.AuthenticationError):
+            await client.batches.list()
+            return
+        await asyncio.sleep(0.02)
 
 
 async def test_batch_that_stepped_aside_is_canceled_at_once(
@@ -217,12 +247,12 @@ async def test_older_batch_goes_on_before_newer_ones(
         older = await created(poor, _lines(5))
         await until(poor, older, "in_progress")
         api.worker.go.clear()
-        newer = await created(rich, _lines(100, "y"))
+        newer = await created(rich, _lines(300, "y"))
         await api.worker.until_taken(5)
         _keys(tmp_path, poor_usd=100.0)
         await _until_next_is_due(running)
         api.worker.go.set()
         assert (await until(poor, older)).request_counts.completed == 5
-        assert (await until(rich, newer)).request_counts.completed == 100
+        assert (await until(rich, newer)).request_counts.completed == 300
     order = [job.envelope.request_id.split("-")[0] for job in api.worker.jobs]
-    assert order.index(older.id) < 100 - 5, "before the end of the newer one"
+    assert order.index(older.id) < 300 - 5, "before the end of the newer one"
