@@ -15,6 +15,8 @@ EMULATORS := emulators/bigquery emulators/pubsub
 
 # The tests alone start some hundred processes, each of which would compile our modules again.
 unexport PYTHONDONTWRITEBYTECODE
+# Another project's packages may have the names of ours.
+unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
 .PHONY: help setup text demo up example doctor bench bench-peers faults clients clients-lock test test-slow slow-unit test-emulators $(EMULATORS:=/test) check lint format types imports terraform-check deploy-check unit constraints clean
@@ -115,7 +117,7 @@ clean: ## remove what the stack left in var/ and what the tools cached; .venv st
 	rm -rf var $(foreach folder,. $(EMULATORS),$(addprefix $(folder)/,.mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache))
 	find $(SOURCES) emulators -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml $(EMULATORS:=/pyproject.toml) constraints.txt infra/setup.sh infra/step.sh infra/install_locked.sh infra/install_torch.sh
+$(STAMP): pyproject.toml $(EMULATORS:=/pyproject.toml) constraints.txt infra/setup.sh infra/step.sh infra/install_locked.sh infra/install_torch.sh infra/relative_paths.py
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or later is needed; name one with: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || \

@@ -24,6 +24,9 @@ test -x "$venv/bin/python" || step "$log" Python "$python" -m venv "$venv"
 torch=$(grep '^torch==' "$venv/pins.txt")
 "$python" infra/lock.py only uv > "$venv/uv.txt"
 step "$log" uv "$venv/bin/pip" install --disable-pip-version-check --require-hashes --requirement "$venv/uv.txt"
+# Without a cache that can be written, as without a home, uv uses a temporary one.
+cache=$("$venv/bin/uv" cache dir 2> /dev/null || true)
+if ! mkdir -p "$cache" 2> /dev/null || ! test -w "$cache"; then export UV_NO_CACHE=1; fi
 step "$log" torch infra/install_torch.sh "$venv" "$torch"
 step "$log" "$(wc -l < "$venv/pins.txt") packages" infra/install_locked.sh "$venv" "$extras"
 # What torch brings besides, such as CUDA's libraries; nothing where it is a build for CPUs.
@@ -34,6 +37,7 @@ members=(emulators/bigquery emulators/pubsub)
 step "$log" Penstock env UV_PYTHON_DOWNLOADS=never "$venv/bin/uv" pip install --python "$venv/bin/python" \
   --no-build-isolation --no-deps --editable . \
   "${members[@]/#/--editable=./}"
+"$python" infra/relative_paths.py "$venv"
 # By all cores and once, instead of by each process that is first; without what hardly any process imports.
 step "$log" bytecode compile
 # The embedded BigQuery reads SQL with a module that is compiled once per machine.

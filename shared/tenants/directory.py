@@ -193,14 +193,14 @@ class Directory:
     @cached_property
     def budgets(self) -> frozenset[BudgetHolder]:
         """The tenants with keys, and the keys, that have a budget."""
-        holders = set[BudgetHolder]()
+        found = set[BudgetHolder]()
         for caller in (entry.caller for entry in self._entries.values()):
             if caller.plan.budget_usd_per_month is not None:
-                holders.add(BudgetHolder(caller.tenant))
+                found.add(BudgetHolder(caller.tenant))
             limits = caller.key_limits
             if limits is not None and limits.budget_usd_per_month is not None:
-                holders.add(BudgetHolder(caller.tenant, caller.key_id))
-        return frozenset(holders)
+                found.add(BudgetHolder(caller.tenant, caller.key_id))
+        return frozenset(found)
 
 
 _STATES: tuple[tuple[KeyState, ...], tuple[KeyState, ...]] = (

@@ -1,6 +1,10 @@
 """Google's analyzer as the embedded BigQuery calls it."""
 
 import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from zetasql.wasi._pb2.zetasql.public.type_pb2 import TYPE_INT64, TYPE_TIMESTAMP, TypeProto
@@ -12,6 +16,7 @@ from bigquery_emulator.googlesql.analysis.analyzer import (
     NamedTable,
     ParameterTypes,
 )
+from tests.limits import START_LIMIT_S
 
 _COLUMNS = [
     ("id", TypeProto(type_kind=TYPE_INT64)),
@@ -88,3 +93,19 @@ def test_a_statement_that_takes_too_long_is_refused(
 def test_a_text_over_the_limit_is_refused(analyzer: Analyzer) -> None:
     with pytest.raises(InvalidQueryError, match="query is too large"):
         analyzer.table_paths("SELECT '" + "x" * 1024 * 1024 + "'")
+
+
+def test_machine_code_is_kept_although_the_home_is_missing() -> None:
+    """Without a cache each start would compile for 10 s."""
+    code = "from bigquery_emulator.googlesql.analysis import module; module._config()"
+    others = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=others | {"HOME": "/dev/null/missing"},
+        capture_output=True,
+        text=True,
+        timeout=START_LIMIT_S,
+        check=True,
+    )
+    assert done.stderr == ""
+    assert Path(sys.prefix, "cache", "wasmtime").is_dir()

@@ -8,13 +8,16 @@ its stack and its time.
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import platform
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, TypeVar
 
 import wasmtime
@@ -48,11 +51,25 @@ def _config() -> wasmtime.Config:
     if sys.platform == "linux" and platform.machine() in _MACHINES:
         # Code for every CPU of the kind, so that an image can bring it along.
         config.target = f"{platform.machine()}-unknown-linux-gnu"
+    _enable_cache(config)
+    return config
+
+
+def _enable_cache(config: wasmtime.Config) -> None:
+    """Keeps machine code in the user's cache, or without a home in the virtual environment."""
     try:
         config.cache = True
-    except wasmtime.WasmtimeError as error:
+        return
+    except wasmtime.WasmtimeError:
+        folder = Path(sys.prefix, "cache", "wasmtime")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
+            file.write(f"[cache]\ndirectory = {json.dumps(str(folder), ensure_ascii=False)}\n")
+            file.flush()
+            config.cache = file.name
+    except (OSError, wasmtime.WasmtimeError) as error:
         log.warning("no cache for the SQL analyzer", extra={"reason": str(error)})
-    return config
 
 
 class AnalyzerModule:

@@ -1,0 +1,24 @@
+"""Makes the paths of editable packages relative to site-packages: `relative_paths.py VENV`.
+
+Python before 3.13 decodes `.pth` files in the encoding of the locale. If the path of the clone has
+letters that this encoding lacks, as `ü` with `LC_ALL=C`, no program of the environment would start.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def main(venv: str) -> None:
+    """Rewrites the files of the packages of this repository."""
+    for file in Path(venv).glob("lib/python3*/site-packages/_editable_impl_penstock*.pth"):
+        here = file.parent.absolute()
+        paths = dict.fromkeys(file.read_text(encoding="utf-8").split("\n"))
+        lines = [os.path.relpath(here / path, here) + "\n" for path in paths if path]
+        file.write_text("".join(lines), encoding="ascii")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

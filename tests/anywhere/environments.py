@@ -1,0 +1,255 @@
+"""The conditions of a machine, and the environments that combine them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from infra.local.ports import Ports
+from tests.anywhere.launcher import enter_mounts, mount_memory
+
+ORDINARY_USER = 23_456
+"""Has no name and no entry in /etc/passwd."""
+SMALL_MEMORY_MB = 64
+OPEN_FILES = 1024
+BUSY_LOOPS = 4
+COMPILERS = ("cc", "gcc", "g++", "c++", "clang", "clang++", "ld", "as", "rustc", "cargo", "cmake")
+DEAD_PROXY = "http://127.0.0.1:9"
+"""Port 9, discard, has no server on any machine of today."""
+PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy")
+NO_PROXY_VARIABLES = ("NO_PROXY", "no_proxy", "no_grpc_proxy")
+
+
+@dataclass
+class Machine:
+    """A machine as the steps see it.
+
+    Attributes:
+        base: folder for everything that an environment needs.
+        folder: folder of the clone.
+        home: value of `HOME`, or None if the variable is missing.
+        variables: environment variables of all steps.
+        step_variables: environment variables of all steps but `make setup`.
+        options: options of the launcher for all steps.
+        step_options: options of the launcher for all steps but `make setup`.
+        busy_loops: number of processes that compute next to the steps, on the same cores.
+        is_in_memory: True if the clone is on a file system of its own, in memory.
+    """
+
+    base: Path
+    folder: Path
+    home: Path | None
+    variables: dict[str, str] = field(default_factory=dict)
+    step_variables: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    step_options: dict[str, Any] = field(default_factory=dict)
+    busy_loops: int = 0
+    is_in_memory: bool = False
+
+    @property
+    def user(self) -> int:
+        """The user of all steps."""
+        return int(self.options.get("user", os.getuid()))
+
+
+def set_ordinary_user(machine: Machine) -> None:
+    if os.geteuid() == 0:
+        machine.options["user"] = ORDINARY_USER
+
+
+def set_folder_name(machine: Machine) -> None:
+    machine.folder = machine.base / "Büro für Übungen" / "penstock"
+
+
+def mount_folder(machine: Machine) -> None:
+    machine.folder = machine.base / "memory" / "penstock"
+    machine.is_in_memory = True
+
+
+def set_proxy(machine: Machine) -> None:
+    machine.step_variables |= dict.fromkeys(PROXY_VARIABLES, DEAD_PROXY)
+
+
+def remove_home(machine: Machine) -> None:
+    machine.home = machine.base / "missing"
+
+
+def make_home_read_only(machine: Machine) -> None:
+    assert machine.home is not None
+    machine.options["read_only"] = str(machine.home)
+
+
+def set_umask(machine: Machine) -> None:
+    machine.options["umask"] = 0o077
+
+
+def set_locale(machine: Machine) -> None:
+    machine.variables |= {"LANG": "C", "LC_ALL": "C", "TZ": "Asia/Kolkata"}
+
+
+def limit_open_files(machine: Machine) -> None:
+    machine.options["open_files"] = OPEN_FILES
+
+
+def shrink_shared_memory(machine: Machine) -> None:
+    machine.options["shared_memory_mb"] = SMALL_MEMORY_MB
+
+
+def remove_shared_memory(machine: Machine) -> None:
+    machine.options["shared_memory_mb"] = 0
+
+
+def refuse(*features: str) -> Callable[[Machine], None]:
+    """Refuses the system calls of these features, as `refuses` of the launcher names them."""
+
+    def add(machine: Machine) -> None:
+        machine.options["refuses"] = [*machine.options.get("refuses", ()), *features]
+
+    return add
+
+
+def hide_processes(machine: Machine) -> None:
+    machine.options["hides_processes"] = True
+
+
+def set_variables_of_others(machine: Machine) -> None:
+    """Another project's packages in PYTHONPATH, with our names, and its virtual environment."""
+    other = machine.base / "other"
+    for name in ("api", "infra", "shared", "tests", "workers", "yaml"):
+        package = other / "lib" / name
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "__init__.py").write_text("raise ImportError('of another project')\n")
+    programs = other / "venv" / "bin"
+    programs.mkdir(parents=True, exist_ok=True)
+    for name in ("pip", "pytest", "ruff", "mypy", "uv", "penstock"):
+        (programs / name).write_text("#!/bin/sh\necho of another project >&2\nexit 1\n")
+        (programs / name).chmod(0o755)
+    machine.variables |= {
+        "PYTHONPATH": f"{other / 'lib'}:/missing",
+        "PYTHONSAFEPATH": "1",
+        "PIP_REQUIRE_VIRTUALENV": "1",
+        "VIRTUAL_ENV": str(programs.parent),
+        "PATH": f"{programs}:{machine.variables['PATH']}",
+    }
+
+
+def remove_compilers(machine: Machine) -> None:
+    """Leaves every program in PATH but compilers."""
+    programs = machine.base / "programs"
+    programs.mkdir(exist_ok=True)
+    for folder in machine.variables["PATH"].split(":"):
+        for program in Path(folder).glob("*"):
+            link = programs / program.name
+            is_compiler = any(name in COMPILERS for name in program.name.split("-"))
+            if not is_compiler and not link.is_symlink():
+                link.symlink_to(program)
+    machine.variables["PATH"] = str(programs)
+
+
+def take_ports(machine: Machine) -> None:
+    ports = Ports()
+    own = [ports.api, ports.pubsub, ports.bigquery, ports.redis, ports.functions, ports.metrics]
+    machine.step_options["ports"] = [*own, *list(ports.health)[:4]]
+
+
+def use_one_core(machine: Machine) -> None:
+    machine.step_options["cores"] = [max(os.sched_getaffinity(0))]
+
+
+def add_busy_loops(machine: Machine) -> None:
+    machine.busy_loops = BUSY_LOOPS
+
+
+CONDITIONS: Mapping[str, Callable[[Machine], None]] = {
+    "user": set_ordinary_user,
+    "spaces": set_folder_name,
+    "memory": mount_folder,
+    "proxy": set_proxy,
+    "no-home": remove_home,
+    "read-only-home": make_home_read_only,
+    "umask": set_umask,
+    "locale": set_locale,
+    "open-files": limit_open_files,
+    "small-shm": shrink_shared_memory,
+    "no-shm": remove_shared_memory,
+    "no-namespaces": refuse("namespaces"),
+    "no-landlock": refuse("landlock"),
+    "no-ipv6": refuse("ipv6"),
+    "hidepid": hide_processes,
+    "others": set_variables_of_others,
+    "no-compiler": remove_compilers,
+    "ports": take_ports,
+    "one-core": use_one_core,
+    "busy": add_busy_loops,
+}
+"""Functions that put a machine into a condition, by its name."""
+ENVIRONMENTS: Mapping[str, Sequence[str]] = {
+    "plain": ("user",),
+    "root": (),
+    "laptop": ("user", "spaces", "proxy", "umask", "locale"),
+    "proxy": ("user", "proxy"),
+    "other-disk": ("memory", "small-shm", "open-files"),
+    "no-home": ("user", "no-home", "umask"),
+    "read-only-home": ("user", "read-only-home", "no-compiler"),
+    "old-kernel": ("no-namespaces", "no-landlock", "no-shm"),
+    "gvisor": (
+        *("user", "read-only-home", "no-compiler", "others"),
+        *("no-namespaces", "no-landlock", "no-ipv6", "hidepid", "small-shm"),
+    ),
+    "other-projects": ("user", "others", "no-ipv6"),
+    "busy-ports": ("ports",),
+    "busy-core": ("user", "one-core", "busy"),
+}
+"""Conditions of each environment. All clones are below the folder for temporary files."""
+
+
+def prepare_machine(base: Path, conditions: Sequence[str]) -> Machine:
+    """Returns a machine in these conditions. Its folders exist and belong to its user.
+
+    Raises:
+        CannotRestrict: this machine can't be put into one of them.
+    """
+    home = base / "home"
+    path = os.environ.get("PATH", "/usr/bin:/bin")
+    reachable = [folder for folder in path.split(":") if folder and is_reachable(Path(folder))]
+    machine = Machine(base, base / "penstock", home, {"PATH": ":".join(reachable)})
+    for name in (name for name in CONDITIONS if name in conditions):
+        CONDITIONS[name](machine)
+    for folder in (base, home, machine.folder.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.geteuid() == 0:
+            os.chown(folder, machine.user, machine.user)
+    base.chmod(0o755)
+    if machine.is_in_memory:
+        enter_mounts()
+        mount_memory(str(machine.folder.parent))
+    return machine
+
+
+def is_reachable(folder: Path) -> bool:
+    """Returns whether any user may use the programs of a folder."""
+    return folder.is_dir() and all(place.stat().st_mode & 1 for place in (folder, *folder.parents))
+
+
+def usual_variables() -> Iterator[tuple[str, str]]:
+    """The variables of this process that a shell of another user has too: indexes, certificates."""
+    for name, value in os.environ.items():
+        if name.startswith(("PIP_", "UV_", "SSL_")) and name != "UV_CACHE_DIR":
+            yield name, value
+
+
+def cache_variables(base: Path) -> dict[str, str]:
+    """Folders for what installers download, shared by the environments of one user."""
+    return {"UV_CACHE_DIR": str(base / "uv"), "PIP_CACHE_DIR": str(base / "pip")}
+
+
+def find_python() -> str:
+    """The interpreter that runs the launcher, which other users can run too."""
+    for name in ("/usr/bin/python3", "/usr/local/bin/python3"):
+        if Path(name).exists():
+            return name
+    return shutil.which("python3") or "python3"
