@@ -139,13 +139,13 @@ class AnswerLog:
         Raises:
             Unavailable: the object store is unreachable.
         """
-        found = {number: self._kept[number] for number in numbers if number in self._kept}
-        for key in sorted({self._logged[number] for number in numbers if number not in found}):
+        answers = {number: self._kept[number] for number in numbers if number in self._kept}
+        for key in sorted({self._logged[number] for number in numbers if number not in answers}):
             logged = await self._store.logged_answers(key)
-            found |= {
+            answers |= {
                 number: logged[number] for number in numbers if self._logged.get(number) == key
             }
-        return [found[number] for number in numbers]
+        return [answers[number] for number in numbers]
 
     async def forget(self, numbers: Sequence[int]) -> None:
         """Forgets lines whose segment is written, and deletes the logs that nobody needs.

@@ -82,6 +82,8 @@ class _Try:
 
     outcomes: Sequence[ItemOutcome] | None = None
     """How its items ended. None: they have not."""
+    answered: Sequence[ItemOutcome] = ()
+    """The outcomes that its answer is made of. For a flow, one with the output of the run."""
 
 
 class TurnProgress:
@@ -218,9 +220,8 @@ class LineExecutor:
                 return LineAnswer(refused(batch, line, request_id, error), "failed")
             progress.note_end(line)
             LINES.labels("completed").inc()
-            tokens = sum(outcome.receipt.tokens or 0 for outcome in this.outcomes or ())
             answer = answered(batch, line, request.facts.request_id, body)
-            return LineAnswer(answer, "completed", tokens)
+            return _completed(answer, batch, line, this)
         LINES.labels("not_run").inc()
         data = not_run(batch, line.number, line.custom_id, *NOT_RUN["expired"])
         return LineAnswer(data, "not_run")
@@ -236,7 +237,7 @@ class LineExecutor:
         """Returns the answer to a line. `this` gets its outcomes, also if there is no answer."""
         if request.record is None:
             response = await self._dispatched(request, limited)
-            this.outcomes = response.outcomes
+            this.outcomes = this.answered = response.outcomes
             return await self._reply(batch, line, response, limited)
         try:
             prediction, record = await self._ran(request, limited)
@@ -275,6 +276,7 @@ class LineExecutor:
         )
         # Its outcomes are those of its steps, and there are none if all were skipped.
         whole = ItemOutcome(0, "succeeded", Receipt(), reply.output)
+        this.answered = [whole]
         with endpoint.words(line.request):
             return await endpoint.reply(line.request, [whole], tools)
 
@@ -340,10 +342,8 @@ class LineExecutor:
         except PenstockError:
             return None
         LINES.labels("completed").inc()
-        tokens = sum(outcome.receipt.tokens or 0 for outcome in this.outcomes or ())
-        return LineAnswer(
-            answered(batch, line, request.facts.request_id, body), "completed", tokens
-        )
+        answer = answered(batch, line, request.facts.request_id, body)
+        return _completed(answer, batch, line, this)
 
     async def _recovered(
         self,
@@ -378,7 +378,7 @@ class LineExecutor:
     ) -> bytes:
         if request.record is None:
             response = await self.dispatcher.recall(request)
-            this.outcomes = response.outcomes
+            this.outcomes = this.answered = response.outcomes
             return await self._reply(batch, line, response, limited)
         run = await self.predictions.cancel(batch.tenant, request.facts.request_id)
         if run.record.reply is not None:
@@ -457,6 +457,13 @@ class LineExecutor:
                 return await endpoint.reply(line.request, response.outcomes, tools)
         finally:
             limited.settle(response.price, response.outcomes, is_delivered=response.is_delivered)
+
+
+def _completed(answer: bytes, batch: BatchCreated, line: BatchLine, this: _Try) -> LineAnswer:
+    """Returns the end of a line that was answered, with the usage that its answer reports."""
+    endpoint = ENDPOINTS[batch.endpoint]
+    usage = endpoint.usage(line.request, this.outcomes or (), this.answered)
+    return LineAnswer(answer, "completed", usage.input_tokens + usage.output_tokens, usage)
 
 
 def group_of(batch: BatchCreated, segment: int) -> str:

@@ -370,11 +370,11 @@ class SegmentRun:
             if is_run or (index < self._begun and not is_started):
                 tools, attempt = self._tools, attempts.get(line.number, 0)
                 caller = await tools.terms.caller_of(self._batch)
-                found = await tools.executor.recover(
+                recovered = await tools.executor.recover(
                     self._batch, caller, batch_line, index, attempt
                 )
-                if found is not None:
-                    return found
+                if recovered is not None:
+                    return recovered
         code, message = NOT_RUN[self._stop.end or "cancelled"]
         LINES.labels("not_run").inc()
         data = not_run(self._batch, line.number, custom_id_of(line), code, message)

@@ -116,7 +116,18 @@ class BatchPlan(msgspec.Struct, kw_only=True):
     in_progress_at_s: float
 
 
-class Counts(msgspec.Struct):
+class LineUsage(NamedTuple):
+    """The usage that the answer to a line reports. All are 0 where a model has none."""
+
+    input_tokens: int = 0
+    """Tokens that were read, cached ones included."""
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    audio_seconds: int = 0
+    pages: int = 0
+
+
+class Counts(msgspec.Struct, omit_defaults=True):
     """Counts of the lines that have ended, and the resources they used."""
 
     completed: int = 0
@@ -124,6 +135,13 @@ class Counts(msgspec.Struct):
     not_run: int = 0
     """The failed lines that were not run."""
     tokens: int = 0
+    """Tokens that were read and written."""
+    output_tokens: int = 0
+    """The part of `tokens` that was written. 0 for lines that a runner of release 0.1.0 ended, as
+    are the further amounts."""
+    cached_tokens: int = 0
+    audio_seconds: int = 0
+    pages: int = 0
 
     @property
     def ended(self) -> int:
@@ -203,6 +221,8 @@ class LineAnswer(NamedTuple):
     data: bytes
     end: Literal["completed", "failed", "not_run"]
     tokens: int = 0
+    """As release 0.1.0 knows it, without the other amounts."""
+    usage: LineUsage = LineUsage()
 
 
 class SegmentHeader(msgspec.Struct):
@@ -236,6 +256,10 @@ def counts_after(before: Counts, answers: Sequence[LineAnswer]) -> Counts:
         before.failed + len(answers) - completed,
         before.not_run + sum(answer.end == "not_run" for answer in answers),
         before.tokens + sum(answer.tokens for answer in answers),
+        before.output_tokens + sum(answer.usage.output_tokens for answer in answers),
+        before.cached_tokens + sum(answer.usage.cached_tokens for answer in answers),
+        before.audio_seconds + sum(answer.usage.audio_seconds for answer in answers),
+        before.pages + sum(answer.usage.pages for answer in answers),
     )
 
 

@@ -616,6 +616,8 @@ RESULT_CPU_LIMIT_S = 20
 """CPU seconds for an image that a worker computed: 16 megapixels as WebP take 4 s."""
 ADDRESS_SPACE_BYTES = 1024 * 1024 * 1024
 """The largest image takes 400 MB."""
+SPARE_BYTES = 48 * 1024 * 1024
+"""Address space beyond what an image has reserved: allocators take it in large pieces."""
 
 
 def main() -> int:
@@ -641,13 +643,29 @@ def _serve_one(connection: socket.socket) -> None:
         _send(connection, HeaderRead(cost_bytes))
         if not isinstance(_read(connection)[0], Proceed):
             raise RuntimeError("only Proceed follows HeaderRead; this is a bug")
+        if is_of_caller:
+            _bound_memory(cost_bytes)
 
     command, data = _read(connection)
     if isinstance(command, Proceed):
         raise RuntimeError("Proceed follows HeaderRead only; this is a bug")
     is_of_caller = isinstance(command, PrepareSource | PrepareMask)
+    _bound_memory(ADDRESS_SPACE_BYTES)
     _bound_cpu_time(CPU_LIMIT_S if is_of_caller else RESULT_CPU_LIMIT_S)
     _send(connection, *run_command(command, data, reserve))
+
+
+def _bound_memory(more_bytes: int) -> None:
+    """Limits this process to so much more address space, ADDRESS_SPACE_BYTES in all.
+
+    The header of a file may declare fewer pixels than its data has: an AVIF image of 64 x 64 pixels
+    whose AV1 frame has 8000 x 8000 takes five times what is reserved for it.
+    """
+    with contextlib.suppress(ValueError, OSError):  # not on every system
+        with open("/proc/self/statm", "rb") as file:
+            used_bytes = int(file.read().split()[0]) * resource.getpagesize()
+        limit_bytes = min(ADDRESS_SPACE_BYTES, used_bytes + more_bytes + SPARE_BYTES)
+        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, ADDRESS_SPACE_BYTES))
 
 
 def _bound_cpu_time(limit_s: int) -> None:

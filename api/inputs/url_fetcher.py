@@ -505,8 +505,8 @@ async def _load(answer: ClientResponse, asked: str, place: _Place, rules: FileRu
     tag, control = answer.headers.get("etag", ""), answer.headers.get("cache-control", "")
     tagged = None
     if (tag or rules.sha256) and "no-store" not in control.lower():
-        found = (str(answer.url), tag, key, media_type, stored.size_bytes, name)
-        tagged = FetchedUrl(*found, sha256)
+        final_url, size_bytes = str(answer.url), stored.size_bytes
+        tagged = FetchedUrl(final_url, tag, key, media_type, size_bytes, name, sha256)
     return _Loaded(Blob(media_type, object_key=key), name, sha256, tagged)
 
 

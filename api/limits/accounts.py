@@ -502,8 +502,8 @@ class LimitStore(RedisStore):
         Raises:
             Unavailable: Redis did not answer.
         """
-        found = await self._commands.run("HGETALL", self._marks_key)
-        return {name.decode(): mark for name, mark in found.items()}
+        marks = await self._commands.run("HGETALL", self._marks_key)
+        return {name.decode(): mark for name, mark in marks.items()}
 
     async def put_marks(self, marks: Mapping[str, bytes], removed: Iterable[str] = ()) -> None:
         """Stores marks, and removes others.

@@ -90,11 +90,11 @@ async def restore(
                 for place, usd, reading in zip(places, rows, before, strict=True)
             ]
         )
-    found = [
+    restored = [
         _restored(*place, usd, reading, lowers=lowers)
         for place, usd, reading in zip(places, rows, before, strict=True)
     ]
-    return sorted(one for one in found if abs(one.rows_usd - one.counted_usd) > ROUNDING_USD)
+    return sorted(one for one in restored if abs(one.rows_usd - one.counted_usd) > ROUNDING_USD)
 
 
 def _restored(

@@ -27,6 +27,7 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from api.batches.documents import LineUsage
 from api.errors import (
     ERROR_MAPPINGS,
     ClientGone,
@@ -188,9 +189,16 @@ async def _reply(
     except msgspec.ValidationError as error:
         raise ModelFailed(f"the model gave no pages: {error}") from error
     _number(pages, body.image_limit)
-    count_of_pages = result.work if model.flow is None else len(pages)
-    usage = OcrUsage(count_of_pages, doc_size_bytes if isinstance(doc_size_bytes, int) else None)
+    size_bytes = doc_size_bytes if isinstance(doc_size_bytes, int) else None
+    usage = OcrUsage(_count_pages(result, model), size_bytes)
     return OcrReply(pages, model.name, usage)
+
+
+def _count_pages(result: CustomResult, model: Model) -> int:
+    """Returns the pages that were read."""
+    if model.flow is None:
+        return result.work
+    return len(result.output["pages"] if isinstance(result.output, dict) else result.output)
 
 
 def _joined(apart: PagesApart) -> list[OcrPage]:
@@ -286,6 +294,17 @@ class OcrEndpoint(Endpoint):
     def failure(self, request: LineRequest, snapshot: PredictionSnapshot) -> PenstockError:
         """Returns why a flow failed, with the number of the page that is wrong."""
         return _failure_of(snapshot, request.model, cast(OcrBody, request.body))
+
+    def usage(
+        self,
+        request: LineRequest,
+        outcomes: Sequence[ItemOutcome],
+        answered: Sequence[ItemOutcome],
+    ) -> LineUsage:
+        """Adds the pages."""
+        result = cast(CustomResult, answered[0].result)
+        pages = _count_pages(result, request.model)
+        return super().usage(request, outcomes, answered)._replace(pages=pages)
 
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools

@@ -28,6 +28,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.batches.documents import LineUsage
 from api.dispatch.request import InferenceRequest
 from api.errors import BodyTooLarge
 from api.http.fast_route import StreamedRoute
@@ -430,6 +431,16 @@ class _LinesOf(Endpoint):
         """Has errors name the fields of the body."""
         body = cast(TranscriptionLine | TranslationLine, request.body)
         return _names_for(request.model, body.recording[0]).used()
+
+    def usage(
+        self,
+        request: LineRequest,
+        outcomes: Sequence[ItemOutcome],
+        answered: Sequence[ItemOutcome],
+    ) -> LineUsage:
+        """Adds the seconds of sound."""
+        seconds = _Transcript(answered, request.model).usage.seconds
+        return super().usage(request, outcomes, answered)._replace(audio_seconds=seconds)
 
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools

@@ -91,7 +91,7 @@ class BatchErrors(msgspec.Struct):
 
 
 class InputTokensDetails(msgspec.Struct):
-    """Always 0."""
+    """The part of the input tokens that was not computed again."""
 
     cached_tokens: int = 0
 
@@ -102,14 +102,18 @@ class OutputTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
 
 
-class BatchUsage(msgspec.Struct):
-    """Tokens of the lines that were completed."""
+class BatchUsage(msgspec.Struct, kw_only=True):
+    """Usage of the completed lines: the sum of what their answers report."""
 
     input_tokens: int
+    output_tokens: int
     total_tokens: int
-    output_tokens: int = 0
-    input_tokens_details: InputTokensDetails = msgspec.field(default_factory=InputTokensDetails)
+    input_tokens_details: InputTokensDetails
     output_tokens_details: OutputTokensDetails = msgspec.field(default_factory=OutputTokensDetails)
+    audio_seconds: int
+    """Extension: seconds of the recordings that were transcribed or translated."""
+    pages: int
+    """Extension: pages of the documents that were read."""
 
 
 class BatchObject(msgspec.Struct, kw_only=True):
@@ -170,7 +174,7 @@ def shown_batch(state: BatchState) -> BatchObject:
         expires_at=int(created.expires_at_s),
         metadata=created.metadata,
         request_counts=BatchRequestCounts(0, counts.completed, counts.failed),
-        usage=BatchUsage(counts.tokens, counts.tokens) if counts.tokens else None,
+        usage=_usage(counts),
         cancelling_at=_second(state.cancelling_at_s),
     )
     if state.ended is not None:
@@ -181,6 +185,19 @@ def shown_batch(state: BatchState) -> BatchObject:
     if state.finalizing is not None:
         shown.finalizing_at = _second(state.finalizing.at_s)
     return shown
+
+
+def _usage(counts: Counts) -> BatchUsage | None:
+    if not (counts.tokens or counts.audio_seconds or counts.pages):
+        return None
+    return BatchUsage(
+        input_tokens=counts.tokens - counts.output_tokens,
+        output_tokens=counts.output_tokens,
+        total_tokens=counts.tokens,
+        input_tokens_details=InputTokensDetails(counts.cached_tokens),
+        audio_seconds=counts.audio_seconds,
+        pages=counts.pages,
+    )
 
 
 def _with_end(shown: BatchObject, ended: BatchEnded) -> BatchObject:

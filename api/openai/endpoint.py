@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from api.batches.documents import LineUsage
 from api.bodies import Body
 from api.inputs.image_codec import ImageCodec
 from api.inputs.source_images import SourceImages
@@ -96,6 +97,25 @@ class Endpoint(ABC):
     def failure(self, request: LineRequest, snapshot: PredictionSnapshot) -> PenstockError:
         """Returns why the run of a flow failed that was to answer a line."""
         return snapshot.failure
+
+    def usage(
+        self,
+        request: LineRequest,
+        outcomes: Sequence[ItemOutcome],
+        answered: Sequence[ItemOutcome],
+    ) -> LineUsage:
+        """Returns the usage of an answered line, as its answer reports it.
+
+        Args:
+            request: the line.
+            outcomes: how its items ended. For a flow, those of all steps.
+            answered: the outcomes that `reply` got.
+        """
+        receipts = [outcome.receipt for outcome in outcomes]
+        written = sum(receipt.output_tokens or 0 for receipt in receipts)
+        read = sum(receipt.tokens or 0 for receipt in receipts) - written
+        cached = sum(receipt.cached_tokens or 0 for receipt in receipts)
+        return LineUsage(read, written, cached)
 
     @abstractmethod
     async def reply(

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
+from api.batches.documents import LineUsage
 from api.chat_bodies import ChatBody, CompletionBody, FunctionTool
 from api.openai.chat_replies import (
     CalledFunction,
@@ -353,6 +354,15 @@ class ChatEndpoint(Endpoint):
         """Returns one item for each of n answers."""
         return _line(ChatBody.model_validate_json(data, strict=True), catalog, default_seed)
 
+    def usage(
+        self,
+        request: LineRequest,
+        outcomes: Sequence[ItemOutcome],
+        answered: Sequence[ItemOutcome],
+    ) -> LineUsage:
+        """As the answer reports it: a prompt counts once for its n choices."""
+        return _usage_of_line(request, answered)
+
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
@@ -373,6 +383,15 @@ class CompletionEndpoint(Endpoint):
         """Returns one item for each of n texts of each prompt."""
         return _line(CompletionBody.model_validate_json(data, strict=True), catalog, default_seed)
 
+    def usage(
+        self,
+        request: LineRequest,
+        outcomes: Sequence[ItemOutcome],
+        answered: Sequence[ItemOutcome],
+    ) -> LineUsage:
+        """As the answer reports it: a prompt counts once for its n choices."""
+        return _usage_of_line(request, answered)
+
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
@@ -382,6 +401,13 @@ class CompletionEndpoint(Endpoint):
         return msgspec.json.encode(
             completion_reply(body, completion_id, time.time(), request.model, outcomes)
         )
+
+
+def _usage_of_line(request: LineRequest, outcomes: Sequence[ItemOutcome]) -> LineUsage:
+    body = cast("ChatBody | CompletionBody", request.body)
+    usage = usage_of(results_of(outcomes, request.model), body.n or 1)
+    cached = usage.prompt_tokens_details.cached_tokens
+    return LineUsage(usage.prompt_tokens, usage.completion_tokens, cached)
 
 
 def _line(body: TextBody, catalog: Catalog, default_seed: int) -> LineRequest:

@@ -330,19 +330,21 @@ class ResultCache(RedisStore):
                 for key, kept in kept_here
                 if kept is not None and kept.state == "unknown"
             }
-        found, marked = dict[str, _Kept](), list[str]()
+        entries, marked = dict[str, _Kept](), list[str]()
         for key, value, mark in zip(keys, values, values[len(keys) :], strict=False):
             kept = self._decoded(value, now_s) or self._memory.get(key, now_s)
             if kept is not None:
-                found[key] = kept
+                entries[key] = kept
                 if mark is not None:
                     marked.append(key)
         owed = await self._take_marks(marked) if marked else {}
         if owed is None:  # whether somebody has paid is not known, so they are computed again
-            found, owed = {key: kept for key, kept in found.items() if key not in marked}, {}
-        for key, kept in found.items():
+            entries, owed = {key: kept for key, kept in entries.items() if key not in marked}, {}
+        for key, kept in entries.items():
             self._memory.put(key, kept._replace(state="paid"))
-        return {key: Hit(kept.entry.result, "redis", owed.get(key)) for key, kept in found.items()}
+        return {
+            key: Hit(kept.entry.result, "redis", owed.get(key)) for key, kept in entries.items()
+        }
 
     def _decoded(self, value: bytes | None, now_s: float) -> _Kept | None:
         if value is None:

@@ -193,14 +193,14 @@ class Directory:
     @cached_property
     def budgets(self) -> frozenset[BudgetHolder]:
         """The tenants with keys, and the keys, that have a budget."""
-        found = set[BudgetHolder]()
+        holders = set[BudgetHolder]()
         for caller in (entry.caller for entry in self._entries.values()):
             if caller.plan.budget_usd_per_month is not None:
-                found.add(BudgetHolder(caller.tenant))
+                holders.add(BudgetHolder(caller.tenant))
             limits = caller.key_limits
             if limits is not None and limits.budget_usd_per_month is not None:
-                found.add(BudgetHolder(caller.tenant, caller.key_id))
-        return frozenset(found)
+                holders.add(BudgetHolder(caller.tenant, caller.key_id))
+        return frozenset(holders)
 
 
 _STATES: tuple[tuple[KeyState, ...], tuple[KeyState, ...]] = (

@@ -14,7 +14,16 @@ NAMES = ("one", "two", "poor", "open")
 """Of keys."""
 
 Kind = Literal["texts", "revised", "image", "write", "stream", "prediction", "drawing", "batch"]
-End = Literal["read", "hang up", "hang up at once", "late", "cancel", "cancel and delete", "delete"]
+End = Literal[
+    "read",
+    "hang up",
+    "hang up at once",
+    "late",
+    "cancel",
+    "cancel and delete",
+    "cancel beside delete",
+    "delete",
+]
 PREDICTIONS = ("prediction", "drawing", "stream")
 
 
@@ -98,6 +107,31 @@ mixtures = st.builds(
     st.lists(batches, max_size=1).map(tuple),
     st.sampled_from([None, None, 0, 1]),
 )
+
+UNPAID = Mixture(
+    waves=(
+        Wave(
+            (
+                Ask("texts", items=(0, 1, 7)),
+                Ask("texts", "two", (2, 3, 8)),
+                Ask("texts", items=(4, 5), end="hang up"),
+                Ask("image", items=(8,)),
+                Ask("prediction", items=(6,), end="cancel beside delete"),
+            ),
+        ),
+        Wave(
+            (
+                Ask("texts", items=(0, 1), instance=1),
+                Ask("texts", "two", (0, 2, 3)),
+                Ask("prediction", items=(4,)),
+                Ask("texts", items=(5, 7), end="late"),
+            ),
+        ),
+        Wave((Ask("texts", items=(0, 1, 2, 3, 4, 5)), Ask("texts", "two", (5, 6), instance=1))),
+    ),
+    batches=(Ask("batch", items=(0, 3, 7), end="cancel"),),
+)
+"""Results that nobody paid for are asked for again, on the same instance and on another one."""
 
 DEATHS = Mixture(
     waves=(

@@ -6,6 +6,7 @@ Nothing here takes time on purpose: processes are stopped and continued by signa
 
 import asyncio
 import io
+import struct
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -222,6 +223,19 @@ async def test_many_scans_are_the_callers_error(api: ApiUnderTest) -> None:
     assert (answer.status_code, error["param"]) == (400, "image")
     assert "a JPEG with more than 100 scans" in error["message"]
     assert _processes(), "it lives on"
+
+
+async def test_image_has_no_more_memory_than_its_header_declares(api: ApiUnderTest) -> None:
+    """The box `ispe` says how large an AVIF image is, and its AV1 frame says so too."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (8000, 8000), "navy").save(buffer, "AVIF", speed=10)
+    frame = buffer.getvalue()
+    at = frame.index(b"ispe") + 8
+    lying = frame[:at] + struct.pack(">II", 64, 64) + frame[at + 8 :]
+    fields = {"prompt": "a", "model": IMAGE_MODEL.name}
+    answer = await api.http.post("/v1/images/edits", files={"image": lying}, data=fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "image"), answer.text
+    assert (await _edit(api, "next")).status_code == 200
 
 
 async def test_processes_have_no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ async def test_lines_have_the_answers_of_the_route(
     done = await until(client, await created(client, jsonl(given), endpoint=TRANSCRIPTIONS))
     assert (done.status, done.request_counts.completed) == ("completed", 3), done
     found = await bodies(client, done.output_file_id)
+    assert done.usage.audio_seconds == 9, "of three recordings, whatever the format of an answer"
     assert found["id"] == {"text": TEXT, "usage": {"seconds": 3, "type": "duration"}}
     assert [one["text"] for one in found["url"]["segments"]] == [" good day", " how are <you>"]
     assert len(found["url"]["words"]) == 5

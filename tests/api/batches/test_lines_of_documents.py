@@ -62,6 +62,8 @@ async def test_lines_are_answered_as_the_route_answers(
         for one in await answers(client, done.output_file_id)
     }
     assert [replies[one]["pages"][0]["markdown"] for one in "ab"] == ["first", "second"]
+    assert done.usage.pages == sum(one["usage_info"]["pages_processed"] for one in replies.values())
+    assert done.usage.pages >= 3
     assert replies["b"]["usage_info"] == {"pages_processed": 1, "doc_size_bytes": len(TEXT)}
     jpeg = base64.b64encode(b"jpeg").decode()
     (image,) = replies["c"]["pages"][0]["images"]

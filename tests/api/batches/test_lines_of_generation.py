@@ -40,7 +40,9 @@ async def test_a_line_is_answered_as_its_endpoint_does(
     choice = body["choices"][0]
     assert (choice["message"]["content"] if "message" in choice else choice["text"]) == text
     assert body["usage"]["completion_tokens"] == 2
-    assert done.usage.total_tokens == body["usage"]["total_tokens"]
+    assert (done.usage.input_tokens, done.usage.output_tokens, done.usage.total_tokens) == tuple(
+        body["usage"][f"{name}_tokens"] for name in ("prompt", "completion", "total")
+    )
 
 
 async def test_a_line_is_not_streamed(api: ApiUnderTest) -> None:
