@@ -38,7 +38,7 @@ class Letters:
         if left := TIMES.read_text():
             TIMES.write_text(left[1:])
             raise GpuLost("CUDA error: uncorrectable ECC error encountered")
-        return [EmbeddingResult(item.ids, len(item.ids)) for item in batch]
+        return [EmbeddingResult(4 * item.ids, len(item.ids)) for item in batch]
 
 model_process.model_for = lambda *given, **named: Letters()
 sys.exit(model_process.main())
@@ -90,6 +90,6 @@ async def test_a_gpu_that_fails_once_is_tried_again(redis_url: str, tmp_path: Pa
         running_worker(redis_url, tmp_path, pool=pool) as harness,
     ):
         for name in NAMES:
-            assert await harness.ask(name, request_id=name) == [("succeeded", name.encode())]
+            assert await harness.ask(name, request_id=name) == [("succeeded", 4 * name.encode())]
         times.write_text("x")
-        assert await harness.ask("last", request_id="last") == [("succeeded", b"last")]
+        assert await harness.ask("last", request_id="last") == [("succeeded", 4 * b"last")]

@@ -30,7 +30,7 @@ class Letters:
         texts = [item.ids.decode() for item in batch]
         if any("poison" in text for text in texts):
             os.kill(os.getpid(), signal.SIGKILL)
-        return [EmbeddingResult(text.encode(), len(text)) for text in texts]
+        return [EmbeddingResult(4 * text.encode(), len(text)) for text in texts]
 
 model_process.model_for = lambda *given, **named: Letters()
 sys.exit(model_process.main())
@@ -63,6 +63,6 @@ async def test_neighbors_of_a_poison_job_finish_and_its_caller_gets_the_reason(
             r"\d model processes died over this item, [23] of them",
             outcomes["poison"].error.message,
         )
-        assert await harness.ask("after", request_id="after") == [("succeeded", b"after")]
+        assert await harness.ask("after", request_id="after") == [("succeeded", 4 * b"after")]
         assert {process.pid for process in pool.processes} != pids
         await harness.until(lambda: len(harness.rows) == len(names) + 1)
