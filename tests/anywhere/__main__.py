@@ -33,7 +33,7 @@ from tests.anywhere.environments import (
     prepare_machine,
     usual_variables,
 )
-from tests.anywhere.launcher import SKIPPED, CannotRestrict
+from tests.anywhere.launcher import SKIPPED, CannotRestrict, unmount
 from tests.source_files import source_files
 
 ROOT = Path(__file__).parents[2]
@@ -218,6 +218,8 @@ def try_all(given: argparse.Namespace, base: Path) -> list[Result]:
             if result.last_lines:
                 print(result.last_lines, flush=True)
             results.append(result)
+        if machine.is_in_memory:
+            unmount(str(machine.folder.parent))
         if given.keep is None:
             shutil.rmtree(machine.base, ignore_errors=True)
     return results

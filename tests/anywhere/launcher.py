@@ -27,6 +27,7 @@ OWN_DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts"
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEW_MOUNTS, _NEW_USER, _NEW_NETWORK = 0x0002_0000, 0x1000_0000, 0x4000_0000
 _READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 1 << 5, 1 << 12, 1 << 14, 1 << 18
+_DETACH = 2
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _PR_SET_PDEATHSIG = 38, 22, 1
 _SECCOMP_FILTER = 2
 _ALLOW, _REFUSE = 0x7FFF_0000, 0x0005_0000
@@ -194,6 +195,11 @@ def become(user: int) -> None:
 def mount_memory(folder: str) -> None:
     """Mounts a file system in memory at a folder. It ends with the mount namespace."""
     mount("tmpfs", Path(folder), "tmpfs", options="size=6g,mode=1777")
+
+
+def unmount(folder: str) -> None:
+    """Takes a file system away, also if a program still uses it."""
+    check(_LIBC.umount2(folder.encode(), _DETACH), f"unmount {folder}")
 
 
 LIMITS: dict[str, Callable[[Any], None]] = {
