@@ -106,7 +106,7 @@ async def _read_document(quiet: Quiet) -> None:
 
 
 _SURFACES = {
-    surface.name: surface for surface in (*SURFACES, Surface(DOCUMENTS, 1.0, _read_document))
+    surface.name: surface for surface in (*SURFACES, Surface(DOCUMENTS, 4.0, _read_document))
 }
 
 
