@@ -34,7 +34,7 @@ PLANS = {
     WASTEFUL: Plan(
         requests_per_min=300, tokens_per_min=2_000_000, work_per_min=2000, budget_usd_per_month=1e6
     ),
-    POOR: Plan(budget_usd_per_month=0.3),
+    POOR: Plan(budget_usd_per_month=0.2),
     RACER: Plan(requests_per_min=1_000_000, budget_usd_per_month=1e6),
 }
 PRICE_USD = 10.0
@@ -54,6 +54,7 @@ class Sender(Protocol):
     """The attacker's client (bench/attacks.py)."""
 
     reasons: Counter[str]
+    statuses: Counter[int]
 
     async def post(self, path: str, body: object) -> int:
         """Sends a request and counts its answer. Returns the status, 0 without an answer."""
@@ -242,6 +243,7 @@ def line_beyond_the_budget() -> Act:
             batch = await sender.ask("GET", f"/v1/batches/{batch['id']}")
         ended = f"batch {batch.get('status')}, {batch.get('request_counts')}"
         sender.reasons[ended] += 1
+        sender.statuses[200] += 1
         await asyncio.sleep(0.5)
         return 200
 

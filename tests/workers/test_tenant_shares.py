@@ -92,6 +92,18 @@ def test_a_tenant_with_short_items_has_all_slots(took_s: float, second: str) -> 
     assert [worker.started(), worker.started()] == ["busy", second]
 
 
+def test_items_that_are_canceled_soon_make_no_tenant_quick() -> None:
+    worker = Worker()
+    worker.add("busy")
+    assert worker.started() == "busy"
+    [[canceled]] = worker.queue.running
+    worker.queue.batch_ended([canceled])
+    worker.queue.observe_item(canceled, SHORT_S / 2, worker.now_s, is_computed=False)
+    worker.has_run("quiet", 1.0)
+    worker.add("busy", "busy")
+    assert [worker.started(), worker.started()] == ["busy", ""]
+
+
 def test_a_long_item_is_remembered_for_an_hour() -> None:
     worker = Worker()
     worker.has_run("busy", LONG_S)

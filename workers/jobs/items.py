@@ -133,7 +133,8 @@ class ModelQueue:
         """Records that an admitted item has left its batch."""
         self._queue.batch_ended([queued])
         took_s = done.finished_at_s - done.started_at_s
-        self._queue.observe_item(queued, took_s, time.time())
+        is_computed = not isinstance(done.outcomes[0], Canceled)
+        self._queue.observe_item(queued, took_s, time.time(), is_computed=is_computed)
         self._queue.adjust_budget(was_short=False)
 
     def preempted(self, queued: QueuedItem) -> None:

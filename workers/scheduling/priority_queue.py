@@ -589,10 +589,12 @@ class PriorityQueue:
         left = ([queued for queued in group if is_wanted(queued)] for group in self._suspects)
         self._suspects = deque(group for group in left if group)
 
-    def observe_item(self, queued: QueuedItem, seconds: float, now_s: float) -> None:
-        """Records how long an item held its slot."""
+    def observe_item(
+        self, queued: QueuedItem, seconds: float, now_s: float, *, is_computed: bool = True
+    ) -> None:
+        """Records how long an item held its slot, and whether it ran to its end."""
         if self._shares is not None:
-            self._shares.ended(queued.tenant, seconds, now_s)
+            self._shares.ended(queued.tenant, seconds, now_s, is_computed=is_computed)
 
     def observe_batch(self, batch: list[QueuedItem], seconds: float) -> None:
         """Records how long a process took for all items of `batch`."""

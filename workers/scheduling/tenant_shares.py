@@ -48,9 +48,19 @@ class TenantShares:
         if len(self._seen) > MAX_TENANTS:
             self._seen.popitem(last=False)
 
-    def ended(self, tenant: str, took_s: float, now_s: float) -> None:
-        """Records how long an item of a tenant held its slot."""
+    def ended(self, tenant: str, took_s: float, now_s: float, *, is_computed: bool = True) -> None:
+        """Records how long an item of a tenant held its slot.
+
+        Args:
+            tenant: the tenant whose item has ended.
+            took_s: how long it held its slot.
+            now_s: the time.
+            is_computed: whether it ran to its end. A canceled item says nothing of how long the
+                next one takes, unless it has taken long itself.
+        """
         self.arrived(tenant, now_s)
+        if not is_computed and took_s <= SHORT_S:
+            return
         known = self._longest.get(tenant)
         if known is None or took_s >= known.seconds or now_s - known.at_s > REMEMBERED_S:
             self._longest[tenant] = _Longest(took_s, now_s)
