@@ -51,6 +51,7 @@ from shared.stores.cache import Hit, Owed, ResultCache, owed_by
 from shared.stores.objects import ObjectStore
 from shared.stores.records import LATE_LOOK_S, Records
 from shared.stores.withdrawals import withdrawn_error
+from shared.tasks import Result
 from shared.tracing.spans import STAGE, Attributes, record
 from shared.usage.row import RowSink, row_of
 
@@ -406,12 +407,12 @@ class Dispatcher:
         """Puts results into the memory cache. The worker fills Redis, but only after its reply."""
         if not request.options.cache_write:
             return
-        results = {
-            in_flight.item.cache_key: outcome.result
-            for in_flight, outcome in zip(job.items, outcomes, strict=True)
-            if in_flight.item.cache_key and outcome is not None and outcome.result
-        }
-        self._cache.keep_in_memory(results, request.model.cache.ttl_s)
+        results, finished_at_s = dict[str, Result](), dict[str, float | None]()
+        for in_flight, outcome in zip(job.items, outcomes, strict=True):
+            key = in_flight.item.cache_key
+            if key and outcome is not None and outcome.result:
+                results[key], finished_at_s[key] = outcome.result, outcome.receipt.finished_at_s
+        self._cache.keep_in_memory(results, request.model.cache.ttl_s, finished_at_s)
 
     def _mark_abandoned(self, request: InferenceRequest, items: Sequence[InFlightItem]) -> None:
         """Marks results as unpaid that everybody has left who was to pay for them."""

@@ -7,17 +7,19 @@ is gone or slow, a counter counts misses. The Redis level reads and writes many 
 
 A result may be unpaid: it was computed for a request that was not delivered, so nobody was charged
 for it. A mark in Redis, with its own key next to the entry, says so. The first hit takes the mark
-and is charged like a miss. Releases that do not know marks charge such a hit like any other.
+and is charged like a miss. A mark says nothing about a result that was computed later than the one
+it was made for. Releases that do not know marks charge such a hit like any other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
@@ -25,6 +27,7 @@ from prometheus_client import Counter, Gauge
 from redis.exceptions import ResponseError
 
 from shared.catalog import Model
+from shared.charge import SHARED
 from shared.errors import BadInput
 from shared.messages import Receipt
 from shared.stores.redis_client import RedisLink, RedisStore
@@ -121,13 +124,17 @@ MEMORY_OVERHEAD_BYTES = 512
 """The bytes that Python's objects add to an entry in memory (measured: about 450 for one
 vector)."""
 
+NO_TIMES: Mapping[str, float | None] = MappingProxyType({})
+"""For results of which it is not known when they were computed."""
+
 Level = Literal["memory", "redis"]
 
 HITS = Counter("penstock_cache_hits_total", "Items answered from the cache, by level.", ["level"])
 _IN_MEMORY, _IN_REDIS = HITS.labels("memory"), HITS.labels("redis")
 MISSES = Counter("penstock_cache_misses_total", "Items that neither level had.")
 UNREADABLE = Counter(
-    "penstock_cache_unreadable_total", "Entries in Redis that could not be decoded; each is a miss."
+    "penstock_cache_unreadable_total",
+    "Entries in Redis that could not be decoded, each a miss, and marks of unpaid ones.",
 )
 
 
@@ -179,6 +186,8 @@ class CacheEntry(msgspec.Struct, array_like=True):
 
     expires_at_s: float
     result: Result
+    finished_at_s: float | None = None
+    """Unix time at which its batch had run. None: not known, as in entries of release 0.1.0."""
 
 
 class Owed(msgspec.Struct, array_like=True, frozen=True):
@@ -188,6 +197,17 @@ class Owed(msgspec.Struct, array_like=True, frozen=True):
     """Milliseconds that its batch was computed."""
     batch_size: int | None = None
     """Items in that batch."""
+    finished_at_s: float | None = None
+    """Unix time at which that batch had run. None: not known."""
+
+    def is_of(self, entry: CacheEntry) -> bool:
+        """Returns whether it marks this entry, and not one that a later result has replaced."""
+        own_s, entry_s = self.finished_at_s, entry.finished_at_s
+        return own_s is None or entry_s is None or own_s >= entry_s
+
+    def is_older(self, other: Owed | None) -> bool:
+        """Returns whether another mark of the same key was made for a later result."""
+        return other is not None and (self.finished_at_s or 0.0) < (other.finished_at_s or 0.0)
 
 
 class Hit(NamedTuple):
@@ -215,6 +235,7 @@ class Hit(NamedTuple):
                 cache=COMPUTED,
                 inference_ms=self.owed.inference_ms,
                 batch_size=self.owed.batch_size,
+                finished_at_s=self.owed.finished_at_s,
                 **fields,
             )
         receipt.count(self.result)
@@ -230,9 +251,9 @@ def owed_by(receipt: Receipt) -> Owed | None:
 
     None: it was not charged in full anyway, because another item pays for it.
     """
-    if receipt.cache != COMPUTED:
+    if receipt.cache in SHARED:
         return None
-    return Owed(receipt.inference_ms, receipt.batch_size)
+    return Owed(receipt.inference_ms, receipt.batch_size, receipt.finished_at_s)
 
 
 class ResultCache(RedisStore):
@@ -299,10 +320,10 @@ class ResultCache(RedisStore):
             hits |= from_redis
         return hits
 
-    async def recall(self, keys: Iterable[str]) -> dict[str, Hit]:
-        """Like get_many, but for what is not in this process's memory it does not ask Redis."""
+    def kept_here(self, keys: Iterable[str]) -> list[str]:
+        """Returns those of the keys whose results are in the memory of this process."""
         now_s = self._clock()
-        return await self.get_many(key for key in keys if self._memory.get(key, now_s) is not None)
+        return [key for key in keys if self._memory.get(key, now_s) is not None]
 
     def _in_memory(self, keys: Iterable[str]) -> dict[str, Hit]:
         """Returns the results in memory that are known to be paid."""
@@ -330,13 +351,13 @@ class ResultCache(RedisStore):
                 for key, kept in kept_here
                 if kept is not None and kept.state == "unknown"
             }
-        entries, marked = dict[str, _Kept](), list[str]()
+        entries, marked = dict[str, _Kept](), dict[str, _Kept]()
         for key, value, mark in zip(keys, values, values[len(keys) :], strict=False):
             kept = self._decoded(value, now_s) or self._memory.get(key, now_s)
             if kept is not None:
                 entries[key] = kept
-                if mark is not None:
-                    marked.append(key)
+                if (owed_for := self._decoded_mark(mark)) and owed_for.is_of(kept.entry):
+                    marked[key] = kept
         owed = await self._take_marks(marked) if marked else {}
         if owed is None:  # whether somebody has paid is not known, so they are computed again
             entries, owed = {key: kept for key, kept in entries.items() if key not in marked}, {}
@@ -356,16 +377,45 @@ class ResultCache(RedisStore):
             return None
         return _Kept(entry, len(value)) if entry.expires_at_s > now_s else None
 
-    async def _take_marks(self, keys: Sequence[str]) -> dict[str, Owed] | None:
+    def _decoded_mark(self, value: bytes | None) -> Owed | None:
+        if value is None:
+            return None
+        try:
+            return self._owed_decoder.decode(value)
+        except msgspec.MsgspecError:
+            UNREADABLE.inc()
+            return None
+
+    async def _take_marks(self, marked: Mapping[str, _Kept]) -> dict[str, Owed] | None:
         """Takes marks. Those that another caller took first are missing.
 
-        Returns None if Redis did not answer.
+        If the caller is canceled meanwhile, what was taken is marked again.
+
+        Args:
+            marked: the entries that have marks, by cache key.
+
+        Returns:
+            None if Redis did not answer.
         """
+        taking = asyncio.create_task(self._take(list(marked)))
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            left_s = max(kept.entry.expires_at_s for kept in marked.values()) - self._clock()
+            giving_back = asyncio.create_task(self._give_back(taking, max(1, math.ceil(left_s))))
+            self.await_marks(marked, giving_back)
+            raise
+
+    async def _take(self, keys: Sequence[str]) -> dict[str, Owed] | None:
         values = await self._redis.take([self._unpaid_prefix + key for key in keys])
         if values is None:
             return None
-        taken = ((key, value) for key, value in zip(keys, values, strict=True) if value is not None)
-        return {key: self._owed_decoder.decode(value) for key, value in taken}
+        taken = zip(keys, map(self._decoded_mark, values), strict=True)
+        return {key: mark for key, mark in taken if mark is not None}
+
+    async def _give_back(self, taking: asyncio.Task[dict[str, Owed] | None], ttl_s: int) -> None:
+        """Marks again what was taken for a caller who was canceled."""
+        self.mark_unpaid(await taking or {}, ttl_s)
 
     def mark_unpaid(self, owed: Mapping[str, Owed], ttl_s: int) -> None:
         """Marks results as unpaid, so that the first hit of each pays. Never raises.
@@ -378,8 +428,8 @@ class ResultCache(RedisStore):
         """
         if not owed or ttl_s <= 0:
             return
-        for key in owed:
-            self._memory.mark_unpaid(key)
+        for key, mark in owed.items():
+            self._memory.mark_unpaid(key, mark)
         self.await_marks(owed, asyncio.create_task(self._write_marks(owed, ttl_s)))
 
     def await_marks(self, keys: Collection[str], marking: asyncio.Task[None]) -> None:
@@ -388,8 +438,13 @@ class ResultCache(RedisStore):
         marking.add_done_callback(lambda _: self._forget_marking(keys, marking))
 
     async def _write_marks(self, owed: Mapping[str, Owed], ttl_s: int) -> None:
+        """Writes marks, except where one for a later result is in Redis already."""
+        names = [self._unpaid_prefix + key for key in owed]
+        there = await self._redis.get(names) or [None] * len(names)
         marks = {
-            self._unpaid_prefix + key: msgspec.msgpack.encode(mark) for key, mark in owed.items()
+            name: msgspec.msgpack.encode(mark)
+            for name, mark, old in zip(names, owed.values(), there, strict=True)
+            if not mark.is_older(self._decoded_mark(old))
         }
         await self._redis.put(marks, ttl_s)
 
@@ -398,29 +453,48 @@ class ResultCache(RedisStore):
             if self._marking.get(key) is marking:
                 del self._marking[key]
 
-    async def put_many(self, results: Mapping[str, Result], ttl_s: int) -> None:
-        """Keeps `results` for `ttl_s` seconds (0: not at all) in both levels.
+    async def put_many(
+        self,
+        results: Mapping[str, Result],
+        ttl_s: int,
+        finished_at_s: Mapping[str, float | None] = NO_TIMES,
+    ) -> None:
+        """Keeps results in both levels. Never raises, and waits as get_many does.
 
-        Never raises, and waits as get_many does.
+        Args:
+            results: the results, by cache key.
+            ttl_s: seconds for which they are kept. 0: they are not.
+            finished_at_s: Unix times at which they had been computed, by cache key, by which a
+                mark of an earlier result is told from one of theirs. Missing: not known.
         """
-        if values := self._keep(results, ttl_s, is_known=False):
+        if values := self._keep(results, ttl_s, finished_at_s, is_known=False):
             await self._redis.put(
                 {self._prefix + key: value for key, value in values.items()}, ttl_s
             )
 
-    def keep_in_memory(self, results: Mapping[str, Result], ttl_s: int) -> None:
+    def keep_in_memory(
+        self,
+        results: Mapping[str, Result],
+        ttl_s: int,
+        finished_at_s: Mapping[str, float | None] = NO_TIMES,
+    ) -> None:
         """Does the same in this process's memory only. What is unpaid is marked here later."""
-        self._keep(results, ttl_s, is_known=True)
+        self._keep(results, ttl_s, finished_at_s, is_known=True)
 
     def _keep(
-        self, results: Mapping[str, Result], ttl_s: int, *, is_known: bool
+        self,
+        results: Mapping[str, Result],
+        ttl_s: int,
+        finished_at_s: Mapping[str, float | None],
+        *,
+        is_known: bool,
     ) -> dict[str, bytes]:
         """Returns the entries it kept, encoded for Redis."""
         if ttl_s <= 0:
             return {}
         expires_at_s, values = self._clock() + ttl_s, dict[str, bytes]()
         for key, result in results.items():
-            entry = CacheEntry(expires_at_s, result)
+            entry = CacheEntry(expires_at_s, result, finished_at_s.get(key))
             value = msgspec.msgpack.encode(entry)
             if len(value) <= VALUE_LIMIT_BYTES:
                 self._memory.put(key, _Kept(entry, len(value), "paid" if is_known else "unknown"))
@@ -463,8 +537,9 @@ class _Memory:
         while self._used_bytes > self._limit_bytes:
             self._drop(next(iter(self._entries)))
 
-    def mark_unpaid(self, key: str) -> None:
-        if (kept := self._entries.get(key)) is not None:
+    def mark_unpaid(self, key: str, mark: Owed) -> None:
+        kept = self._entries.get(key)
+        if kept is not None and mark.is_of(kept.entry):
             self._entries[key] = kept._replace(state="unpaid")
 
     def _drop(self, key: str) -> None:

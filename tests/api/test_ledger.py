@@ -4,7 +4,7 @@ One test for each end. Each compares the three books and says who pays what.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from prometheus_client import REGISTRY
 from api.batch_runner.runner import opened_runner
 from api.dispatch.admission import Admission
 from shared.errors import Overloaded, Unavailable
+from shared.stores.cache import Hit, RedisLevel, ResultCache
 from shared.stores.records import LATE_LOOK_S, Records
 from shared.usage.row_list import RowList
 from tests.api.batches.batching import created, jsonl, line, until
@@ -342,6 +343,96 @@ async def prediction_gets_unpaid_results(world: LedgerWorld) -> dict[str, float]
     return {"one": WORD_USD * 1.25}
 
 
+async def results_computed_again_are_not_delivered(world: LedgerWorld) -> dict[str, float]:
+    """`no-cache` computes again and replaces what the cache has, so that is unpaid."""
+    texts = words(3)
+    answer = await world.ledger.embed("one", [*texts, "0"], cache_control="no-cache")
+    assert (answer.status_code, code_of(answer)) == (400, "invalid_input")
+    await world.ledger.until_idle()
+    for _ in range(2):
+        assert (await world.ledger.embed("one", texts)).status_code == 200
+    assert _computed_once(world)
+    return {"one": 3 * WORD_USD * 1.25}
+
+
+async def results_computed_again_meet_a_hang_up(world: LedgerWorld) -> dict[str, float]:
+    """The worker has replied, and the API has yet to get it."""
+    texts = words(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("api.dispatch.reply_inbox.OpenInbox.deliver", lambda *_: None)
+        await world.hang_up("one", texts, replies(world, 3), cache_control="no-cache")
+    await world.api.until_idle()
+    await world.ledger.until_idle()
+    for _ in range(2):
+        assert (await world.ledger.embed("one", texts)).status_code == 200
+    assert _computed_once(world)
+    return {"one": 3 * WORD_USD * 1.25}
+
+
+async def paid_results_replace_unpaid_ones(world: LedgerWorld) -> dict[str, float]:
+    """What was computed again was paid for, so later hits pay their share."""
+    texts = words(3)
+    assert (await world.ledger.embed("one", [*texts, "0"])).status_code == 400
+    await world.ledger.until_idle()
+    answer = await world.ledger.embed("one", texts, cache_control="no-cache")
+    assert answer.status_code == 200
+    await world.ledger.until_idle()
+    assert (await world.ledger.embed("one", texts)).status_code == 200
+    await _prediction(world, texts[0])
+    world.ledger.tell("one", WORD_USD / 4)
+    return {"one": 3 * WORD_USD * 1.25 + WORD_USD / 4}
+
+
+async def caller_hangs_up_as_its_hits_are_found(world: LedgerWorld) -> dict[str, float]:
+    """Redis has deleted the marks already. They are written again."""
+    texts = words(3)
+    assert (await world.ledger.embed("one", [*texts, "0"])).status_code == 400
+    await world.ledger.until_idle()
+    take, taken, left = RedisLevel.take, asyncio.Event(), asyncio.Event()
+    rows = len(world.api.rows)
+
+    async def held(level: RedisLevel, keys: Sequence[str]) -> list[bytes | None] | None:
+        values = await take(level, keys)
+        taken.set()
+        await left.wait()
+        return values
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RedisLevel, "take", held)
+        await world.hang_up("one", texts, taken.is_set)
+        await world.harness.until(lambda: len(world.api.rows) == rows + 3)
+        left.set()
+    for _ in range(2):
+        assert (await world.ledger.embed("one", texts)).status_code == 200
+    assert _computed_once(world)
+    return {"one": 3 * WORD_USD * 1.25}
+
+
+async def prediction_is_canceled_as_its_hit_is_found(world: LedgerWorld) -> dict[str, float]:
+    """Its worker has taken the mark already, and writes it again."""
+    assert (await world.ledger.embed("one", ["abcd", "0"])).status_code == 400
+    await world.ledger.until_idle()
+    get_many, registry = ResultCache.get_many, world.harness.registry
+    assert registry is not None
+
+    async def canceled(cache: ResultCache, keys: Iterable[str]) -> dict[str, Hit]:
+        hits = await get_many(cache, keys)
+        for job in registry.find():
+            path = f"/v1/predictions/{job.envelope.request_id}/cancel"
+            await world.api.http.post(path, headers=bearer("one"))
+        await world.harness.until(lambda: all(job.is_over for job in registry.find()))
+        return hits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ResultCache, "get_many", canceled)
+        await _prediction(world, "abcd")
+        await world.ledger.until_idle()
+    for _ in range(2):
+        assert (await world.ledger.embed("one", ["abcd"])).status_code == 200
+    assert _computed_once(world)
+    return {"one": WORD_USD * 1.25}
+
+
 def _computed_once(world: LedgerWorld) -> bool:
     computed = [text for batch in world.harness.process.batches for text in batch if text != "!"]
     return len(computed) == len(set(computed))
@@ -517,6 +608,11 @@ ENDS: list[End] = [
     results_are_on_their_way_at_a_hang_up,
     answer_that_cant_be_made_is_asked_for_again,
     prediction_gets_unpaid_results,
+    results_computed_again_are_not_delivered,
+    results_computed_again_meet_a_hang_up,
+    paid_results_replace_unpaid_ones,
+    caller_hangs_up_as_its_hits_are_found,
+    prediction_is_canceled_as_its_hit_is_found,
     predictions_end,
     prediction_is_published_by_who_asks_again,
     batch_ends,

@@ -14,6 +14,7 @@ from shared.stores.cache import VALUE_LIMIT_BYTES, Hit, Owed, ResultCache
 from shared.tasks.embedding import EmbeddingResult
 from shared.tasks.image import ImageResult
 from tests.clock import Clock
+from tests.limits import WAIT_LIMIT_S
 from tests.metrics import metric
 
 pytestmark = pytest.mark.anyio
@@ -24,6 +25,15 @@ BIG_MEMORY = 1 << 20
 
 def vector(fill: bytes = b"v", tokens: int = 3) -> EmbeddingResult:
     return EmbeddingResult(fill * 16, tokens)
+
+
+async def written(redis_url: str, kind: str) -> str:
+    """Waits until there is a key of this kind, and returns it."""
+    async with redis.asyncio.Redis.from_url(redis_url) as client:
+        with anyio.fail_after(WAIT_LIMIT_S):
+            while not (names := await client.keys(f"penstock:{kind}:*")):
+                pass
+    return names[0] if isinstance(names[0], str) else names[0].decode()
 
 
 async def test_get_many_names_the_level(redis_url: str) -> None:
@@ -147,7 +157,7 @@ async def test_first_hit_of_an_unpaid_result_pays(redis_url: str, reads_at_once:
         one.keep_in_memory({"a": vector()}, ttl_s=60)
         one.mark_unpaid({"a": owed}, ttl_s=60)
         if not reads_at_once:
-            await other.get_many(["b"])  # the mark is in Redis by then
+            await written(redis_url, "unpaid")
         hits = [(await one.get_many(["a"]))["a"]]
         hits += [(await cache.get_many(["a"]))["a"] for cache in (worker, other, one)]
     assert [hit.owed for hit in hits] == [owed, None, None, None]
@@ -162,6 +172,48 @@ async def test_unpaid_result_is_paid_before_the_worker_has_stored_it(redis_url: 
         cache.mark_unpaid({"a": Owed()}, ttl_s=60)
         assert [hit.owed for hit in (await cache.get_many(["a"])).values()] == [Owed()]
         assert await cache.get_many(["a"]) == {"a": Hit(vector(), "memory")}
+
+
+async def test_mark_says_nothing_about_a_later_result(redis_url: str) -> None:
+    """Whoever had it computed later has paid for it, or has left a mark."""
+    mark, key = Owed(finished_at_s=10.0), "a"
+    async with (
+        ResultCache(redis_url, BIG_MEMORY) as api,
+        ResultCache(redis_url, BIG_MEMORY) as worker,
+        ResultCache(redis_url, 0) as other,
+    ):
+        api.keep_in_memory({key: vector(b"2")}, 60, {key: 20.0})
+        api.mark_unpaid({key: mark}, ttl_s=60)
+        await written(redis_url, "unpaid")
+        assert await api.get_many([key]) == {key: Hit(vector(b"2"), "memory")}
+        await worker.put_many({key: vector(b"2")}, 60, {key: 20.0})
+        for cache in (worker, other):
+            assert await cache.get_many([key]) == {key: Hit(vector(b"2"), "redis")}
+        await worker.put_many({key: vector(b"1")}, 60, {key: 10.0})
+        assert (await other.get_many([key]))[key].owed == mark
+
+
+@pytest.mark.parametrize("times_s", [(10.0, 20.0), (20.0, 10.0)])
+async def test_mark_of_the_later_result_stays(redis_url: str, times_s: tuple[float, float]) -> None:
+    """Requests may end in another order than that in which their results were computed."""
+    async with ResultCache(redis_url, 0) as cache:
+        await cache.put_many({"a": vector()}, 60, {"a": 20.0})
+        for finished_at_s in times_s:
+            cache.mark_unpaid({"a": Owed(finished_at_s=finished_at_s)}, ttl_s=60)
+            await written(redis_url, "unpaid")
+        assert (await cache.get_many(["a"]))["a"].owed == Owed(finished_at_s=20.0)
+        assert (await cache.get_many(["a"]))["a"].owed is None
+
+
+async def test_unreadable_mark_is_none(redis_url: str) -> None:
+    async with (
+        ResultCache(redis_url, 0) as cache,
+        redis.asyncio.Redis.from_url(redis_url) as client,
+    ):
+        await cache.put_many({"a": vector()}, ttl_s=60)
+        cache.mark_unpaid({"a": Owed()}, ttl_s=60)
+        await client.set(await written(redis_url, "unpaid"), b"\xff not ours")
+        assert await cache.get_many(["a"]) == {"a": Hit(vector(), "redis")}
 
 
 async def test_oversized_result_is_not_kept(redis_url: str) -> None:

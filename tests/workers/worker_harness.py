@@ -31,7 +31,7 @@ from shared.messages import (
     encode_job,
     is_reply_batch,
 )
-from shared.stores.cache import ResultCache
+from shared.stores.cache import NO_TIMES, ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.stores.withdrawals import LiveWithdrawals
@@ -358,9 +358,14 @@ class HeldCache(ResultCache):
 
     gate = asyncio.Event()
 
-    async def put_many(self, results: Mapping[str, Result], ttl_s: int) -> None:
+    async def put_many(
+        self,
+        results: Mapping[str, Result],
+        ttl_s: int,
+        finished_at_s: Mapping[str, float | None] = NO_TIMES,
+    ) -> None:
         await asyncio.wait_for(self.gate.wait(), WAIT_LIMIT_S)
-        await super().put_many(results, ttl_s)
+        await super().put_many(results, ttl_s, finished_at_s)
 
 
 @asynccontextmanager

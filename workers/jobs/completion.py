@@ -643,19 +643,21 @@ class Completion:
     async def fill_cache(self, answers: Sequence[tuple[PulledJob, ReplyBody]]) -> None:
         """Keeps the results that are to be cached, and marks again what was not paid for."""
         ttl_s, kept, owed = self.model.cache.ttl_s, dict[str, Result](), dict[str, Owed]()
+        finished_at_s = dict[str, float | None]()
         for pulled, answered in answers:
             if (pulled.to_cache or pulled.to_pay) and ttl_s:
+                delivered = {one.index: one for one in answered.outcomes if one.result is not None}
                 pulled.undelivered = frozenset(
-                    outcome.index for outcome in answered.outcomes if outcome.result is None
+                    one.index for one in answered.outcomes if one.result is None
                 )
-                results = {outcome.index: outcome.result for outcome in answered.outcomes}
-                computed = {key: results.get(index) for key, index in pulled.to_cache.items()}
-                kept |= {key: result for key, result in computed.items() if result is not None}
+                for key, index in pulled.to_cache.items():
+                    if (one := delivered.get(index)) is not None and one.result is not None:
+                        kept[key], finished_at_s[key] = one.result, one.receipt.finished_at_s
                 to_pay = pulled.to_pay.items()
-                owed |= {key: mark for key, (index, mark) in to_pay if results.get(index) is None}
+                owed |= {key: mark for key, (index, mark) in to_pay if index not in delivered}
         self._cache.mark_unpaid(owed, ttl_s)
         if kept:
-            await self._cache.put_many(kept, ttl_s)
+            await self._cache.put_many(kept, ttl_s, finished_at_s)
 
     def give_up(self, pulled: PulledJob, error: PenstockError) -> None:
         """Hands a job back that could not be ended. It comes again."""

@@ -511,6 +511,9 @@ class JobConsumer:
                     self._completion.settle(pulled, pulled.hit(item, hit))
                 elif not self.queue.coalesce(pulled, item):
                     missing.append((pulled, item))
+        # Nobody gets the hits of jobs that have ended meanwhile.
+        unused = {key: hit.owed for key, hit in cached.items() if hit.owed is not None}
+        self._cache.mark_unpaid(unused, self.model.cache.ttl_s)
         if missing:
             await self._enqueue(missing)
 
@@ -590,8 +593,7 @@ class JobConsumer:
                 keys = [item.cache_key for item in pulled.items if item.cache_key is not None]
                 is_asked = pulled.is_fresh and not pulled.envelope.flow
                 (in_memory if is_asked else in_redis).extend(keys)
-        hits = await self._cache.recall(in_memory)
-        return hits | await self._cache.get_many(in_redis) if in_redis else hits
+        return await self._cache.get_many([*self._cache.kept_here(in_memory), *in_redis])
 
     async def _enqueue(self, missing: list[tuple[PulledJob, Item]]) -> None:
         """Prepares inputs and queues them. A job that two workers died with is by itself."""
