@@ -169,8 +169,10 @@ class Dispatcher:
             job = state.new_job(part, state.request.demand(len(part)))
             record = record_id(state.request.facts.request_id, job.index)
             ended = await self._records.read(record)
-            if ended is not None and not ended.is_over:
-                await self._records.cancel(record, state.request.deadline_s)
+            if ended is None or not ended.is_over:  # None: no worker has claimed it, but one may
+                left = await self._records.cancel(record, state.request.deadline_s)
+                if left != "canceled":  # it ended in the meantime
+                    ended = await self._records.read(record)
             for outcome in () if ended is None or ended.reply is None else ended.reply.outcomes:
                 if outcome.result is not None:
                     state.completions[outcome.index] = ItemCompletion(outcome, by_worker=True)

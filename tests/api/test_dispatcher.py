@@ -14,8 +14,18 @@ import anyio
 import pytest
 
 from api.dispatch.reply_inbox import REPLIES
+from api.dispatch.request import InferenceRequest, RequestOptions
 from shared.errors import Overloaded, Unavailable
-from shared.messages import ItemOutcome, Receipt, Reply, ReplyBody, encode_reply, encode_reply_body
+from shared.messages import (
+    ItemOutcome,
+    Receipt,
+    Reply,
+    ReplyBody,
+    RequestFacts,
+    encode_reply,
+    encode_reply_body,
+    record_id,
+)
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from tests.api.dispatcher_harness import (
     DispatcherHarness,
@@ -416,3 +426,25 @@ async def test_any_mix_of_asking_and_hanging_up_answers_right_and_leaves_nothing
                 assert computed <= set(by_api), "what the worker writes must not count"
             else:
                 assert items == computed ^ (items & set(by_api)), "each has one row"
+
+
+async def test_recall_cancels_a_job_that_no_worker_has_claimed(
+    start_harness: StartHarness, redis_url: str
+) -> None:
+    """A worker that gets it later must not compute it, because nobody would pay."""
+    async with start_harness(redis_url=redis_url) as harness:
+        now_s = time.time()
+        facts = RequestFacts(request_id="batch_1-1", tenant="t", received_at_s=now_s)
+        request = InferenceRequest(
+            facts,
+            TEXT_MODEL,
+            [TextInput("a")],
+            now_s + 30.0,
+            is_repeatable=True,
+            options=RequestOptions(),
+        )
+        with await harness.dispatcher.recall(request) as response:
+            assert [outcome.status for outcome in response.outcomes] == ["canceled"]
+        found = await harness.records.read(record_id("batch_1-1", 0))
+        assert found is not None
+        assert found.state == "canceled"
