@@ -24,7 +24,7 @@ from api.dispatch.request import InferenceRequest, InferenceResponse, NewRecord,
 from api.errors import BudgetReserved, LargerThanBudget, RateLimited
 from api.inputs.image_codec import ImageCodec
 from api.inputs.source_images import SourceImages
-from api.limits.limited_request import LimitedRequest
+from api.limits.limited_request import LimitedRequest, RecoveredRequest
 from api.limits.limiter import Limiter
 from api.openai.endpoint import LineCaller, ReplyTools
 from api.predictions.creation import OWNER, PredictionSnapshot, digest_of, ids_of, version_of
@@ -194,17 +194,14 @@ class LineExecutor:
             try:
                 inputs = await self._inputs(batch, caller, line)
                 request = _request(batch, line, inputs, attempt, is_run_again)
-                operation = f"{group_of(batch, segment)}/{line.number}"
-                if request.record is not None:  # what a run has delivered counts if it ends badly
-                    operation += f"-{attempt}"
-                async with self._limited(batch, caller, request, operation) as limited:
+                operation = _operation(batch, line, segment, request, attempt)
+                limits = self._limits(LimitedRequest, batch, caller, request, operation)
+                async with limits as limited:
                     limited.wake_next()
                     body = await self._computed(batch, line, request, limited, this)
             except LargerThanBudget as error:
                 progress.note_end(line)
-                LINES.labels("failed").inc()
-                request_id = _request_id(batch, line, attempt)
-                return LineAnswer(refused(batch, line, request_id, error), "failed")
+                return _failed(batch, line, attempt, error)
             except _TRANSIENT as error:
                 progress.note_failure(line, error, has_ended=this.outcomes is not None)
                 if not progress.is_worth_waiting(error):
@@ -215,9 +212,7 @@ class LineExecutor:
                 continue
             except PenstockError as error:
                 progress.note_end(line)
-                LINES.labels("failed").inc()
-                request_id = _request_id(batch, line, attempt)
-                return LineAnswer(refused(batch, line, request_id, error), "failed")
+                return _failed(batch, line, attempt, error)
             progress.note_end(line)
             LINES.labels("completed").inc()
             answer = answered(batch, line, request.facts.request_id, body)
@@ -334,8 +329,7 @@ class LineExecutor:
         try:
             inputs = await self._inputs(batch, caller, line)
             request = _request(batch, line, inputs, attempt, lambda: False)
-            operation = f"{group_of(batch, segment)}/{line.number}"
-            operation += f"-{attempt}" if request.record is not None else ""
+            operation = _operation(batch, line, segment, request, attempt)
             body = await self._recovered(batch, caller, line, request, operation, this)
         except Unavailable:
             raise
@@ -359,14 +353,8 @@ class LineExecutor:
         Raises:
             PenstockError: it is not.
         """
-        try:
-            async with self._limited(batch, caller, request, operation) as limited:
-                return await self._found(batch, line, request, limited, this)
-        except RateLimited:
-            # What the runner that died had reserved counts as spent, so it is paid for.
-            payer = Caller(tenant=batch.tenant)
-            async with self._limited(batch, payer, request, operation) as limited:
-                return await self._found(batch, line, request, limited, this)
+        async with self._limits(RecoveredRequest, batch, caller, request, operation) as limited:
+            return await self._found(batch, line, request, limited, this)
 
     async def _found(
         self,
@@ -412,10 +400,15 @@ class LineExecutor:
         await asyncio.sleep(min(_pause_s(error, drawn_s), left_s))
         return False
 
-    def _limited(
-        self, batch: BatchCreated, caller: Caller, request: InferenceRequest, operation: str
+    def _limits(
+        self,
+        kind: type[LimitedRequest],
+        batch: BatchCreated,
+        caller: Caller,
+        request: InferenceRequest,
+        operation: str,
     ) -> LimitedRequest:
-        return LimitedRequest(
+        return kind(
             self.limiter,
             caller,
             request.model,
@@ -464,6 +457,21 @@ def _completed(answer: bytes, batch: BatchCreated, line: BatchLine, this: _Try) 
     endpoint = ENDPOINTS[batch.endpoint]
     usage = endpoint.usage(line.request, this.outcomes or (), this.answered)
     return LineAnswer(answer, "completed", usage.input_tokens + usage.output_tokens, usage)
+
+
+def _failed(batch: BatchCreated, line: BatchLine, attempt: int, error: PenstockError) -> LineAnswer:
+    """Returns the end of a line that failed for good."""
+    LINES.labels("failed").inc()
+    return LineAnswer(refused(batch, line, _request_id(batch, line, attempt), error), "failed")
+
+
+def _operation(
+    batch: BatchCreated, line: BatchLine, segment: int, request: InferenceRequest, attempt: int
+) -> str:
+    """Returns the name under which budgets count a line once."""
+    name = f"{group_of(batch, segment)}/{line.number}"
+    # What a run has delivered counts even if it ends badly.
+    return name if request.record is None else f"{name}-{attempt}"
 
 
 def group_of(batch: BatchCreated, segment: int) -> str:

@@ -287,6 +287,20 @@ class LimitedRequest:
         return [drawn for run in runs for drawn in drawings_of(run)]
 
 
+class RecoveredRequest(LimitedRequest):
+    """A block in which the result of a request is found that another process had computed.
+
+    It reserves nothing and is never refused. `settle` counts what was delivered, even beyond a
+    budget. It needs an operation and the time at which the request was received.
+    """
+
+    async def __aenter__(self) -> Self:
+        """Reserves nothing."""
+        if self._account is not None:
+            self._reservation = self._limiter.reserve_nothing(self._account)
+        return self
+
+
 def used_by(
     price: ItemPrice,
     unit: Unit,

@@ -188,6 +188,17 @@ class Limiter:
         ]
         return await self._reserve(reservation, account, needs)
 
+    def reserve_nothing(self, account: Account) -> Reservation:
+        """Returns a reservation of nothing, to settle what is computed already.
+
+        Its budgets count what it settles, also if there is no room for it.
+        """
+        reservation = Reservation(self)
+        for counter in account.counters:
+            if isinstance(counter, MonthCounter):
+                reservation.note(Need(counter, 0), counter.month)
+        return reservation
+
     async def reserve_rates(self, account: Account, demand: RequestDemand) -> Reservation:
         """Takes `demand` of the limits of a minute, or of none of them. Others are not asked.
 
