@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from api.batches.documents import Counts, LineAnswer, counts_after
 from api.batches.store import BatchStore
+from shared.errors import Unavailable
 
 READ_AT_ONCE = 8
 FLUSH_BYTES = 4 * 1024 * 1024
@@ -117,9 +118,10 @@ class AnswerLog:
             new = {number: self._kept[number] for number in numbers}
             number, holder = next(self._numbers), self._holder
             key = await self._store.log_answers(*self._batch, number, holder, self.counts, new)
-            self._new.difference_update(numbers)
-            self._new_bytes -= sum(len(answer.data) for answer in new.values())
-            left = [number for number in numbers if number in self._kept]
+            # Some may have been forgotten in the meantime, because their segment was written.
+            left = [number for number in numbers if number in self._new]
+            self._new.difference_update(left)
+            self._new_bytes -= sum(len(new[number].data) for number in left)
             self._logged |= dict.fromkeys(left, key)
             self._open_lines[key] = len(left)
             self._drop_logged()
@@ -137,14 +139,16 @@ class AnswerLog:
         """Returns the answers of lines that have all ended.
 
         Raises:
-            Unavailable: the object store is unreachable.
+            Unavailable: the object store is unreachable, or another runner has deleted a log
+                because it wrote the segment.
         """
         answers = {number: self._kept[number] for number in numbers if number in self._kept}
         for key in sorted({self._logged[number] for number in numbers if number not in answers}):
             logged = await self._store.logged_answers(key)
-            answers |= {
-                number: logged[number] for number in numbers if self._logged.get(number) == key
-            }
+            of_log = [number for number in numbers if self._logged.get(number) == key]
+            if not logged.keys() >= set(of_log):
+                raise Unavailable("logged answers of the batch are gone")
+            answers |= {number: logged[number] for number in of_log}
         return [answers[number] for number in numbers]
 
     async def forget(self, numbers: Sequence[int]) -> None:
@@ -165,5 +169,5 @@ class AnswerLog:
             if key is not None:
                 self._open_lines[key] -= 1
         for key in [key for key, lines in list(self._open_lines.items())[:-1] if lines == 0]:
-            del self._open_lines[key]
             await self._store.delete_log(key)
+            del self._open_lines[key]

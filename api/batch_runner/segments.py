@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -225,12 +225,16 @@ class SegmentRun:
         try:
             while not self._stop.is_cancelled:
                 self._moved.clear()
-                await self._write_complete(answers)
+                unwritten = await self._try_to_write(answers)
                 if self._failure is not None:
                     raise self._failure
                 if starting.done() and not self._tasks:
+                    if unwritten is not None:
+                        raise unwritten
                     break
-                await self._moved.wait()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(None if unwritten is None else FLUSH_S):
+                        await self._moved.wait()
         finally:
             for task in (starting, canceled, *self._tasks):
                 task.cancel()
@@ -312,6 +316,16 @@ class SegmentRun:
             answers.add(number, answer)
             self._moved.set()
 
+    async def _try_to_write(self, answers: AnswerLog) -> Unavailable | None:
+        """Writes the complete segments. Returns why that failed, as lines in flight continue."""
+        try:
+            await self._write_complete(answers)
+        except Unavailable as error:
+            facts = {"batch": self._batch.id, "reason": error.message}
+            log.warning("segment of a batch not written yet", extra=facts)
+            return error
+        return None
+
     async def _write_complete(self, answers: AnswerLog) -> None:
         """Writes the segments that are complete, as far as all earlier ones are."""
         store, names = self._tools.store, (self._owner, self._batch.id)
@@ -332,11 +346,11 @@ class SegmentRun:
             await self._skip_written(answers, written)
 
     async def _skip_written(self, answers: AnswerLog, written: int) -> None:
-        for index in range(self._next, written):
-            segment = self._open.pop(index, None)
+        skipped = [self._open.pop(index, None) for index in range(self._next, written)]
+        self._next = written
+        for segment in skipped:
             if segment is not None:
                 await answers.forget(segment.numbers)
-        self._next = written
 
     async def _end_rest(self, answers: AnswerLog, attempts: Mapping[int, int]) -> None:
         """Ends the lines that the stop of the batch leaves undone, and writes all segments."""
@@ -351,11 +365,11 @@ class SegmentRun:
             )
             for at in range(0, len(left), RECOVERED_AT_ONCE):
                 some = left[at : at + RECOVERED_AT_ONCE]
-                ends = (
+                ends = [
                     self._end_undone(line, index, attempts, is_started=line.number in started)
                     for line in some
-                )
-                for line, answer in zip(some, await asyncio.gather(*ends), strict=True):
+                ]
+                for line, answer in zip(some, await _all_of(ends), strict=True):
                     self._end_line(index, line.number, answers, answer)
             await self._write_complete(answers)
 
@@ -386,9 +400,20 @@ class SegmentRun:
         return LineAnswer(data, "failed")
 
 
+async def _all_of(ends: Sequence[Coroutine[None, None, LineAnswer]]) -> list[LineAnswer]:
+    """Waits for all. If one fails, the others are canceled, and none runs on."""
+    tasks = [asyncio.ensure_future(one) for one in ends]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 @asynccontextmanager
 async def _flushed_often(answers: AnswerLog) -> AsyncIterator[None]:
-    """Logs new answers every FLUSH_S while the block runs."""
+    """Logs new answers every FLUSH_S while the block runs, and once more if it fails."""
 
     async def flush_often() -> None:
         while True:
@@ -401,6 +426,10 @@ async def _flushed_often(answers: AnswerLog) -> AsyncIterator[None]:
     flushing = asyncio.create_task(flush_often())
     try:
         yield
+    except Exception:
+        with suppress(Unavailable):
+            await answers.flush()
+        raise
     finally:
         flushing.cancel()
         await asyncio.gather(flushing, return_exceptions=True)

@@ -146,8 +146,8 @@ MAX_SEGMENTS = 50_000
 _DOCUMENT_MAX_BYTES = 16 * 1024 * 1024
 MAX_LOGS = 10**8 - 1
 _ANSWERS_MAX_BYTES = 256 * 1024 * 1024
+"""A larger log is not read, and its lines are computed again."""
 _BEGUN, _ANSWERS = "begun", "answers"
-"""A larger one is not read, and its lines are computed again."""
 _JSON = "application/json"
 D = TypeVar("D", bound=msgspec.Struct)
 

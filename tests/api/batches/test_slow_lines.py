@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from api.batch_runner import answers as answers_module
+from api.batches.store import BatchStore
+from shared.errors import Unavailable
 from tests.api.batches.batching import (
     answers,
     created,
@@ -99,3 +102,32 @@ async def test_lines_that_ended_behind_a_slow_one_are_delivered_by_a_cancel(
     assert [int(one["custom_id"]) + 1 for one in undone] == [
         number for number in range(1, LINES + 1) if is_slow(number)
     ]
+
+
+@pytest.mark.usefixtures("small_segments")
+async def test_lines_in_flight_go_on_when_a_segment_can_not_be_written(
+    api: ApiUnderTest, held_lines: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The object store fails for a moment. No line begins a second time."""
+    begun, failed, write = Counter[int](), asyncio.Event(), BatchStore.add_segment
+
+    def is_held(number: int) -> bool:
+        begun[number] += 1
+        return number > 7
+
+    async def add_segment(
+        self: BatchStore, owner: str, batch_id: str, index: int, data: bytes
+    ) -> bool:
+        if not failed.is_set():
+            failed.set()
+            raise Unavailable
+        return await write(self, owner, batch_id, index, data)
+
+    go, client = held_lines(is_held), api.openai()
+    monkeypatch.setattr(BatchStore, "add_segment", add_segment)
+    batch = await created(client, jsonl(line(str(n)) for n in range(LINES)))
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        await failed.wait()
+    go.set()
+    await check(client, await until(client, batch))
+    assert begun == dict.fromkeys(range(1, LINES + 1), 1)
