@@ -262,6 +262,10 @@ class GenerationLimits(EntryPart):
 
     max_items: Positive = 2048
     max_input_bytes: Positive = 64 * 1024
+    max_input_tokens: Positive | None = None
+    """Tokens that the model reads of a text, special tokens and prompt included. A budget reserves
+    at most their price for a text. A worker whose model reads more does not start. None: a budget
+    reserves a token for each byte."""
 
 
 class Tolerance(EntryPart):

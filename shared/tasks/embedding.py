@@ -58,6 +58,17 @@ def bound_tokens(text: str) -> int:
     return max(map(_size_bytes, (text, *forms)))
 
 
+def bound_window(tokens: int, entry: CatalogEntry) -> int:
+    """The most tokens that a model reads of a text.
+
+    Args:
+        tokens: the most that the text can have, special tokens included.
+        entry: of the model, in the catalog.
+    """
+    window = entry.text.max_input_tokens
+    return tokens if window is None else min(tokens, window)
+
+
 def _size_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
@@ -97,10 +108,10 @@ class TextInput(TaskInput, tag="text"):
         return cut_estimate(estimate_tokens(self.text), self.max_tokens)
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """A token for every byte, as far as they are read, and the special ones."""
+        """A token for every byte and the special ones, as far as the model reads them."""
         tokens = bound_tokens(self.text)
         read = min(tokens, self.max_tokens) if self.max_tokens else tokens
-        return WorkBound(read + SPECIAL_TOKENS)
+        return WorkBound(bound_window(read + SPECIAL_TOKENS, entry))
 
     def cache_form(self) -> tuple[object, ...]:
         """The text byte for byte, the side at which it is cut, and a bound if it has one."""
@@ -117,6 +128,10 @@ class TokensInput(TaskInput, tag="tokens"):
     def estimate_work(self, entry: CatalogEntry) -> int:
         """Tokens, those given and the special ones."""
         return len(self.tokens) + SPECIAL_TOKENS
+
+    def bound_work(self, entry: CatalogEntry) -> WorkBound:
+        """The tokens given and the special ones, as far as the model reads them."""
+        return WorkBound(bound_window(len(self.tokens) + SPECIAL_TOKENS, entry))
 
     def cache_form(self) -> tuple[object, ...]:
         """The tokens, and the side at which they are cut."""
@@ -246,8 +261,8 @@ class EmbeddingTask(Task):
         return StepInput(TextInput(text, values.get("truncate") or "none"))
 
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
-        """A token for every byte of the longest text."""
-        return WorkBound(entry.text.max_input_bytes + SPECIAL_TOKENS)
+        """A token for every byte of the longest text, as far as the model reads them."""
+        return WorkBound(bound_window(entry.text.max_input_bytes + SPECIAL_TOKENS, entry))
 
     def usual_work(self, entry: CatalogEntry, units: float | None) -> float | None:
         """Tokens, as the operator expects."""

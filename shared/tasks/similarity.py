@@ -22,6 +22,7 @@ from shared.tasks.embedding import (
     EmbeddingTask,
     Truncate,
     bound_tokens,
+    bound_window,
     checked_text,
     cut_estimate,
     estimate_tokens,
@@ -47,9 +48,11 @@ class SimilarityInput(TaskInput, tag="similarity"):
         return text + estimate_tokens(self.query)
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """A token for every byte of both texts, and the special ones."""
-        texts = (self.text, self.query)
-        return WorkBound(sum(bound_tokens(text) + SPECIAL_TOKENS for text in texts))
+        """A token for every byte of both texts, and the special ones, as far as they are read."""
+        text, query = bound_tokens(self.text), bound_tokens(self.query)
+        read = min(text, self.max_tokens) if self.max_tokens else text
+        each = (bound_window(tokens + SPECIAL_TOKENS, entry) for tokens in (read, query))
+        return WorkBound(sum(each))
 
     def cache_form(self) -> tuple[object, ...]:
         """Both texts byte for byte, the side at which they are cut, and a bound if there is one."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shared.blob import Blob
 from shared.catalog import Model
-from shared.catalog_entry import Batch, Generation
+from shared.catalog_entry import Batch, Generation, GenerationLimits
 from shared.errors import BadInput, ContextLengthExceeded
 from shared.tasks.base import WorkBound
 from shared.tasks.embedding import TextInput, TokensInput, bound_tokens
@@ -25,6 +25,14 @@ WRITER = Model(
     source="local:nowhere",
     batch=Batch(max_tokens=4096),
     generation=Generation(context_tokens=1000, default_tokens=16, longest_tokens=64),
+)
+ENCODER = Model(
+    name="encoder",
+    task="embedding",
+    source="local:nowhere",
+    batch=Batch(max_tokens=2048),
+    dimensions=4,
+    text=GenerationLimits(max_input_tokens=256),
 )
 FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 
@@ -92,6 +100,16 @@ def test_no_image_has_more_steps_than_the_bound(rounds_up: bool) -> None:
                     "a", 8, 8, steps, 1.0, 1, "default", image=source, strength=strength
                 )
                 assert given.bound_work(WRITER).work >= 64 * run, (steps, strength)
+
+
+def test_texts_to_embed_are_bounded_by_the_window_of_their_model() -> None:
+    long = "?" * 60_000
+    assert TextInput(long).bound_work(ENCODER) == WorkBound(256)
+    assert TextInput(long, max_tokens=100).bound_work(ENCODER) == WorkBound(102)
+    assert TextInput("?" * 10).bound_work(ENCODER) == WorkBound(12)
+    assert TokensInput([5] * 7000).bound_work(ENCODER) == WorkBound(256)
+    assert SimilarityInput(long, "cde").bound_work(ENCODER) == WorkBound(256 + 5)
+    assert ENCODER.definition.step_bound(ENCODER) == WorkBound(256)
 
 
 def test_vectors_are_bounded_by_bytes() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shared.catalog import Model
+from shared.errors import ConfigurationError
 from workers.models.backend import Backend, unmeasured_backend
 from workers.models.base import InferenceModel, Preparer
 from workers.models.embedding.model_folder import SentenceFolder, read_sentence_folder
@@ -38,11 +39,31 @@ class EmbeddingWorker(WorkerTask):
         """A tokenizer."""
         from workers.models.embedding.tokenization import TextPreparer
 
-        return TextPreparer(folder)
+        preparer = TextPreparer(folder)
+        check_window(entry, preparer.max_length)
+        return preparer
 
     def model(self, entry: Model, folder: Path, resources: Resources) -> InferenceModel:
         """An encoder."""
         return encoder_model(entry, folder, resources)
+
+
+def check_window(entry: Model, max_length: int) -> None:
+    """Checks that a model reads no more of a text than budgets reserve for it.
+
+    Args:
+        entry: its entry in the catalog.
+        max_length: the maximum number of tokens that it reads of a text.
+
+    Raises:
+        ConfigurationError: it reads more.
+    """
+    declared = entry.text.max_input_tokens
+    if declared is not None and max_length > declared:
+        raise ConfigurationError(
+            f"must be at least {max_length} tokens, as many as the model reads, got {declared}",
+            field="text.max_input_tokens",
+        )
 
 
 def encoder_model(entry: Model, folder: Path, resources: Resources) -> EmbeddingModel:

@@ -7,7 +7,7 @@ from pathlib import Path
 from shared.catalog import Model
 from workers.models.base import InferenceModel, Preparer
 from workers.tasks.base import Resources
-from workers.tasks.embedding import EmbeddingWorker, encoder_model
+from workers.tasks.embedding import EmbeddingWorker, check_window, encoder_model
 
 
 class SimilarityWorker(EmbeddingWorker):
@@ -25,7 +25,9 @@ class SimilarityWorker(EmbeddingWorker):
         from workers.models.embedding.similarity import CrossPreparer, PairPreparer
 
         if entry.rerank == "cross-encoder":
-            return CrossPreparer(folder)
+            preparer = CrossPreparer(folder)
+            check_window(entry, preparer.max_length)
+            return preparer
         return PairPreparer(super().preparer(entry, folder))
 
     def model(self, entry: Model, folder: Path, resources: Resources) -> InferenceModel:

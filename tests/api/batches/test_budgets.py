@@ -16,7 +16,7 @@ from api.batch_runner import runner as runner_module
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.request import InferenceRequest, InferenceResponse
 from shared.catalog import Catalog
-from shared.catalog_entry import Price
+from shared.catalog_entry import GenerationLimits, Price
 from shared.errors import DeadlineExceeded, PenstockError, Unavailable
 from shared.stores.key_stores import key_store
 from shared.tenants.administration import Administration
@@ -135,6 +135,25 @@ async def test_line_larger_than_its_budget_is_refused_at_once(
         error = refused["response"]["body"]["error"]
         assert error["code"] == "insufficient_quota"
         assert error["message"].startswith("Request too large for the budget")
+
+
+async def test_long_text_reserves_only_what_its_model_reads(tmp_path: Path, redis_url: str) -> None:
+    """A budget for 42 tokens takes a text of 4,000 bytes if the model reads 42 of them."""
+    models = [
+        model.model_copy(update={"text": GenerationLimits(max_input_tokens=42)})
+        if model.name == TEXT_MODEL.name
+        else model
+        for model in PRICED.models
+    ]
+    url = _keys(tmp_path, poor_usd=RESERVED_USD)
+    async with batching(tmp_path, redis_url, catalog=Catalog(tuple(models)), keys_url=url) as (
+        api,
+        _,
+    ):
+        poor = api.openai(api_key=key_for("poor"))
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            done = await until(poor, await created(poor, jsonl([line("long", "x" * 4000)])))
+        assert (done.status, done.request_counts.completed) == ("completed", 1)
 
 
 async def test_batch_of_a_frozen_tenant_waits_until_it_is_thawed(

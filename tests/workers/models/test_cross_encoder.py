@@ -140,6 +140,15 @@ def test_what_is_too_long_is_refused_unless_it_may_be_cut(folder: Path) -> None:
     assert isinstance(surrogate, BadInput)
 
 
+def test_a_model_that_reads_more_than_budgets_reserve_is_refused(folder: Path) -> None:
+    reads = WORKER_TASKS["similarity"].preparer(entry(), folder).max_length  # type: ignore[attr-defined]
+    limited = entry(text={"max_input_tokens": reads - 1})
+    with pytest.raises(ConfigurationError, match=f"must be at least {reads} tokens") as raised:
+        WORKER_TASKS["similarity"].preparer(limited, folder)
+    assert raised.value.field == "text.max_input_tokens"
+    WORKER_TASKS["similarity"].preparer(entry(text={"max_input_tokens": reads}), folder)
+
+
 def test_an_encoder_is_no_cross_encoder(folder: Path, tmp_path: Path) -> None:
     BertModel(BertConfig.from_pretrained(folder)).save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match="one label"):

@@ -74,7 +74,7 @@ class CrossPreparer:
 
     def __init__(self, folder: Path) -> None:
         self._tokenizer = open_tokenizer(folder)
-        self._max_length = longest_text(folder)
+        self.max_length = longest_text(folder)
         self._own = self._tokenizer.num_special_tokens_to_add(is_pair=True)
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
@@ -95,11 +95,11 @@ class CrossPreparer:
         except (TypeError, ValueError) as error:  # a lone surrogate
             return BadInput(f"the text can't be tokenized: {error}", field="input")
         total = len(query) + len(text) + self._own
-        if value.truncate == "none" and total > self._max_length:
-            return too_long(total, self._max_length)
+        if value.truncate == "none" and total > self.max_length:
+            return too_long(total, self.max_length)
         side = "right" if value.truncate == "end" else "left"
-        query.truncate(self._max_length // 2)
-        room = self._max_length - self._own - len(query)
+        query.truncate(self.max_length // 2)
+        room = self.max_length - self._own - len(query)
         text.truncate(min(room, value.max_tokens or room), direction=side)
         pair = self._tokenizer.post_process(query, text)
         return PreparedText(

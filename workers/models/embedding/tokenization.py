@@ -48,6 +48,11 @@ class TextPreparer:
         ).ids
         self._vocabulary = _vocabulary(self._settings.transformer, self._tokenizer)
 
+    @property
+    def max_length(self) -> int:
+        """The maximum number of tokens of a text, special tokens and prompt included."""
+        return self._settings.max_length
+
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | TextTokens | BadInput]:
         """One outcome per input, in order.
 
