@@ -129,7 +129,7 @@ def test_openai_requests_are_checked_and_enlarged(stack: Stack) -> None:
         ("upscale", 1),
     ]
     cost = float(raw.headers["x-penstock-cost-usd"])
-    assert cost == prediction["metrics"]["cost_usd"] > 0
+    assert 0 < cost == pytest.approx(prediction["metrics"]["cost_usd"], abs=1e-9)
 
 
 def test_an_image_that_is_flagged_is_withheld(stack: Stack) -> None:

@@ -36,6 +36,7 @@ def launched(
     return done
 
 
+@pytest.mark.timeout(2 * TEST_LIMIT_S)  # it downloads and installs everything, beside other tests
 def test_setup_demo_and_a_request_on_a_company_laptop(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["laptop", "--do", "demo,up"]) == 0, capsys.readouterr().out
 

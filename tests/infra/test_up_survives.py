@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from infra.local.redis_server import find_redis_server
 from tests.infra.running_up import Up, running_up, wait_until
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 
@@ -22,8 +23,9 @@ pytestmark = [
     pytest.mark.slow(about_s=70),
     pytest.mark.skipif(sys.platform != "linux", reason="finds the parts in /proc"),
 ]
+REDIS = find_redis_server().name
 PARTS = {
-    "redis": "redis-server",
+    "redis": REDIS,
     "pubsub": "pubsub_emulator",
     "bigquery": "bigquery_emulator",
     "api": "api",
@@ -154,7 +156,7 @@ def test_every_part_comes_back_while_requests_go_on_and_ends_with_the_stack(
         assert up.process.poll() is None
         # Killed itself, it takes all of them with it.
         parts = psutil.Process(up.process.pid).children(recursive=True)
-        assert {"redis-server", "penstock-model"} <= {one.name() for one in parts}, up.said
+        assert {REDIS, "penstock-model"} <= {one.name() for one in parts}, up.said
         up.process.kill()
         _, alive = psutil.wait_procs(parts, WAIT_LIMIT_S)
     for left in alive:

@@ -340,7 +340,7 @@ def with_tensor(name: str, *shape: int) -> Break:
 DEEP = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
 BROKEN: dict[str, tuple[Break, str]] = {
     "pickle": (pickled, "not safetensors"),
-    "cut": (cut_short, "not whole"),
+    "cut": (cut_short, "file not fully covered"),
     "gone": (gone, "missing on this worker"),
     "rank": (lambda file: rewritten(file, max_rank=3), "of rank 4, and max_rank is 3"),
     "digest": (lambda file: rewritten(file, digest=f"sha256:{'0' * 64}"), "the digest"),
