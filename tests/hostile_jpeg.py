@@ -1,4 +1,4 @@
-"""Progressive JPEGs whose scans are repeated: few bytes, and much work for a decoder."""
+"""Progressive JPEGs with many scans: few bytes, and much work for a decoder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 from PIL import Image
 
 _SCAN = re.compile(rb"\xff\xda.*?(?=\xff[^\x00\xd0-\xd7])", re.DOTALL)
+RESERVED_MARKER = b"\xff\x02\xff\xff"
+"""With the length that a segment would have. libjpeg knows no such segment."""
 
 
 def repeat_scans(side: int, scans: int) -> bytes:
@@ -21,3 +23,19 @@ def repeat_scans(side: int, scans: int) -> bytes:
     whole = buffer.getvalue()
     last: bytes = _SCAN.findall(whole)[-1]
     return whole.removesuffix(b"\xff\xd9") + last * scans + b"\xff\xd9"
+
+
+def hide_scans(side: int, scans: int) -> bytes:
+    """Returns a file as from `repeat_scans`, whose repeated scans look like a segment's bytes.
+
+    The scan before them has restart intervals and a reserved marker. libjpeg drops the marker when
+    it looks for the next restart, and decodes what is behind it.
+    """
+    buffer = io.BytesIO()
+    image = Image.new("L", (side, side), 128)
+    image.save(buffer, "JPEG", progressive=True, restart_marker_rows=1)
+    whole = buffer.getvalue()
+    last: bytes = _SCAN.findall(whole)[-1]
+    restart = last.index(b"\xff\xd0")
+    begun = whole.removesuffix(b"\xff\xd9") + last[:restart] + RESERVED_MARKER
+    return begun + last[restart:] + last * scans + b"\xff\xd9"

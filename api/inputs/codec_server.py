@@ -180,9 +180,12 @@ def run_command(
         return CodecError("invalid_input", _why_not(data)), b""
 
 
-_MARKER = re.compile(rb"\xff+([^\x00\x01\xd0-\xd7\xff])")
-"""A marker with a segment, and those for the beginning and the end of an image (ITU-T T.81, B.1).
-Others are in the coded data, and a byte 0xFF of the data is followed by zero."""
+_MARKER = re.compile(rb"\xff([\xc0-\xcf\xd8-\xfe])")
+"""A marker with a segment, or that of the beginning or end of an image (ITU-T T.81, B.1).
+
+Lower ones are reserved. libjpeg refuses them between segments. In coded data with restart intervals
+it drops them, without a length, and reads on behind them (jpeg_resync_to_restart of jdmarker.c). A
+byte 0xFF of coded data is followed by zero."""
 _END_OF_IMAGE, _START_OF_IMAGE, _START_OF_SCAN = 0xD9, 0xD8, 0xDA
 
 

@@ -5,6 +5,7 @@ import io
 import struct
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import AsyncIterator, Callable
 from functools import cache, partial
@@ -28,7 +29,7 @@ from api.inputs.image_codec import BASE64_CHUNK, data_of_uri
 from shared.errors import BadInput
 from shared.tasks.image import ImageInput
 from tests.api.harness import ApiUnderTest, running_api, settings_for
-from tests.hostile_jpeg import repeat_scans
+from tests.hostile_jpeg import RESERVED_MARKER, hide_scans, repeat_scans
 from tests.tiers import examples
 
 pytestmark = pytest.mark.anyio
@@ -136,6 +137,31 @@ def test_jpeg_with_many_scans_is_refused_before_it_is_decoded() -> None:
     assert isinstance(answer, CodecError)
     assert (answer.code, png) == ("invalid_input", b"")
     assert answer.reason == "a JPEG with more than 100 scans; save it as a baseline JPEG"
+
+
+def test_jpeg_whose_scans_look_like_a_segment_is_refused() -> None:
+    """A decoder reads them all: its time grows with their number."""
+
+    def reserve(cost_bytes: int) -> None:
+        raise AssertionError("nothing is decoded")
+
+    data = hide_scans(64, 2000)
+    assert len(data) - data.index(RESERVED_MARKER) < 65_535, "one segment would hold them all"
+    answer, _ = run_command(PrepareSource(None, LIMITS), data, reserve)
+    assert isinstance(answer, CodecError)
+    assert answer.reason == "a JPEG with more than 100 scans; save it as a baseline JPEG"
+    few, _ = _prepared(hide_scans(64, 10), (64, 64))
+    assert isinstance(few, SourcePrepared), few
+
+
+def test_scans_are_counted_in_linear_time() -> None:
+    """A byte 0xFF may have any number of them before it. Each is looked at once."""
+    whole = _encoded("jpeg", "RGB", comment=b"\xff\xda" * (MAX_SCANS + 1))
+    filled = whole.removesuffix(b"\xff\xd9") + b"\xff" * 150_000 + b"\x00\xff\xd9"
+    begun_s = time.process_time()
+    answer, _ = _prepared(filled, (64, 64))
+    assert isinstance(answer, SourcePrepared), answer
+    assert time.process_time() - begun_s < 2, "it would be 10 s and more in quadratic time"
 
 
 @pytest.mark.parametrize("kind", ["many scans", "thumbnail", "video behind it"])
