@@ -101,7 +101,8 @@ class _Listed(NamedTuple):
 
     stored: list[StoredObject]
     reserved: list[StoredObject]
-    held: list[StoredObject]
+    elsewhere_bytes: int
+    """The bytes that HELD counts."""
 
 
 class _Removal(NamedTuple):
@@ -151,12 +152,12 @@ class Storage:
         Raises:
             Unavailable: the object store is out of reach.
         """
-        stored, reserved, marked = await self._listed(owner_of(tenant))
+        stored, reserved, elsewhere_bytes = await self._listed(owner_of(tenant))
         now_s = self.clock()
         names = [one.key.rpartition("/")[2] for one in reserved if one.key != except_key]
         held = [int(name.split("_")[1]) for name in names if not _is_left_behind(name, now_s)]
         files = len({one.key.rpartition("/")[0] for one in stored}) + len(held)
-        stored_bytes = sum(one.size_bytes for one in stored) + held_bytes(marked, now_s)
+        stored_bytes = sum(one.size_bytes for one in stored) + elsewhere_bytes
         return StorageUse(files, stored_bytes + sum(held))
 
     async def check(self, quota: StorageQuota) -> None:
@@ -207,16 +208,30 @@ class Storage:
             await asyncio.wait([previous])
         this = self._listing[owner] = self._next_listing.pop(owner)
         try:
-            batch_files, kept_files, reserved, held = await asyncio.gather(
+            batch_files, kept_files, reserved, elsewhere_bytes = await asyncio.gather(
                 self.objects.listing(f"{BATCH_FILES}/{owner}", 4 * MAX_FILES),
                 self.objects.listing(f"{KEPT_FILES}/{owner}", 4 * MAX_FILES),
                 self.objects.listing(f"{RESERVED}/{owner}", MAX_FILES),
-                self.objects.listing(f"{HELD}/{owner}", 4 * MAX_FILES),
+                self._count_held(owner),
             )
         finally:
             if self._listing[owner] is this:
                 del self._listing[owner]
-        return _Listed([*batch_files, *kept_files], reserved, held)
+        return _Listed([*batch_files, *kept_files], reserved, elsewhere_bytes)
+
+    async def _count_held(self, owner: str) -> int:
+        """Returns the bytes of an owner that are stored elsewhere, however many objects they are.
+
+        Keys begin with the end of their time, so those that are over are not listed.
+        """
+        folder, now_s, size_bytes = f"{HELD}/{owner}", self.clock(), 0
+        after = f"{folder}/{int(now_s):010d}"
+        while True:
+            part = await self.objects.listing(folder, 4 * MAX_FILES, after)
+            size_bytes += held_bytes(part, now_s)
+            if len(part) < 4 * MAX_FILES:
+                return size_bytes
+            after = part[-1].key
 
     @asynccontextmanager
     async def reserved(

@@ -285,15 +285,20 @@ class ObjectStore:
         with _translated("get", key):
             return bytes(await self._work(key, call))
 
-    async def listing(self, folder: str, limit: int) -> list[StoredObject]:
+    async def listing(self, folder: str, limit: int, after: str = "") -> list[StoredObject]:
         """Returns the objects below a folder in the order of their keys, at most `limit` of them.
+
+        Args:
+            folder: without a slash at its end.
+            limit: number of objects.
+            after: a key, of an object or not, behind which the listing begins.
 
         Raises:
             Unavailable: the store is out of reach or too slow.
         """
         _check(folder)
         with _translated("list", folder):
-            return await self._work(folder, partial(_list, self._store, folder, limit))
+            return await self._work(folder, partial(_list, self._store, folder, limit, after))
 
     async def modified_before(self, folder: str, before_s: float) -> AsyncIterator[StoredObject]:
         """Yields the objects below a folder that were last written before `before_s` (Unix time).
@@ -392,9 +397,9 @@ class ObjectStore:
             return
 
 
-def _list(source: Any, folder: str, limit: int) -> list[StoredObject]:
+def _list(source: Any, folder: str, limit: int, after: str) -> list[StoredObject]:
     objects: list[StoredObject] = []
-    for chunk in obstore.list(source, folder, chunk_size=LIST_CHUNK):
+    for chunk in obstore.list(source, folder, offset=after or None, chunk_size=LIST_CHUNK):
         objects += map(_stored, chunk)
         # A bucket lists in order, a folder does not.
         if len(objects) >= limit and not isinstance(source, store.LocalStore):

@@ -147,9 +147,9 @@ class CountingStore(ObjectStore):
     listed = 0
     read = 0
 
-    async def listing(self, folder: str, limit: int) -> list[StoredObject]:
+    async def listing(self, folder: str, limit: int, after: str = "") -> list[StoredObject]:
         self.listed += 1
-        return await super().listing(folder, limit)
+        return await super().listing(folder, limit, after)
 
     async def get(self, key: str, max_bytes: int) -> bytes:
         self.read += 1

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from api.inputs import storage as storage_module
 from api.inputs.storage import Storage
 from shared.blob import INLINE_LIMIT_BYTES, Blob
 from shared.messages import Envelope, ItemOutcome, Receipt
+from shared.stores.held_bytes import hold
 from shared.stores.objects import ObjectStore
 from shared.tasks.custom import CustomResult, FilePlace
 from workers.jobs.completion import RESULTS_COUNT_S, LargeResults
@@ -16,11 +18,12 @@ pytestmark = pytest.mark.anyio
 FILE_BYTES = INLINE_LIMIT_BYTES + 1
 
 
-def envelope(*, prediction: str) -> Envelope:
+def envelope(*, prediction: str = "", flow: str = "") -> Envelope:
     now_s = time.time()
     return Envelope(
         request_id="r1",
         prediction=prediction,
+        flow=flow,
         tenant="acme",
         received_at_s=now_s,
         part=0,
@@ -30,9 +33,12 @@ def envelope(*, prediction: str) -> Envelope:
     )
 
 
-@pytest.mark.parametrize(("prediction", "counted"), [("p1", 2 * FILE_BYTES), ("", 0)])
-async def test_files_of_a_prediction_count_until_it_is_gone(
-    tmp_path: Path, prediction: str, counted: int
+@pytest.mark.parametrize(
+    ("of", "counted"),
+    [({"prediction": "p1"}, 2 * FILE_BYTES), ({"flow": "f"}, 2 * FILE_BYTES), ({}, 0)],
+)
+async def test_files_of_predictions_and_flows_count_until_they_are_gone(
+    tmp_path: Path, of: dict[str, str], counted: int
 ) -> None:
     """The files of an answer that somebody waits for are not kept for the tenant."""
     objects = ObjectStore(f"file://{tmp_path}")
@@ -45,7 +51,7 @@ async def test_files_of_a_prediction_count_until_it_is_gone(
     )
     results = LargeResults(objects, reply_limit_bytes=INLINE_LIMIT_BYTES, keep_limit_s=1.0)
     outcome = ItemOutcome(0, "succeeded", Receipt(), result=result)
-    stored = await results.stored(envelope(prediction=prediction), outcome)
+    stored = await results.stored(envelope(**of), outcome)
     assert stored.result is not None
     assert [blob.object_key is None for blob in stored.result.blobs] == [False, False, True]
     assert (await storage.use("acme")).size_bytes == counted
@@ -54,3 +60,17 @@ async def test_files_of_a_prediction_count_until_it_is_gone(
     assert (await storage.use("acme")).size_bytes == 0
     await storage.sweep()
     assert not await objects.listing("files/held", 10), "the markers are removed"
+
+
+async def test_every_file_counts_however_many_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those whose time is over, and that nobody has removed yet, don't hide others."""
+    monkeypatch.setattr(storage_module, "MAX_FILES", 3)
+    objects, now_s = ObjectStore(f"file://{tmp_path}"), 2_000_000_000.0
+    storage = storage_module.Storage(objects, clock=lambda: now_s)
+    for number in range(20):
+        await hold(objects, "acme", 7, now_s - number)
+    for number in range(30):
+        await hold(objects, "acme", 100, now_s + 1 + number % 3)
+    assert (await storage.use("acme")).size_bytes == 3000

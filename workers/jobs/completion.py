@@ -143,7 +143,8 @@ class LargeResults:
                 blob = Blob(blob.media_type, object_key=own_key, digest=digest)
                 stored_bytes += len(data)
             kept.append(blob)
-        if stored_bytes and envelope.has_record and isinstance(result, CustomResult):
+        is_kept = envelope.has_record or envelope.flow  # otherwise somebody waits for the answer
+        if stored_bytes and is_kept and isinstance(result, CustomResult):
             until_s = envelope.deadline_s + RESULTS_COUNT_S
             with contextlib.suppress(Unavailable):  # a result isn't lost because it isn't counted
                 await hold(self._objects, envelope.tenant, stored_bytes, until_s)

@@ -182,9 +182,9 @@ class CountingStore(FragileStore):
         self.calls["read"] += 1
         return await super().get(key, max_bytes)
 
-    async def listing(self, folder: str, limit: int) -> list[StoredObject]:
+    async def listing(self, folder: str, limit: int, after: str = "") -> list[StoredObject]:
         self.calls["list"] += 1
-        return await super().listing(folder, limit)
+        return await super().listing(folder, limit, after)
 
 
 async def test_a_pass_of_the_archive_takes_as_many_calls_as_are_priced() -> None:
