@@ -180,6 +180,7 @@ class Limiter:
             RateLimited: a limit is reached. BudgetExceeded: it is the budget of the month.
             Unavailable: the remaining budget is unknown, and the plan says to refuse then.
         """
+        self._check_size(account, demand)
         reservation = Reservation(self, before)
         needs = [
             need
@@ -210,7 +211,14 @@ class Limiter:
             for counter in account.counters
             if isinstance(counter, WindowCounter)
         ]
+        self._check_size(account, demand)
         return await self._reserve(Reservation(self), account, needs)
+
+    def _check_size(self, account: Account, demand: RequestDemand) -> None:
+        """Refuses a request that no limit lets in at any time, whatever its preparation took."""
+        whole = [Need(counter, demand.of(counter)) for counter in account.counters]
+        if too_large := [need for need in whole if need.amount > need.counter.limit]:
+            raise refusal(too_large, self._clock())
 
     async def _reserve(
         self, reservation: Reservation, account: Account, needs: Sequence[Need]
@@ -237,12 +245,7 @@ class Limiter:
                 missing.append(need)
             else:
                 reservation.note(need, period)
-        hopeless = [
-            need
-            for need in missing
-            if need.amount > need.counter.limit or need.counter.is_blocked(need.amount, now_s)
-        ]
-        if hopeless:
+        if hopeless := [one for one in missing if one.counter.is_blocked(one.amount, now_s)]:
             raise refusal(hopeless, now_s)
         return missing
 

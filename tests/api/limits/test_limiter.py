@@ -369,6 +369,29 @@ async def test_request_larger_than_the_limit_is_told_so(ten: list[Limiter]) -> N
     assert error.value.is_final
 
 
+async def test_request_larger_than_the_limit_is_told_so_after_its_preparation(
+    ten: list[Limiter],
+) -> None:
+    """The preparation has taken a part. The rest would fit into the limit alone."""
+    limiter, caller = ten[0], Caller(tenant="acme", plan=Plan(tokens_per_min=10))
+    account = limiter.account(caller, "mini", "tokens")
+    taken = await limiter.reserve_rates(account, demand(4, items=0))
+    with pytest.raises(RateLimited, match=r"Request too large .* limit 10, requested 11") as error:
+        await limiter.reserve(account, demand(11), taken)
+    assert error.value.is_final
+    (await limiter.reserve(account, demand(10), taken)).cancel()
+
+
+async def test_request_larger_than_the_budget_sees_plain_amounts(ten: list[Limiter]) -> None:
+    caller = Caller(tenant="acme", plan=Plan(budget_usd_per_month=1_234_567.5))
+    with pytest.raises(BudgetExceeded, match=r"limit 1234567\.5, requested 2000000\.25\.") as error:
+        await ask(ten[0], caller, demand(usd=2_000_000.25))
+    assert error.value.is_final
+    small = Caller(tenant="small", plan=Plan(budget_usd_per_month=0.00001))
+    with pytest.raises(BudgetExceeded, match=r"limit 0\.00001, requested 0\.00002\."):
+        await ask(ten[0], small, demand(usd=0.00002))
+
+
 async def test_changed_plan_counts_at_once(ten: list[Limiter]) -> None:
     assert await let_in(ten, Caller(plan=Plan(requests_per_min=5)), demand(), 9) == 5
     assert await let_in(ten, Caller(plan=Plan(requests_per_min=8)), demand(), 9) == 3
