@@ -40,10 +40,15 @@ class ArrivingRows:
     def __init__(self) -> None:
         self.arrived: list[Row] = []
         self.is_away = False
+        self.is_broken = False
+        self.failures = 0
 
     def read(self, month: int, questions: Sequence[SpentQuestion]) -> list[tuple[float, float]]:
         if self.is_away:
             raise Unavailable("BigQuery is away")
+        if self.is_broken:
+            self.failures += 1
+            raise RuntimeError("a client library has a bug")
         return RowSums([self.arrived]).read(month, questions)
 
 
@@ -187,6 +192,21 @@ async def test_rows_that_arrive_late_count(deployed: Deployment) -> None:
     await deployed.spend(words(1, 30))
     deployed.arrive()
     await deployed.until_counted(5 * WORD_USD)
+
+
+async def test_marks_are_checked_again_after_an_error_nobody_expected(
+    deployed: Deployment, caplog: pytest.LogCaptureFixture
+) -> None:
+    await deployed.spend(words(4))
+    deployed.arrive()
+    deployed.rows.is_broken = True
+    await deployed.set_budget(1.0)
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while deployed.rows.failures < 2:  # noqa: ASYNC110 - once per instance, at least
+            await asyncio.sleep(0.02)
+    deployed.rows.is_broken = False
+    await deployed.until_counted(4 * WORD_USD)
+    assert "a client library has a bug" in caplog.text
 
 
 async def test_budgets_come_back_by_themselves_after_redis_lost_them(deployed: Deployment) -> None:
