@@ -138,7 +138,8 @@ async def test_an_equal_result_costs_its_share_of_its_work(redis_url: str, tmp_p
         await predict(world, text="abcd")
         await world.ledger.check()
         first, again = sorted(world.ledger.rows(), key=lambda row: row.received_at_s)
-        assert (first.cache, again.cache) == ("miss", "memory")
+        # The first hit of a worker's own result asks Redis whether anyone has paid (decision 131).
+        assert (first.cache, again.cache) == ("miss", "redis")
         assert again.work == 4
         assert again.cost_usd == pytest.approx(0.5 * (0.25 + 4 * 0.01))
 
