@@ -283,7 +283,7 @@ async def test_prediction_is_settled_if_its_end_is_waited_for(
 
 async def test_prediction_is_settled_when_it_ends(tmp_path: Path, redis_url: str) -> None:
     """Nobody waits for it. A failed one costs nothing, and its item is no longer in flight."""
-    plan = Plan(tokens_per_min=1000, max_in_flight=1, budget_usd_per_month=0.42)
+    plan = Plan(tokens_per_min=1000, max_in_flight=1, budget_usd_per_month=0.258)
     async with limited_api(tmp_path, redis_url, plan) as api:
         api.worker.broken.add("x" * 200)
         api.worker.go.clear()
@@ -300,6 +300,7 @@ async def test_prediction_is_settled_when_it_ends(tmp_path: Path, redis_url: str
         assert (found["status"], found["metrics"]["cost_usd"]) == ("failed", 0)
         assert limits_in(answer)["remaining-tokens"] == "996"
         assert limits_in(answer)["limit-tokens"] == "1000"
+        # It reserves the 256 tokens that the model reads of it at most.
         spent = await embed(api, "y" * 416)
         assert spent.json()["error"]["code"] == "insufficient_quota"
         assert "used 0.004," in spent.json()["error"]["message"]
