@@ -225,6 +225,7 @@ MAX_COMPARED = 64
 """Budgets in one call of the script that compares them with their rows."""
 MARKS_LOCK_MS = 180_000
 """An instance that dies while it looks after marks keeps others from it for so long."""
+_RENEW = load_script("shared/stores/lease_renew.lua")
 _RELEASE = load_script("shared/stores/lease_release.lua")
 
 
@@ -482,11 +483,14 @@ class LimitStore(RedisStore):
     async def lock_marks(self) -> bool:
         """Returns whether this instance may look after the marks now. Ends with `unlock_marks`.
 
+        An instance that holds the lock gets it again: the answer to an earlier call may have been
+        lost.
+
         Raises:
             Unavailable: Redis did not answer.
         """
-        args = ("NX", "PX", MARKS_LOCK_MS)
-        return bool(await self._commands.run("SET", self._lock_key, self.process, *args))
+        args = (self.process, MARKS_LOCK_MS)
+        return bool(await self._commands.run_script(_RENEW, [self._lock_key], *args))
 
     async def unlock_marks(self) -> None:
         """Lets other instances look after the marks.

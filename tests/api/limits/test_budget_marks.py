@@ -248,6 +248,19 @@ class MeetingRows:
         return [(5.0, 1.0) for _ in questions]
 
 
+async def test_lock_whose_answer_was_lost_is_taken_again(redis_url: str) -> None:
+    """Otherwise no instance would look after budgets for three minutes."""
+    async with (
+        LimitStore(redis_url, "a", timeout_s=REDIS_LIMIT_S) as store,
+        LimitStore(redis_url, "b", timeout_s=REDIS_LIMIT_S) as other,
+    ):
+        assert await store.lock_marks()  # imagine that this answer never arrived
+        assert await store.lock_marks()
+        assert not await other.lock_marks()
+        await store.unlock_marks()
+        assert await other.lock_marks()
+
+
 async def test_operators_at_once_add_rows_once(redis_url: str, clock: Clock) -> None:
     """A command and an instance read the same rows, while a request spends."""
     rows = MeetingRows(3)
