@@ -115,12 +115,15 @@ class BudgetMarks:
         Raises:
             Unavailable: Redis did not answer.
         """
-        if not await self._store.lock_marks():
-            return False
+        is_locked = True  # until Redis denies it: the answer may be lost, or this task be canceled
         try:
+            is_locked = await self._store.lock_marks()
+            if not is_locked:
+                return False
             await self._check({budget_name(one): one for one in budgets})
         finally:
-            await self._store.unlock_marks()
+            if is_locked:
+                await self._store.unlock_marks()
         self._passed = budgets
         return True
 
