@@ -18,11 +18,18 @@ class BackgroundTask:
     Args:
         work: what it does, for the log.
         run: makes the coroutine.
+        on_bug: called if it ends before `stop`.
     """
 
-    def __init__(self, work: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def __init__(
+        self,
+        work: str,
+        run: Callable[[], Coroutine[Any, Any, None]],
+        on_bug: Callable[[], None] = lambda: None,
+    ) -> None:
         self._work = work
         self._run = run
+        self._on_bug = on_bug
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -40,6 +47,7 @@ class BackgroundTask:
         if not task.cancelled():
             facts = {"work": self._work}
             log.critical("work ended; this is a bug", extra=facts, exc_info=task.exception())
+            self._on_bug()
 
 
 def backoff(first_s: float = 0.1, longest_s: float = 10.0) -> Iterator[float]:

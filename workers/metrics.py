@@ -9,7 +9,6 @@ writes `BusyRatio`, and the thread that answers scrapes reads it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +21,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from shared.catalog import Model
 from shared.charge import device_share_of
+from shared.concurrency import BackgroundTask
 from shared.tenants.plan import PRIORITIES, Priority
 from shared.usage.worker_hour import HOUR_S, WorkerHour
 from workers.job import WorkerInfo
@@ -288,10 +288,10 @@ class UtilizationReports:
         self._models = models
         self._every_s = every_s
         self._number = 0
-        self._task: asyncio.Task[None] | None = None
+        self._reporting = BackgroundTask("reporting the time of models", self._report)
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._report())
+        self._reporting.start()
         return self
 
     async def __aexit__(
@@ -300,10 +300,7 @@ class UtilizationReports:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        await self._reporting.stop()
         self.write()
 
     async def _report(self) -> None:

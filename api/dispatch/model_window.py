@@ -46,6 +46,7 @@ from prometheus_client import Counter, Gauge
 from api import metrics
 from api.fair_room import Demand
 from shared.catalog import Model
+from shared.concurrency import BackgroundTask
 from shared.errors import DeadlineExceeded, Unavailable
 from shared.service_rate import ServiceRate
 from shared.stores.redis_client import RedisLink, load_script
@@ -423,11 +424,11 @@ class WindowExchange:
         self._heard_s: dict[Key, float] = {}
         self._instances = 0
         """Maximum number of other instances with work for the same model, at the last exchange."""
-        self._task: asyncio.Task[None] | None = None
+        self._exchanging = BackgroundTask("exchanging publish windows", self._run)
 
     async def __aenter__(self) -> Self:
         await self._link.__aenter__()
-        self._task = asyncio.create_task(self._run())
+        self._exchanging.start()
         return self
 
     async def __aexit__(
@@ -436,9 +437,7 @@ class WindowExchange:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._exchanging.stop()
         await self._link.__aexit__(kind, error, trace)
 
     @property

@@ -20,6 +20,7 @@ from typing import Self
 import msgspec
 from prometheus_client import Counter, Gauge
 
+from shared.concurrency import BackgroundTask
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.stores.key_stores import KeyCopy
 from shared.tenants.api_key import SALT_BYTES, ApiKey, hash_of
@@ -93,6 +94,7 @@ class LiveDirectory:
         self._current_s = clock()
         self._failure: PenstockError | None = None
         self._refreshing = asyncio.Lock()
+        self._keeping = BackgroundTask("refreshing API keys", self._run, self._stop_serving)
         self._salt, self._looked_for = secrets.token_bytes(SALT_BYTES), set[bytes]()
         self._looking, self._looked_s, self._waiting = asyncio.Lock(), -math.inf, 0
         self.uses: dict[str, int] = {}
@@ -105,8 +107,7 @@ class LiveDirectory:
         if self._copy is not None:
             await self._copy.__aenter__()
         await self.refresh()
-        self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(self._ended)
+        self._keeping.start()
         return self
 
     async def __aexit__(
@@ -115,8 +116,7 @@ class LiveDirectory:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await self._keeping.stop()
         await self.note_uses()
         if self._copy is not None:
             await self._copy.__aexit__(kind, error, trace)
@@ -225,12 +225,10 @@ class LiveDirectory:
             await copy.keep(self._stored, time.time(), STALE_LIMIT_S)
             self._copied_s = self._clock()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """Stops this instance: without the task, changes are not seen any more."""
-        if not task.cancelled():
-            log.critical("refresh of API keys ended; this is a bug", exc_info=task.exception())
-            self._failure = Unavailable(public="the refresh of API keys ended")
-            self._directory = None
+    def _stop_serving(self) -> None:
+        """Stops this instance: without refreshes, changes are not seen any more."""
+        self._failure = Unavailable(public="the refresh of API keys ended")
+        self._directory = None
 
     def _decode(self, stored: StoredDocument) -> Directory:
         document = decode_document(stored.data, self.store.source)

@@ -37,6 +37,7 @@ from api.limits.counters import (
     WindowCounter,
 )
 from api.limits.messages import Need, headers_of, refusal
+from shared.concurrency import BackgroundTask
 from shared.errors import Unavailable
 from shared.tasks.base import Unit
 from shared.tenants.plan import Caller
@@ -134,10 +135,11 @@ class Limiter:
         self._takings: set[asyncio.Task[list[Answer]]] = set()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """Waiters for the reserved part of a budget, by its key, the longest first."""
+        self._keeping = BackgroundTask("keeping counts of limits", self._keep)
 
     async def __aenter__(self) -> Self:
         await self.store.__aenter__()
-        self._keeping = asyncio.create_task(self._keep())
+        self._keeping.start()
         return self
 
     async def __aexit__(
@@ -146,8 +148,7 @@ class Limiter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._keeping.cancel()
-        await asyncio.wait([self._keeping])
+        await self._keeping.stop()
         with contextlib.suppress(Unavailable, TimeoutError):
             async with asyncio.timeout(CLOSE_LIMIT_S):
                 await asyncio.gather(*self._takings, return_exceptions=True)

@@ -20,12 +20,14 @@ async def test_runs_until_it_is_stopped(caplog: pytest.LogCaptureFixture) -> Non
         finally:
             has_ended.set()
 
-    background = BackgroundTask("waiting", run)
+    told: list[str] = []
+    background = BackgroundTask("waiting", run, lambda: told.append("ended"))
     await background.stop()
     background.start()
     await has_begun.wait()
     await background.stop()
     assert has_ended.is_set()
+    assert not told
     assert not caplog.records
 
 
@@ -33,7 +35,8 @@ async def test_end_by_itself_is_logged(caplog: pytest.LogCaptureFixture) -> None
     async def run() -> None:
         raise ValueError("broken")
 
-    background = BackgroundTask("looking", run)
+    told: list[str] = []
+    background = BackgroundTask("looking", run, lambda: told.append("ended"))
     with caplog.at_level(logging.CRITICAL):
         background.start()
         await asyncio.sleep(0)
@@ -42,4 +45,5 @@ async def test_end_by_itself_is_logged(caplog: pytest.LogCaptureFixture) -> None
     assert (said.getMessage(), vars(said)["work"]) == ("work ended; this is a bug", "looking")
     assert said.exc_info is not None
     assert isinstance(said.exc_info[1], ValueError)
+    assert told == ["ended"]
     await background.stop()

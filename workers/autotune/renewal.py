@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
+from shared.concurrency import BackgroundTask
 from shared.errors import PenstockError
 from workers.autotune.choice import Choice
 
@@ -112,10 +113,10 @@ class Renewal:
         self._has_doubt = asyncio.Event()
         if self._doubtful:
             self._has_doubt.set()
-        self._task: asyncio.Task[None] | None = None
+        self._renewing = BackgroundTask("measuring backends again", self._run)
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run())
+        self._renewing.start()
         return self
 
     async def __aexit__(
@@ -124,9 +125,7 @@ class Renewal:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._renewing.stop()
 
     def ran(self, number: int, batch: BatchCost) -> None:
         """Records a batch of model `number`."""
