@@ -285,9 +285,13 @@ class GenerationStreams:
         """
         generations = [_Generation(one) for one in seen]
         stream = _Stream(
-            shape, generations, has_ids=has_ids, is_new=False, has_elements=has_elements
+            shape,
+            generations,
+            has_ids=has_ids,
+            is_new=False,
+            has_elements=has_elements,
+            logs_seen=logs_seen,
         )
-        stream.logs_seen = logs_seen
         return self._follow(snapshot, stream, check, stays=stays)
 
     async def begin(
@@ -311,9 +315,13 @@ class GenerationStreams:
         """
         generations = [_Generation(one) for one in seen]
         stream = _Stream(
-            shape, generations, has_ids=has_ids, is_new=True, has_elements=has_elements
+            shape,
+            generations,
+            has_ids=has_ids,
+            is_new=True,
+            has_elements=has_elements,
+            returns=returns,
         )
-        stream.returns = returns
         events = self._follow(snapshot, stream, check, stays=False)
         until_s = time.monotonic() + FIRST_EVENT_S
         first = await anext(events)
@@ -447,6 +455,8 @@ class _Stream:
         has_ids: bool,
         is_new: bool,
         has_elements: bool = False,
+        returns: Return = "from_request",
+        logs_seen: int | None = None,
     ) -> None:
         self._shape = shape
         self._has_elements = has_elements
@@ -457,10 +467,10 @@ class _Stream:
         """What ended the stream early."""
         self.is_ended = False
         """True if the reader has all events."""
-        self.returns: Return = "from_request"
+        self._returns = returns
         self.has_begun = False
         """True if the reader was sent more than heartbeats."""
-        self.logs_seen: int | None = None
+        self.logs_seen = logs_seen
         """How many printed characters the reader has. None: they are not in the stream."""
         self._looked_s = 0.0
 
@@ -472,7 +482,7 @@ class _Stream:
     @property
     def waits_for_reader_s(self) -> float:
         """Seconds for which the generation continues after its reader left."""
-        if self.returns == "never" or (self.returns == "from_event" and not self.has_begun):
+        if self._returns == "never" or (self._returns == "from_event" and not self.has_begun):
             return 0.0
         return LEFT_S
 
