@@ -199,24 +199,19 @@ class LineExecutor:
                 async with limits as limited:
                     limited.wake_next()
                     body = await self._computed(batch, line, request, limited, this)
-            except LargerThanBudget as error:
-                progress.note_end(line)
-                return _failed(batch, line, attempt, error)
-            except _TRANSIENT as error:
+            except PenstockError as error:
+                if not _may_pass(error):
+                    progress.note_end(line)
+                    return _failed(batch, line, attempt, error)
                 progress.note_failure(line, error, has_ended=this.outcomes is not None)
                 if not progress.is_worth_waiting(error):
                     return None
                 left_s = max(0.0, batch.expires_at_s - time.time())
                 if await self._pause(error, caller, line, next(pauses), left_s):
                     pauses = backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
-                continue
-            except PenstockError as error:
+            else:
                 progress.note_end(line)
-                return _failed(batch, line, attempt, error)
-            progress.note_end(line)
-            LINES.labels("completed").inc()
-            answer = answered(batch, line, request.facts.request_id, body)
-            return _completed(answer, batch, line, this)
+                return _completed(batch, line, request, body, this)
         LINES.labels("not_run").inc()
         data = not_run(batch, line.number, line.custom_id, *NOT_RUN["expired"])
         return LineAnswer(data, "not_run")
@@ -330,31 +325,14 @@ class LineExecutor:
             inputs = await self._inputs(batch, caller, line)
             request = _request(batch, line, inputs, attempt, lambda: False)
             operation = _operation(batch, line, segment, request, attempt)
-            body = await self._recovered(batch, caller, line, request, operation, this)
+            limits = self._limits(RecoveredRequest, batch, caller, request, operation)
+            async with limits as limited:
+                body = await self._found(batch, line, request, limited, this)
         except Unavailable:
             raise
         except PenstockError:
             return None
-        LINES.labels("completed").inc()
-        answer = answered(batch, line, request.facts.request_id, body)
-        return _completed(answer, batch, line, this)
-
-    async def _recovered(
-        self,
-        batch: BatchCreated,
-        caller: Caller,
-        line: BatchLine,
-        request: InferenceRequest,
-        operation: str,
-        this: _Try,
-    ) -> bytes:
-        """Returns the answer to a line, if all of it is there.
-
-        Raises:
-            PenstockError: it is not.
-        """
-        async with self._limits(RecoveredRequest, batch, caller, request, operation) as limited:
-            return await self._found(batch, line, request, limited, this)
+        return _completed(batch, line, request, body, this)
 
     async def _found(
         self,
@@ -364,6 +342,11 @@ class LineExecutor:
         limited: LimitedRequest,
         this: _Try,
     ) -> bytes:
+        """Returns the answer to a line, if all of it is there.
+
+        Raises:
+            PenstockError: it is not.
+        """
         if request.record is None:
             response = await self.dispatcher.recall(request)
             this.outcomes = this.answered = response.outcomes
@@ -452,8 +435,17 @@ class LineExecutor:
             limited.settle(response.price, response.outcomes, is_delivered=response.is_delivered)
 
 
-def _completed(answer: bytes, batch: BatchCreated, line: BatchLine, this: _Try) -> LineAnswer:
+def _may_pass(error: PenstockError) -> bool:
+    """Returns whether a line that failed with `error` may succeed later."""
+    return isinstance(error, _TRANSIENT) and not isinstance(error, LargerThanBudget)
+
+
+def _completed(
+    batch: BatchCreated, line: BatchLine, request: InferenceRequest, body: bytes, this: _Try
+) -> LineAnswer:
     """Returns the end of a line that was answered, with the usage that its answer reports."""
+    LINES.labels("completed").inc()
+    answer = answered(batch, line, request.facts.request_id, body)
     endpoint = ENDPOINTS[batch.endpoint]
     usage = endpoint.usage(line.request, this.outcomes or (), this.answered)
     return LineAnswer(answer, "completed", usage.input_tokens + usage.output_tokens, usage)
