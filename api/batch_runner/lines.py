@@ -21,8 +21,6 @@ from pydantic import Field, ValidationError
 from api.batches.documents import BatchCreated, LineError
 from api.bodies import Body, check_amount
 from api.errors import error_response, to_bad_input
-from api.inputs.source_images import ImageCaller, count_nothing
-from api.inputs.storage import StorageQuota
 from api.mistral.ocr import OcrEndpoint
 from api.openai.audio import TranscriptionsEndpoint, TranslationsEndpoint
 from api.openai.embeddings import EmbeddingsEndpoint
@@ -88,14 +86,7 @@ class PredictionsEndpoint(Endpoint):
         body = cast(PredictionLine, request.body)
         custom_input, files = checked_input(body.input, request.model)
         custom_input.is_streamed = False
-        owner = ImageCaller(
-            caller.tenant,
-            StorageQuota(caller.tenant, caller.storage_max_bytes, "input"),
-            caller.base_url,
-            deadline_s=caller.deadline_s,
-            keep_s=0,
-            begin=count_nothing,
-        )
+        owner = caller.file_owner("input")
         try:
             await add_files(custom_input, files, owner, caller.source_images)
         except BadInput as error:

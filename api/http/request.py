@@ -41,7 +41,7 @@ from api.http.upload_form import check_charset
 from api.idempotency.service import IdempotencyService
 from api.inputs.files import Files
 from api.inputs.image_codec import ImageCodec
-from api.inputs.source_images import SourceImages
+from api.inputs.source_images import ImageCaller, SourceImages
 from api.inputs.storage import Storage, StorageQuota
 from api.limits.limited_request import LimitedRequest
 from api.limits.limiter import Limiter
@@ -456,6 +456,21 @@ class ApiRequest:
                 received_at_s=self.context.facts.received_at_s,
             )
         return self._preparation
+
+    def file_owner(
+        self, model: Model, field: str, deadline_s: float, keep_s: float = 0
+    ) -> ImageCaller:
+        """Returns who owns the files that `field` of the body names.
+
+        Args:
+            model: the model that the request is for.
+            field: named by errors about the storage quota.
+            deadline_s: Unix time at which work on the files is stopped.
+            keep_s: seconds for which a file that belongs to the request is kept.
+        """
+        begin = self.preparation(model).begin
+        quota = self.storage_quota(field)
+        return ImageCaller(self.tenant, quota, self.base_url, deadline_s, keep_s, begin)
 
     def check_room(self, model: Model, items: int) -> None:
         """Refuses now what `inferred` would refuse, before the route prepares inputs.

@@ -40,13 +40,8 @@ OFF = (
     "only data: URIs and files of this API (POST /v1/files) are accepted; "
     "other URLs are not fetched here"
 )
-"""Of the ids of files as OpenAI's and Mistral's clients upload them (api/batches/names.py)."""
 IMAGE_TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
 """Buckets give the last two to files of unknown kind."""
-
-
-async def count_nothing() -> None:
-    """Counts nothing. Lines of batches count toward no limit of a minute."""
 
 
 @dataclass(frozen=True, slots=True)

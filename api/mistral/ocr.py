@@ -39,8 +39,7 @@ from api.errors import (
 from api.http.fast_route import FastRoute
 from api.http.openapi import inference_body, inference_responses
 from api.http.request import ApiRequest, open_request, while_connected
-from api.inputs.source_images import ACCEPTED, ImageCaller, SourceImages, count_nothing
-from api.inputs.storage import StorageQuota
+from api.inputs.source_images import ACCEPTED, ImageCaller, SourceImages
 from api.mistral.ocr_schemas import (
     OcrBody,
     OcrErrorReply,
@@ -276,14 +275,7 @@ class OcrEndpoint(Endpoint):
 
     async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[CustomInput]:
         """Loads the document of the line."""
-        owner = ImageCaller(
-            caller.tenant,
-            StorageQuota(caller.tenant, caller.storage_max_bytes, DOCUMENT),
-            caller.base_url,
-            deadline_s=caller.deadline_s,
-            keep_s=0,
-            begin=count_nothing,
-        )
+        owner = caller.file_owner(DOCUMENT)
         checked = _checked(cast(OcrBody, request.body), request.model)
         return [await _with_document(checked, owner, caller.source_images)]
 
@@ -398,11 +390,4 @@ def _is_page(step: FlowStep, field: str | None, position: int, plan: FlowPlan) -
 
 
 def _owner(call: ApiRequest, model: Model) -> ImageCaller:
-    return ImageCaller(
-        call.tenant,
-        call.storage_quota(DOCUMENT),
-        call.base_url,
-        call.answer_by_s(model),
-        keep_s=0,
-        begin=call.preparation(model).begin,
-    )
+    return call.file_owner(model, DOCUMENT, call.answer_by_s(model))

@@ -43,8 +43,7 @@ from api.http.openapi import (
 from api.http.request import ApiRequest, open_request, while_connected
 from api.http.request_options import wants_event_ids
 from api.http.upload_form import MAX_EDIT_FIELDS, closed_form, form_asks_for_stream
-from api.inputs.source_images import ImageCaller, SourceImages, count_nothing
-from api.inputs.storage import StorageQuota
+from api.inputs.source_images import ImageCaller, SourceImages
 from api.openai.audio_schemas import (
     FILE,
     LISTS,
@@ -416,14 +415,7 @@ class _LinesOf(Endpoint):
         """Loads the recording. Each try does, but an unchanged file is not loaded again."""
         body = cast(TranscriptionLine | TranslationLine, request.body)
         one = _transcribed(body, request.model, self.mode)
-        owner = ImageCaller(
-            caller.tenant,
-            StorageQuota(caller.tenant, caller.storage_max_bytes, FILE),
-            caller.base_url,
-            deadline_s=caller.deadline_s,
-            keep_s=0,
-            begin=count_nothing,
-        )
+        owner = caller.file_owner(FILE)
         await _add_recording(one, *body.recording, owner, caller.source_images)
         return [one]
 
@@ -531,14 +523,7 @@ async def _transcribe(
             one.files.append(await images.stored(Blob(_ANY_BYTES, data=recording.data)))
             one.places.append(FilePlace([FILE], recording.name))
         if form.url is not None:
-            caller = ImageCaller(
-                call.tenant,
-                call.storage_quota(FILE),
-                call.base_url,
-                call.done_by_s(model),
-                keep_s=0,
-                begin=call.preparation(model).begin,
-            )
+            caller = call.file_owner(model, FILE, call.done_by_s(model))
             adding = _add_recording(one, "url", form.url, caller, images)
             await while_connected(call.http.receive, adding)
         if one.is_streamed:

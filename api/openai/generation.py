@@ -345,14 +345,8 @@ MAX_SEED = 2**53
 _REPLY_BYTES = 512
 
 
-class ChatEndpoint(Endpoint):
-    """Lines whose body is that of POST /v1/chat/completions."""
-
-    path = "/v1/chat/completions"
-
-    def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """Returns one item for each of n answers."""
-        return _line(ChatBody.model_validate_json(data, strict=True), catalog, default_seed)
+class _TextEndpoint(Endpoint):
+    """Lines whose answer is one or more written texts."""
 
     def usage(
         self,
@@ -361,7 +355,20 @@ class ChatEndpoint(Endpoint):
         answered: Sequence[ItemOutcome],
     ) -> LineUsage:
         """As the answer reports it: a prompt counts once for its n choices."""
-        return _usage_of_line(request, answered)
+        body = cast("ChatBody | CompletionBody", request.body)
+        usage = usage_of(results_of(answered, request.model), body.n or 1)
+        cached = usage.prompt_tokens_details.cached_tokens
+        return LineUsage(usage.prompt_tokens, usage.completion_tokens, cached)
+
+
+class ChatEndpoint(_TextEndpoint):
+    """Lines whose body is that of POST /v1/chat/completions."""
+
+    path = "/v1/chat/completions"
+
+    def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
+        """Returns one item for each of n answers."""
+        return _line(ChatBody.model_validate_json(data, strict=True), catalog, default_seed)
 
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
@@ -374,7 +381,7 @@ class ChatEndpoint(Endpoint):
         )
 
 
-class CompletionEndpoint(Endpoint):
+class CompletionEndpoint(_TextEndpoint):
     """Lines whose body is that of POST /v1/completions."""
 
     path = "/v1/completions"
@@ -382,15 +389,6 @@ class CompletionEndpoint(Endpoint):
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
         """Returns one item for each of n texts of each prompt."""
         return _line(CompletionBody.model_validate_json(data, strict=True), catalog, default_seed)
-
-    def usage(
-        self,
-        request: LineRequest,
-        outcomes: Sequence[ItemOutcome],
-        answered: Sequence[ItemOutcome],
-    ) -> LineUsage:
-        """As the answer reports it: a prompt counts once for its n choices."""
-        return _usage_of_line(request, answered)
 
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
@@ -401,13 +399,6 @@ class CompletionEndpoint(Endpoint):
         return msgspec.json.encode(
             completion_reply(body, completion_id, time.time(), request.model, outcomes)
         )
-
-
-def _usage_of_line(request: LineRequest, outcomes: Sequence[ItemOutcome]) -> LineUsage:
-    body = cast("ChatBody | CompletionBody", request.body)
-    usage = usage_of(results_of(outcomes, request.model), body.n or 1)
-    cached = usage.prompt_tokens_details.cached_tokens
-    return LineUsage(usage.prompt_tokens, usage.completion_tokens, cached)
 
 
 def _line(body: TextBody, catalog: Catalog, default_seed: int) -> LineRequest:

@@ -34,8 +34,7 @@ from api.inputs.guides import (
     with_fetched_adapter,
     with_guides,
 )
-from api.inputs.source_images import ImageCaller, SourceImages, count_nothing
-from api.inputs.storage import StorageQuota
+from api.inputs.source_images import ImageCaller, SourceImages
 from api.openai.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
 from api.openai.image_stream import ImagePosition, ImageStream
 from api.predictions.creation import digest_of
@@ -204,15 +203,7 @@ class GenerationsEndpoint(Endpoint):
         assert isinstance(first, ImageInput), "`read` has made images; this is a bug"
         if not _names_files(body, first):
             return request.inputs
-        quota = StorageQuota(caller.tenant, caller.storage_max_bytes, "images")
-        owner = ImageCaller(
-            caller.tenant,
-            quota,
-            caller.base_url,
-            caller.deadline_s,
-            keep_s=0,
-            begin=count_nothing,
-        )
+        owner = caller.file_owner("images")
         first = await _with_files(first, body, model, owner, caller.source_images)
         drawn = consecutive(first, first.seed, body.n)
         if run is None:
@@ -364,9 +355,7 @@ async def _with_files(
 
 def image_caller(call: ApiRequest, model: Model) -> ImageCaller:
     """Returns who asks for the images of a request. They are not kept."""
-    quota, deadline_s = call.storage_quota("images"), call.answer_by_s(model)
-    begin = call.preparation(model).begin
-    return ImageCaller(call.tenant, quota, call.base_url, deadline_s, keep_s=0, begin=begin)
+    return call.file_owner(model, "images", call.answer_by_s(model))
 
 
 def model_for(call: ApiRequest, body: ImageBody) -> Model:

@@ -30,7 +30,6 @@ from api.http.fast_route import FastProblemRoute
 from api.http.idempotency import REPLAYED
 from api.http.openapi import OF_LIMITS, Responses, problems, references, success
 from api.http.request import ApiRequest, Dependencies, authenticate, open_request, while_connected
-from api.inputs.source_images import ImageCaller
 from api.predictions.creation import OWNER, PredictionSnapshot, digest_of, find_version
 from api.predictions.service import CALLER_ID
 from api.problem_details import ProblemRoute
@@ -136,14 +135,8 @@ async def read_prediction(
     done_by_s, keep_s = call.done_by_s(model), call.caller.plan.prediction_keep_s
     if keep_s is None:
         keep_s = call.dependencies.settings.prediction_keep_s
-    caller = ImageCaller(
-        call.tenant,
-        call.storage_quota("image"),
-        call.base_url,
-        deadline_s=done_by_s,
-        keep_s=keep_s + done_by_s - time.time(),
-        begin=call.preparation(model).begin,
-    )
+    left_s = done_by_s - time.time()
+    caller = call.file_owner(model, "image", done_by_s, keep_s=keep_s + left_s)
     reading = read_inputs(body.input, model, caller, call.dependencies.source_images)
     read = await while_connected(call.http.receive, reading)
     run = as_run(
