@@ -69,6 +69,9 @@ from shared.messages import ItemOutcome
 from shared.predictions import EVENTS_TYPE
 from shared.tasks.text import GenerationInput, GenerationResult, TokenLogprob
 
+PATH = "/v1/messages"
+MESSAGE = "msg_"
+_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -279,9 +282,6 @@ def _usage_of(prompt: PromptSize, *, written: int) -> MessagesUsage:
     return MessagesUsage(read, written, prompt.cached_tokens)
 
 
-PATH = "/v1/messages"
-MESSAGE = "msg_"
-_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 router = APIRouter(route_class=AnthropicRoute)
 
 

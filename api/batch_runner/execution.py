@@ -13,11 +13,11 @@ from prometheus_client import Counter
 from api.batch_runner.lines import (
     ENDPOINTS,
     BatchLine,
-    PredictionsEndpoint,
     answered,
     not_run,
     refused,
 )
+from api.batch_runner.predictions import PredictionsEndpoint
 from api.batches.documents import BatchCreated, LineAnswer
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.request import InferenceRequest, InferenceResponse, NewRecord, RequestOptions

@@ -1,148 +1,31 @@
 """Lines of batches: splits a JSONL file into requests, and writes outcomes as lines of the output.
 
 The format is that of https://jsonlines.org.
-
-A line may also be a prediction of a model of one's own, or a run of a flow. Its body is that of
-POST /v1/predictions, and the answer is a prediction that succeeded, without what belongs to a
-record. Links would end before a batch is read, so the files of an output are in it as `data:` URIs.
 """
 
 from __future__ import annotations
 
 import codecs
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import msgspec
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
+from api.batch_runner.predictions import PredictionsEndpoint
 from api.batches.documents import BatchCreated, LineError
-from api.bodies import Body, check_amount
+from api.bodies import check_amount
 from api.errors import error_response, to_bad_input
 from api.mistral.ocr import OcrEndpoint
 from api.openai.audio import TranscriptionsEndpoint, TranslationsEndpoint
 from api.openai.embeddings import EmbeddingsEndpoint
-from api.openai.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
+from api.openai.endpoint import Endpoint, LineRequest
 from api.openai.generation import ChatEndpoint, CompletionEndpoint
 from api.openai.images import GenerationsEndpoint
 from api.openai.rerank import RerankEndpoint
-from api.predictions.creation import OWNER, find_version, version_of
-from api.tasks.custom import add_files, checked_input
-from shared.blob import FILE_FORMAT, Blob
 from shared.catalog import Catalog
-from shared.charge import cost_usd
-from shared.errors import BadInput, ModelFailed, PenstockError, Unavailable, UnknownModel
-from shared.messages import ItemOutcome
-from shared.tasks.custom import CustomInput, CustomResult, interface_of
-
-MAX_OUTPUT_FILES_BYTES = 4 * 1024 * 1024
-"""Of the files of one answer. A segment of lines is held in memory."""
-_REPLY_BYTES, _REPLY_WITH_FILES_BYTES = 64 * 1024, 1024 * 1024
-_ACCEPTED = ("data:", "https://", "http://", "file-")
-
-
-class PredictionLine(Body):
-    """The body of a line."""
-
-    version: str = Field(min_length=1, max_length=512)
-    input: dict[str, Any]
-
-
-class PredictionsEndpoint(Endpoint):
-    """Lines whose body is that of POST /v1/predictions, for models of one's own and flows."""
-
-    path = "/v1/predictions"
-
-    def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """Returns one item. Its files are loaded when it runs."""
-        body = PredictionLine.model_validate_json(data, strict=True)
-        model = find_version(catalog, body.version)
-        if not model.definition.has_interface:
-            raise BadInput(
-                f"version: {model.name} has an endpoint of its own; predictions in batches are for "
-                "models of the task custom and for flows",
-                field="version",
-            )
-        try:
-            custom_input, files = checked_input(body.input, model)
-        except (ValidationError, BadInput) as error:
-            raise _in_input(error) from error
-        for at, url in files:
-            if not url.startswith(_ACCEPTED):
-                raise BadInput(
-                    f"input.{at[0]}: expected a data: URI, an https URL, or the id or URL of a "
-                    "file of this API",
-                    field=f"input.{at[0]}",
-                )
-        has_files = FILE_FORMAT in str(interface_of(model).output)
-        reply_bytes = _REPLY_WITH_FILES_BYTES if has_files else _REPLY_BYTES
-        custom_input.is_streamed = False
-        return LineRequest(body, model, [custom_input], bool(model.cache.ttl_s), reply_bytes)
-
-    async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[CustomInput]:
-        """Loads the files of the line. Each try does, but an unchanged file is not loaded again."""
-        body = cast(PredictionLine, request.body)
-        custom_input, files = checked_input(body.input, request.model)
-        custom_input.is_streamed = False
-        owner = caller.file_owner("input")
-        try:
-            await add_files(custom_input, files, owner, caller.source_images)
-        except BadInput as error:
-            raise _in_input(error) from error
-        return [custom_input]
-
-    async def reply(
-        self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
-    ) -> bytes:
-        """Returns the prediction, with its files as `data:` URIs."""
-        (outcome,) = outcomes
-        result = outcome.result
-        assert isinstance(result, CustomResult), "a class gave something else; this is a bug"
-        files: list[Blob] = []
-        for blob in result.files:
-            left_bytes = MAX_OUTPUT_FILES_BYTES - sum(len(one.data or b"") for one in files)
-            files.append(await _loaded(blob, left_bytes, tools))
-        took_ms = outcome.receipt.inference_ms
-        times = {} if took_ms is None else {"predict_time": round(took_ms / 1000, 6)}
-        own = {**times, "cost_usd": cost_usd(tools.price, outcome)}
-        shown = {
-            "model": f"{OWNER}/{request.model.name}",
-            "version": version_of(request.model),
-            "status": "succeeded",
-            "output": result.with_blobs(files).to_output("", lambda key, media_type="": ""),
-            "logs": "" if outcome.logs is None else outcome.logs.after(0),
-            "error": None,
-            "metrics": {**result.recorded_metrics, **(tools.run_metrics or own)},
-        }
-        return msgspec.json.encode(shown)
-
-
-async def _loaded(blob: Blob, left_bytes: int, tools: ReplyTools) -> Blob:
-    data = blob.data
-    try:
-        if blob.object_key is not None:
-            data = await tools.objects.get(blob.object_key, left_bytes)
-    except BadInput as error:
-        if error.code == BadInput.code:
-            raise Unavailable("a file of the output is gone", public="try again") from error
-        data = None
-    if data is None or len(data) > left_bytes:
-        raise ModelFailed(
-            f"output: its files together have more than the {MAX_OUTPUT_FILES_BYTES} bytes that an "
-            "answer in a batch may have; create a prediction, whose files are links"
-        )
-    return Blob(blob.media_type, data=data)
-
-
-def _in_input(error: ValidationError | BadInput) -> BadInput:
-    """The same error, about a field of `input`."""
-    wrong = to_bad_input(error) if isinstance(error, ValidationError) else error
-    if wrong.field in (None, "input"):
-        return wrong
-    return type(wrong)(f"input.{wrong.message}", field=f"input.{wrong.field}")
-
+from shared.errors import BadInput, PenstockError, UnknownModel
 
 ENDPOINTS: dict[str, Endpoint] = {
     endpoint.path: endpoint
@@ -159,11 +42,11 @@ ENDPOINTS: dict[str, Endpoint] = {
     )
 }
 """By path: those that lines of a batch may name."""
-
 MAX_LINE_BYTES = 4 * 1024 * 1024
 BYTE_ORDER_MARK = codecs.BOM_UTF8
 _BESIDE_BYTES = len(BYTE_ORDER_MARK) + 1
 """A mark and a CR, which are not part of the data."""
+MAX_CUSTOM_ID_CHARS = 512
 
 
 class Line(NamedTuple):
@@ -236,9 +119,6 @@ class LineSplitter:
         self._start += size_bytes + end_bytes
         self._held.clear()
         self._dropped = 0
-
-
-MAX_CUSTOM_ID_CHARS = 512
 
 
 class LineRefused(BadInput):

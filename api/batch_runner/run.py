@@ -47,6 +47,7 @@ SEGMENT_INPUT_BYTES = 4 * 1024 * 1024
 SEGMENT_REPLY_BYTES = 16 * 1024 * 1024
 """A segment is read and written as a whole, so these bound what a batch takes in memory."""
 _LINES_AT_A_TIME = 100
+log = logging.getLogger(__name__)
 
 
 class FileRefused(Exception):
@@ -148,9 +149,6 @@ class _Checks:
             self.segments.append(LineBlock(line.offset, 0, line.number))
             self._segment_lines, self._reply_bytes = 0, batch_line.request.reply_bytes
         self._segment_lines += 1
-
-
-log = logging.getLogger(__name__)
 
 
 class BatchRun:

@@ -8,8 +8,7 @@ A batch whose lines can't run now, for example because a budget is spent, steps 
 batch. It is checked again after pauses that grow up to MAX_PAUSE_S, and runs before newer batches
 of its tenant. The items in flight are bounded per runner and shared equally among its batches.
 
-Leases in Redis keep runners from computing the same lines. A lease only saves work: documents and
-segments are written once, so two runners of one batch do no harm (api/batches/documents.py).
+Leases keep runners from computing the same lines (api/batch_runner/leases.py).
 
 `opened_runner` composes it from the parts of an API instance.
 """
@@ -17,7 +16,6 @@ segments are written once, so two runners of one batch do no harm (api/batches/d
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import time
@@ -25,9 +23,10 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Gauge
 
 from api.batch_runner.execution import LineExecutor
+from api.batch_runner.leases import LEASE_S, BatchLeases
 from api.batch_runner.outputs import Outputs
 from api.batch_runner.run import BatchRun
 from api.batch_runner.segments import Paused, RunTools, Stop
@@ -48,86 +47,15 @@ from api.limits.limiter import open_limiter
 from api.predictions.service import Predictions
 from shared.catalog import Catalog
 from shared.concurrency import backoff
-from shared.errors import PenstockError, Unavailable
+from shared.errors import PenstockError
 from shared.settings import ApiSettings
 from shared.stores.key_stores import key_store
 from shared.stores.objects import ObjectStore, UrlSigner
 from shared.stores.records import Records
-from shared.stores.redis_client import RedisLink, RedisStore, load_script
 from shared.transport import Admin, Transport
 from shared.usage.row import RowSink
 from shared.webhook_publisher import WebhookPublisher
 from shared.webhooks import BatchEvent
-
-LEASE_S = 15.0
-"""How long the batches of a runner wait after its death."""
-
-ERRORS = Counter(
-    "penstock_batch_leases_errors_total",
-    "Round trips to Redis about leases of batches that failed, by operation.",
-    ["operation"],
-)
-UP = Gauge("penstock_batch_leases_redis_up", "1 while Redis is being asked about leases.")
-_RENEW = load_script("shared/stores/lease_renew.lua")
-_RELEASE = load_script("shared/stores/lease_release.lua")
-
-
-class BatchLeases(RedisStore):
-    """The leases of one runner: an async context manager that opens without Redis too.
-
-    Args:
-        redis_url: the Redis that all runners share.
-        holder: the id of this runner.
-        lease_s: a lease ends after this time without renewal.
-    """
-
-    def __init__(self, redis_url: str, holder: str, *, lease_s: float = LEASE_S) -> None:
-        super().__init__(
-            RedisLink(
-                "batches",
-                redis_url,
-                timeout_s=1.0,
-                retry_s=0.25,
-                up=UP,
-                errors=ERRORS,
-                field="records_url",
-            )
-        )
-        self._commands = self._link.commands("the store of leases")
-        self._holder = holder
-        self._lease_s = lease_s
-
-    async def take(self, batch_id: str) -> bool:
-        """Takes or renews a lease. Returns whether it is ours.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
-        lease_ms = round(self._lease_s * 1000)
-        return bool(
-            await self._commands.run_script(_RENEW, [_key(batch_id)], self._holder, lease_ms)
-        )
-
-    async def keep(self, batch_id: str) -> None:
-        """Renews a lease until another runner has it. While Redis is away it counts as ours."""
-        while True:
-            await asyncio.sleep(self._lease_s / 3)
-            try:
-                if not await self.take(batch_id):
-                    return
-            except Unavailable as error:
-                facts = {"batch": batch_id, "reason": error.message}
-                log.warning("lease of a batch not renewed", extra=facts)
-
-    async def release(self, batch_id: str) -> None:
-        """Ends a lease. Without Redis it expires."""
-        with contextlib.suppress(Unavailable):
-            await self._commands.run_script(_RELEASE, [_key(batch_id)], self._holder)
-
-
-def _key(batch_id: str) -> str:
-    return f"penstock:batch:{batch_id}:lease"
-
 
 POLL_S = 2.0
 """Each look lists the open batches, for which buckets charge."""

@@ -1,23 +1,15 @@
-"""Stores batches: their documents, their segments, and the markers of open ones.
-
-The open batches of an owner are bounded exactly, even if many instances create them at once. Each
-admission is an object with a number, without gaps, and has the ids of all batches that are open
-after it. So the last one is the state. An instance reads it, leaves out the batches that have
-ended, and writes the next number, which the store permits only one writer (`ObjectStore.create`).
-A slower writer reads again. A batch has its marker before its admission, so one without is over.
-"""
+"""Stores batches: their documents, segments, logs of answers, and the markers of open ones."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
-from weakref import WeakValueDictionary
 
 import msgspec
 
+from api.batches.admissions import Admissions
 from api.batches.documents import (
     HEADER_BYTES,
     BatchCreated,
@@ -33,112 +25,10 @@ from api.batches.documents import (
     decode_header,
     encode_answers,
 )
-from api.batches.names import ADMISSIONS, OPEN, RUNS, is_batch_id, owner_of
+from api.batches.names import OPEN, RUNS, is_batch_id, owner_of
 from api.errors import NotFound
-from shared.concurrency import backoff
-from shared.errors import BadInput, Overloaded, Unavailable
+from shared.errors import BadInput
 from shared.stores.objects import ObjectStore, StoredObject
-
-KEPT = 1000
-"""Number of admissions kept. A number is not reused while an instance may still try to write it:
-no owner admits KEPT batches within MAX_S.
-"""
-MAX_S = 10.0
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.01, 0.2
-_LAST = 10**12 - 1
-_MAX_BYTES = 1024 * 1024
-_ids = msgspec.json.Decoder(list[str])
-
-
-class StoredLog(NamedTuple):
-    """A stored log of answers."""
-
-    number: int
-    key: str
-
-
-class Admissions:
-    """The admissions of all owners.
-
-    Args:
-        objects: keeps them.
-        open_ids: returns the ids of an owner's batches that have a marker.
-    """
-
-    def __init__(
-        self, objects: ObjectStore, open_ids: Callable[[str], Awaitable[set[str]]]
-    ) -> None:
-        self._objects = objects
-        self._open_ids = open_ids
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-
-    async def admit(
-        self, owner: str, batch_id: str, most: int, mark: Callable[[], Awaitable[None]]
-    ) -> bool:
-        """Admits a batch, unless `most` of its owner are open.
-
-        Args:
-            owner: the owner of the batch.
-            batch_id: the batch.
-            most: the maximum number of open batches.
-            mark: writes the marker of the batch. It is called before the batch is admitted, and not
-                at all if there is no room from the start.
-
-        Returns:
-            Whether it is admitted. If not, it may still have a marker.
-
-        Raises:
-            Overloaded: other instances were faster for MAX_S.
-            Unavailable: the object store is out of reach.
-        """
-        # Instances of one process would only take the numbers from each other.
-        turn = self._turns.setdefault(owner, asyncio.Lock())
-        try:
-            async with asyncio.timeout(MAX_S), turn:
-                return await self._admit(owner, batch_id, most, mark)
-        except TimeoutError as error:
-            raise Overloaded("too many of your batches are being created at once") from error
-
-    async def _admit(
-        self, owner: str, batch_id: str, most: int, mark: Callable[[], Awaitable[None]]
-    ) -> bool:
-        is_marked = False
-        for pause_s in backoff(FIRST_PAUSE_S, MAX_PAUSE_S):
-            last, open_ids = await self._state(owner)
-            # The store refused, but it was written. Or another instance counted it at the start.
-            if batch_id in open_ids:
-                return True
-            if len(open_ids) >= most:
-                return False
-            if not is_marked:
-                await mark()
-                is_marked = True
-            data = msgspec.json.encode([*open_ids, batch_id])
-            if await self._objects.create(_key(owner, last + 1), data, "application/json"):
-                with contextlib.suppress(Unavailable):
-                    await self._objects.delete(_key(owner, last + 1 - KEPT))
-                return True
-            await asyncio.sleep(pause_s)
-        raise AssertionError("backoff ended; this is a bug")
-
-    async def _state(self, owner: str) -> tuple[int, list[str]]:
-        """Returns the number of the last admission, and its batches that are still open."""
-        listed = await self._objects.listing(f"{ADMISSIONS}/{owner}", 1)
-        marked = await self._open_ids(owner)
-        if not listed:  # batches of an earlier release, if any
-            return 0, sorted(marked)
-        number = _LAST - int(listed[0].key.rpartition("/")[2])
-        try:
-            admitted = _ids.decode(await self._objects.get(listed[0].key, _MAX_BYTES))
-        except BadInput:  # it was so old that the store removed it
-            return number, sorted(marked)
-        return number, [one for one in admitted if one in marked]
-
-
-def _key(owner: str, number: int) -> str:
-    """Numbers count down, so that the last one comes first in a listing."""
-    return f"{ADMISSIONS}/{owner}/{_LAST - number:012d}"
-
 
 MAX_OPEN_OF_ALL = 20_000
 """Markers that are read at a time."""
@@ -150,6 +40,13 @@ _ANSWERS_MAX_BYTES = 256 * 1024 * 1024
 _BEGUN, _ANSWERS = "begun", "answers"
 _JSON = "application/json"
 D = TypeVar("D", bound=msgspec.Struct)
+
+
+class StoredLog(NamedTuple):
+    """A stored log of answers."""
+
+    number: int
+    key: str
 
 
 class OpenBatch(NamedTuple):

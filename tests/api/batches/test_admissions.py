@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api.batches import store
+from api.batches import admissions
 from api.batches.files import BatchFile, BatchFiles
 from api.batches.names import ADMISSIONS, new_file_id, owner_of
 from api.batches.service import MAX_OPEN, Batches, NewBatch
@@ -142,7 +142,7 @@ async def test_creation_that_broke_off_takes_no_room(tmp_path: Path) -> None:
 
 
 async def test_old_admissions_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "KEPT", 3)
+    monkeypatch.setattr(admissions, "KEPT", 3)
     objects = ObjectStore(f"file://{tmp_path}")
     (instance,), file = _instances(objects, 1), await _file(objects)
     assert len(await _created([instance], file, 10)) == 10
@@ -153,7 +153,7 @@ async def test_admission_waits_for_a_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others are always faster."""
-    monkeypatch.setattr(store, "MAX_S", 0.05)
+    monkeypatch.setattr(admissions, "MAX_S", 0.05)
     objects = ObjectStore(f"file://{tmp_path}")
     (instance,), file = _instances(objects, 1), await _file(objects)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from api.batch_runner import runner as runner_module
-from api.batch_runner.runner import BatchLeases
+from api.batch_runner.leases import BatchLeases
 from api.batches import service
 from api.batches.names import owner_of
 from api.dispatch.dispatcher import Dispatcher

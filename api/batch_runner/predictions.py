@@ -1,0 +1,132 @@
+"""Lines of batches that are predictions of a custom model, or runs of a flow.
+
+The body is that of POST /v1/predictions, and the answer is a prediction that succeeded, without
+what belongs to a record. Links would end before a batch is read, so the files of an output are in
+it as `data:` URIs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
+from pydantic import Field, ValidationError
+
+from api.bodies import Body
+from api.errors import to_bad_input
+from api.openai.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
+from api.predictions.creation import OWNER, find_version, version_of
+from api.tasks.custom import add_files, checked_input
+from shared.blob import FILE_FORMAT, Blob
+from shared.catalog import Catalog
+from shared.charge import cost_usd
+from shared.errors import BadInput, ModelFailed, Unavailable
+from shared.messages import ItemOutcome
+from shared.tasks.custom import CustomInput, CustomResult, interface_of
+
+MAX_OUTPUT_FILES_BYTES = 4 * 1024 * 1024
+"""Of the files of one answer. A segment of lines is held in memory."""
+_REPLY_BYTES, _REPLY_WITH_FILES_BYTES = 64 * 1024, 1024 * 1024
+_ACCEPTED = ("data:", "https://", "http://", "file-")
+
+
+class PredictionLine(Body):
+    """The body of a line."""
+
+    version: str = Field(min_length=1, max_length=512)
+    input: dict[str, Any]
+
+
+class PredictionsEndpoint(Endpoint):
+    """Lines whose body is that of POST /v1/predictions, for models of one's own and flows."""
+
+    path = "/v1/predictions"
+
+    def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
+        """Returns one item. Its files are loaded when it runs."""
+        body = PredictionLine.model_validate_json(data, strict=True)
+        model = find_version(catalog, body.version)
+        if not model.definition.has_interface:
+            raise BadInput(
+                f"version: {model.name} has an endpoint of its own; predictions in batches are for "
+                "models of the task custom and for flows",
+                field="version",
+            )
+        try:
+            custom_input, files = checked_input(body.input, model)
+        except (ValidationError, BadInput) as error:
+            raise _in_input(error) from error
+        for at, url in files:
+            if not url.startswith(_ACCEPTED):
+                raise BadInput(
+                    f"input.{at[0]}: expected a data: URI, an https URL, or the id or URL of a "
+                    "file of this API",
+                    field=f"input.{at[0]}",
+                )
+        has_files = FILE_FORMAT in str(interface_of(model).output)
+        reply_bytes = _REPLY_WITH_FILES_BYTES if has_files else _REPLY_BYTES
+        custom_input.is_streamed = False
+        return LineRequest(body, model, [custom_input], bool(model.cache.ttl_s), reply_bytes)
+
+    async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[CustomInput]:
+        """Loads the files of the line. Each try does, but an unchanged file is not loaded again."""
+        body = cast(PredictionLine, request.body)
+        custom_input, files = checked_input(body.input, request.model)
+        custom_input.is_streamed = False
+        owner = caller.file_owner("input")
+        try:
+            await add_files(custom_input, files, owner, caller.source_images)
+        except BadInput as error:
+            raise _in_input(error) from error
+        return [custom_input]
+
+    async def reply(
+        self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
+    ) -> bytes:
+        """Returns the prediction, with its files as `data:` URIs."""
+        (outcome,) = outcomes
+        result = outcome.result
+        assert isinstance(result, CustomResult), "a class gave something else; this is a bug"
+        files: list[Blob] = []
+        for blob in result.files:
+            left_bytes = MAX_OUTPUT_FILES_BYTES - sum(len(one.data or b"") for one in files)
+            files.append(await _loaded(blob, left_bytes, tools))
+        took_ms = outcome.receipt.inference_ms
+        times = {} if took_ms is None else {"predict_time": round(took_ms / 1000, 6)}
+        own = {**times, "cost_usd": cost_usd(tools.price, outcome)}
+        shown = {
+            "model": f"{OWNER}/{request.model.name}",
+            "version": version_of(request.model),
+            "status": "succeeded",
+            "output": result.with_blobs(files).to_output("", lambda key, media_type="": ""),
+            "logs": "" if outcome.logs is None else outcome.logs.after(0),
+            "error": None,
+            "metrics": {**result.recorded_metrics, **(tools.run_metrics or own)},
+        }
+        return msgspec.json.encode(shown)
+
+
+async def _loaded(blob: Blob, left_bytes: int, tools: ReplyTools) -> Blob:
+    data = blob.data
+    try:
+        if blob.object_key is not None:
+            data = await tools.objects.get(blob.object_key, left_bytes)
+    except BadInput as error:
+        if error.code == BadInput.code:
+            raise Unavailable("a file of the output is gone", public="try again") from error
+        data = None
+    if data is None or len(data) > left_bytes:
+        raise ModelFailed(
+            f"output: its files together have more than the {MAX_OUTPUT_FILES_BYTES} bytes that an "
+            "answer in a batch may have; create a prediction, whose files are links"
+        )
+    return Blob(blob.media_type, data=data)
+
+
+def _in_input(error: ValidationError | BadInput) -> BadInput:
+    """The same error, about a field of `input`."""
+    wrong = to_bad_input(error) if isinstance(error, ValidationError) else error
+    if wrong.field in (None, "input"):
+        return wrong
+    return type(wrong)(f"input.{wrong.message}", field=f"input.{wrong.field}")
