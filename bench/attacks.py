@@ -23,7 +23,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -46,11 +45,11 @@ from bench.bad_neighbor.cpu_load import (
     Load,
     burning,
     cores_of,
-    cpu_times,
     load_between,
     step_back,
 )
 from bench.bad_neighbor.inputs import BAD, EMBEDDER, PAINTER, QUIET, edit
+from bench.bad_neighbor.ordered import await_start, ordered, read_order, write_report
 from bench.bad_neighbor.quiet import (
     SURFACES,
     Noticed,
@@ -59,6 +58,7 @@ from bench.bad_neighbor.quiet import (
     notice,
     quiet_tenant,
 )
+from bench.bad_neighbor.rounds import CLIENT, noticed_with_load
 from bench.bad_neighbor.world import await_idle
 from bench.pipeline import MODELS_FILE, say_nothing
 from bench.report import Figure, Outcome
@@ -78,7 +78,6 @@ WARM_UP_S, LEAD_S, REPORT_LIMIT_S = 4.0, 1.5, 120.0
 MAX_REASONS = 6
 AFTER_REFUSAL_S = 0.02
 """Each caller of the attacker waits so long after a refusal: it ignores Retry-After."""
-READY = b"ready\n"
 MIB = 1024 * 1024
 READER_FOLDER = Path(__file__).parents[1] / "examples" / "ocr"
 STORAGE_MAX_BYTES = 8 * MIB
@@ -395,18 +394,15 @@ async def _alongside(world: World, quiet: Quiet, attack: Attack) -> _Line:
     await notice(quiet, [surface], WARM_UP_S)
     order = AttackOrder(stack.api_url, world.files.url, seconds + LEAD_S)
     leaders = {name: process.pid for name, process in stack.processes.items()}
-    async with _ready(attack, order) as process:
-        leaders["client"] = process.pid
+    async with ordered(["bench.attacks", attack.name], order, REPORT_LIMIT_S) as attacker:
+        leaders[CLIENT] = attacker.pid
         await asyncio.to_thread(await_idle, stack)
         alone, alone_drive = await _noticed(quiet, surface, leaders, seconds)
         async with _peak_memory(stack) as peaks:
-            assert process.stdin is not None
-            process.stdin.write(b"\n")
+            attacker.begin()
             await asyncio.sleep(LEAD_S)
             during, attack_drive = await _noticed(quiet, surface, leaders, seconds)
-            async with asyncio.timeout(seconds + REPORT_LIMIT_S):
-                told, _ = await process.communicate()
-    report = msgspec.json.decode(told, type=AttackReport)
+            report = await attacker.report(AttackReport, seconds + REPORT_LIMIT_S)
     load = load_between(alone_drive, attack_drive)
     await asyncio.to_thread(await_idle, stack)
     same_cpu = await _beside_load(quiet, surface, load, seconds)
@@ -449,13 +445,12 @@ def _limits_of(
 async def _noticed(
     quiet: Quiet, surface: Surface, leaders: dict[str, int], seconds: float
 ) -> tuple[Noticed, CpuDrive]:
-    began_s, before = time.monotonic(), cpu_times(leaders)
-    noticed = await notice(quiet, [surface], seconds)
-    return noticed[surface.name], CpuDrive(time.monotonic() - began_s, before, cpu_times(leaders))
+    noticed, drive = await noticed_with_load(quiet, [surface], seconds, leaders)
+    return noticed[surface.name], drive
 
 
 async def _beside_load(quiet: Quiet, surface: Surface, load: Load, seconds: float) -> Noticed:
-    async with burning(load, seconds + LEAD_S, ["client"]):
+    async with burning(load, seconds + LEAD_S, [CLIENT]):
         await asyncio.sleep(LEAD_S)
         return (await notice(quiet, [surface], seconds))[surface.name]
 
@@ -566,39 +561,14 @@ def _serving(folder: Path, files: FileServer, attacks: Sequence[Attack]) -> Iter
         yield stack
 
 
-@asynccontextmanager
-async def _ready(attack: Attack, order: AttackOrder) -> AsyncIterator[asyncio.subprocess.Process]:
-    """An attacker's process that waits for a line to begin."""
-    words = (sys.executable, "-m", "bench.attacks", attack.name)
-    pipe = subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        *words, stdin=pipe, stdout=pipe, start_new_session=True
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        process.stdin.write(msgspec.json.encode(order) + b"\n")
-        async with asyncio.timeout(REPORT_LIMIT_S):
-            if await process.stdout.readline() != READY:
-                raise RuntimeError("the attacker's process ended before it was ready")
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
 def main() -> int:
     """Attacks as ordered, and reports."""
     step_back()
     (attack,) = (attack for attack in ATTACKS if attack.name == sys.argv[1])
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=AttackOrder)
+    order = read_order(AttackOrder)
     act = attack.prepare()
-    sys.stdout.buffer.write(READY)
-    sys.stdout.buffer.flush()
-    sys.stdin.buffer.readline()
-    report = asyncio.run(_attack(act, attack, order))
-    sys.stdout.buffer.write(msgspec.json.encode(report))
+    await_start()
+    write_report(asyncio.run(_attack(act, attack, order)))
     return 0
 
 

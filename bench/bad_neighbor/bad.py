@@ -37,9 +37,9 @@ from bench.bad_neighbor.inputs import (
     plain_image,
     text,
 )
+from bench.bad_neighbor.ordered import await_start, read_order, write_report
 from tests.keys import bearer
 
-READY = b"ready\n"
 AFTER_REFUSAL_S = 0.1
 """Each of its connections waits so long after a refusal, instead of the time that it is told."""
 TIDY_LIMIT_S = 20.0
@@ -430,19 +430,11 @@ def _median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2] if values else 0.0
 
 
-def _wait_for_start() -> None:
-    """Says that this process is ready, and waits until it may begin."""
-    sys.stdout.buffer.write(READY)
-    sys.stdout.buffer.flush()
-    sys.stdin.buffer.readline()
-
-
 def main() -> int:
     """Reads an order from stdin and writes its report to stdout. Returns the exit status."""
     step_back()
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=BadOrder)
-    report = uvloop.run(do_worst(order, _wait_for_start))
-    sys.stdout.buffer.write(msgspec.json.encode(report))
+    order = read_order(BadOrder)
+    write_report(uvloop.run(do_worst(order, await_start)))
     return 0
 
 

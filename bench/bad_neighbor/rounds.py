@@ -7,15 +7,10 @@ The last is that of nobody's requests, so it says what the cores of this machine
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
-import msgspec
-
-from bench.bad_neighbor.bad import READY, TIDY_LIMIT_S, BadOrder, BadReport
+from bench.bad_neighbor.bad import TIDY_LIMIT_S, BadOrder, BadReport
 from bench.bad_neighbor.comparison import Beside, cells, outcome_of, shown
 from bench.bad_neighbor.cpu_load import (
     CpuDrive,
@@ -25,6 +20,7 @@ from bench.bad_neighbor.cpu_load import (
     cpu_times,
     load_between,
 )
+from bench.bad_neighbor.ordered import ordered
 from bench.bad_neighbor.quiet import (
     SURFACES,
     Noticed,
@@ -114,14 +110,15 @@ async def _round(
     """The quiet tenant alone and beside the bad one. Returns the CPU load that the latter added."""
     seconds = order.seconds - LEAD_S
     leaders = {name: process.pid for name, process in stack.processes.items()}
-    async with _ready_to_do_its_worst(order) as bad:
+    async with ordered(["bench.bad_neighbor.bad"], order, PROCESS_LIMIT_S) as bad:
         leaders[CLIENT] = bad.pid
         await asyncio.to_thread(await_idle, stack)
-        alone, alone_drive = await _noticed(quiet, surfaces, seconds, leaders)
+        alone, alone_drive = await noticed_with_load(quiet, surfaces, seconds, leaders)
         bad.begin()
         await asyncio.sleep(LEAD_S)
-        beside, beside_drive = await _noticed(quiet, surfaces, seconds, leaders)
-        report = await bad.report()
+        beside, beside_drive = await noticed_with_load(quiet, surfaces, seconds, leaders)
+        limit_s = order.seconds + TIDY_LIMIT_S + PROCESS_LIMIT_S
+        report = await bad.report(BadReport, limit_s)
     await quiet.tidy()
     load = load_between(alone_drive, beside_drive)
     for name, line in lines.items():
@@ -151,7 +148,7 @@ async def _same_cpu(
         line.burned_cores += burned
 
 
-async def _noticed(
+async def noticed_with_load(
     quiet: Quiet, surfaces: Sequence[Surface], seconds: float, leaders: dict[str, int]
 ) -> tuple[dict[str, Noticed], CpuDrive]:
     """What the quiet tenant notices, and the CPU times at both ends."""
@@ -159,52 +156,3 @@ async def _noticed(
     noticed = await notice(quiet, surfaces, seconds)
     after = cpu_times(leaders)
     return noticed, CpuDrive(time.monotonic() - began_s, before, after)
-
-
-class _BadProcess:
-    """The bad tenant's process, which has prepared what it sends."""
-
-    def __init__(self, process: asyncio.subprocess.Process, limit_s: float) -> None:
-        self._process = process
-        self._limit_s = limit_s
-
-    @property
-    def pid(self) -> int:
-        """The id of the process."""
-        return self._process.pid
-
-    def begin(self) -> None:
-        """Lets it begin."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(b"\n")
-
-    async def report(self) -> BadReport:
-        """Waits for its end. Returns what came of it."""
-        async with asyncio.timeout(self._limit_s):
-            told, _ = await self._process.communicate()
-        return msgspec.json.decode(told, type=BadReport)
-
-
-@asynccontextmanager
-async def _ready_to_do_its_worst(order: BadOrder) -> AsyncIterator[_BadProcess]:
-    """The bad tenant's process, waiting to begin."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "bench.bad_neighbor.bad",
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        process.stdin.write(msgspec.json.encode(order) + b"\n")
-        async with asyncio.timeout(PROCESS_LIMIT_S):
-            if await process.stdout.readline() != READY:
-                raise RuntimeError("the bad tenant's process ended before it was ready")
-        yield _BadProcess(process, order.seconds + TIDY_LIMIT_S + PROCESS_LIMIT_S)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()

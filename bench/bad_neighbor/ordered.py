@@ -1,0 +1,92 @@
+"""A process of its own that prepares what it is ordered to do, and begins when it is told to.
+
+It reads its order from stdin, a line of JSON, and writes READY once it is prepared. It begins with
+the next line, and writes a report when it is done. Both sides are here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import msgspec
+
+READY = b"ready\n"
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class OrderedProcess:
+    """A process that is ready to begin."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._process.pid
+
+    def begin(self) -> None:
+        """Lets it begin."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
+
+    async def report(self, kind: type[S], limit_s: float) -> S:
+        """Waits for its end, at most `limit_s`. Returns its report."""
+        async with asyncio.timeout(limit_s):
+            told, _ = await self._process.communicate()
+        return msgspec.json.decode(told, type=kind)
+
+
+@asynccontextmanager
+async def ordered(
+    words: Sequence[str], order: msgspec.Struct, limit_s: float
+) -> AsyncIterator[OrderedProcess]:
+    """Starts a process with an order, and waits until it is ready. It is killed after the block.
+
+    Args:
+        words: the module that it runs, and its arguments.
+        order: what it is to do.
+        limit_s: how long it may take to be ready.
+
+    Raises:
+        RuntimeError: it ended before.
+        TimeoutError: it was not ready in time.
+    """
+    pipe = subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", *words, stdin=pipe, stdout=pipe, start_new_session=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(msgspec.json.encode(order) + b"\n")
+        async with asyncio.timeout(limit_s):
+            if await process.stdout.readline() != READY:
+                raise RuntimeError(f"the process of {words[0]} ended before it was ready")
+        yield OrderedProcess(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def read_order(kind: type[S]) -> S:
+    """Returns the order of this process."""
+    return msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
+
+
+def await_start() -> None:
+    """Says that this process is ready, and waits until it may begin."""
+    sys.stdout.buffer.write(READY)
+    sys.stdout.buffer.flush()
+    sys.stdin.buffer.readline()
+
+
+def write_report(report: msgspec.Struct) -> None:
+    """Writes what came of the order."""
+    sys.stdout.buffer.write(msgspec.json.encode(report))
