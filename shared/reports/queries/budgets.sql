@@ -1,22 +1,22 @@
--- What each tenant spent of its budget in each calendar month (UTC), and where the month is going.
+-- How much of its budget each tenant spent in each calendar month (UTC), and the forecast for the month.
 -- owner: finance
 -- audience: tenants
 -- without: models, tz
 -- days: 1
 -- range: months
--- @budget_tenants ARRAY<STRING>: tenants that have a budget, as the directory of keys says
+-- @budget_tenants ARRAY<STRING>: tenants that have a budget in the directory of keys
 -- @budgets_usd ARRAY<FLOAT64>: their budgets, in the same order
 -- plot: bars spent_usd, budget_usd by tenant
--- column tenant: who spends
--- column month: its first day; budgets are for calendar months of UTC, whatever the time zone
--- column spent_usd: what was charged in the month, so far; not rounded
--- column budget_usd: its budget now; NULL for none
--- column percent: of the budget
--- column left_usd: of the budget; negative where it was exceeded
--- column elapsed_percent: of the month, so far
--- column month_end_usd: what the whole month comes to at that pace
+-- column tenant: the tenant
+-- column month: first day of the month; budgets are for calendar months in UTC, in every time zone
+-- column spent_usd: amount charged so far this month, not rounded
+-- column budget_usd: the current budget; NULL if the tenant has none
+-- column percent: percentage of the budget that is spent
+-- column left_usd: remaining budget; negative if the budget was exceeded
+-- column elapsed_percent: percentage of the month that has passed
+-- column month_end_usd: projected amount for the whole month at the current pace
 -- column refused: requests that were refused because the budget was spent
--- The API counts what is in flight too, so it may refuse a little earlier than this says.
+-- The API also counts requests in flight, so it may refuse requests slightly before this report shows 100 percent.
 WITH once AS (
   SELECT
     tenant,
