@@ -289,8 +289,8 @@ def budget_name(holder: BudgetHolder) -> str:
     return f"k:{tenant}:{key_id}:{BUDGET_UNIT}" if key_id else f"t:{tenant}:{BUDGET_UNIT}"
 
 
-def scripts(clock: str = CLOCK) -> tuple[Script, Script, Script, Script]:
-    """Returns the scripts that take, register, read totals and compare with rows.
+def scripts(clock: str = CLOCK) -> tuple[Script, Script, Script, Script, Script]:
+    """Returns the scripts that take, register, read totals, compare with rows and tell the age.
 
     Args:
         clock: the file with Redis's time.
@@ -300,6 +300,7 @@ def scripts(clock: str = CLOCK) -> tuple[Script, Script, Script, Script]:
         load_script(clock, "api/limits/register.lua"),
         load_script(clock, "api/limits/totals.lua"),
         load_script(clock, "api/limits/months.lua", "api/limits/rows.lua"),
+        load_script(clock, "api/limits/age.lua"),
     )
 
 
@@ -340,7 +341,7 @@ class LimitStore(RedisStore):
             )
         )
         self._commands = self._link.commands("the store of limits")
-        self._take, self._register, self._totals, self._rows = scripts(clock)
+        self._take, self._register, self._totals, self._rows, self._age = scripts(clock)
         self._instance = instance
         self._prefix = f"{prefix}limits:"
         self._hold_keys = hold_keys(prefix)
@@ -479,6 +480,15 @@ class LimitStore(RedisStore):
             )
             readings += _readings.decode(outcome)
         return readings
+
+    async def read_age_s(self) -> float:
+        """Returns for how long this Redis has counted. 0: it is new, or has lost its data.
+
+        Raises:
+            Unavailable: Redis did not answer.
+        """
+        age_ms = await self._commands.run_script(self._age, [f"{self._prefix}since"])
+        return int(age_ms) / 1000
 
     async def lock_marks(self) -> bool:
         """Returns whether this instance may look after the marks now. Ends with `unlock_marks`.

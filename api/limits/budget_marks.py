@@ -36,6 +36,9 @@ CHECKS_AFTER_S = (15.0, 60.0, 300.0, 1800.0, 7200.0, 28_800.0, 43_200.0)
 """Pauses between the checks of a mark. On Google a row is in BigQuery after about 150 s."""
 RETRY_S = 60.0
 """Pause after a check that could not read the rows, or that failed."""
+SETTLE_S = 10.0
+"""Age of a Redis at which all instances have reported what they spent without it. An instance
+notices within MAX_RETRY_S that Redis is back, and reports with its next round trip."""
 log = logging.getLogger(__name__)
 
 
@@ -110,11 +113,15 @@ class BudgetMarks:
             budgets: all that there are.
 
         Returns:
-            False if another instance does so now.
+            False if another instance does so now, or if Redis is younger than SETTLE_S. Rows
+            contain what instances spent without Redis, so it would count twice if they reported it
+            after a mark.
 
         Raises:
             Unavailable: Redis did not answer.
         """
+        if await self._store.read_age_s() < SETTLE_S:
+            return False
         is_locked = True  # until Redis denies it: the answer may be lost, or this task be canceled
         try:
             is_locked = await self._store.lock_marks()

@@ -61,7 +61,7 @@ FREED_BYTES = 20_000_000
 def make_tiny(folder: Path, minilm: Path) -> None:
     """A BERT of one layer and 32 dimensions with seeded weights, and MiniLM's tokenizer."""
     folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "sentence_bert_config.json"):
         shutil.copy(minilm / name, folder / name)
     config = json.loads((minilm / "config.json").read_text())
     config |= {

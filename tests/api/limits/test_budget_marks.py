@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import redis.asyncio
 
 from api.limits import budget_marks
 from api.limits.accounts import LimitStore, budget_name
 from api.limits.budget_marks import BudgetMarks
-from api.limits.counters import Ask, month_of
+from api.limits.counters import ALONE, Ask, month_of
 from api.limits.restore import restore
 from api.limits.spent import SpentQuestion
 from shared.errors import Unavailable
@@ -128,6 +129,7 @@ async def deployed(
     monkeypatch.setattr(budget_marks, "PASS_S", 0.05)
     monkeypatch.setattr(budget_marks, "CHECKS_AFTER_S", (0.01,) * 10_000)
     monkeypatch.setattr(budget_marks, "RETRY_S", 0.01)
+    monkeypatch.setattr(budget_marks, "SETTLE_S", 0.0)
     rows = ArrivingRows()
     async with ledger_world(redis_url, tmp_path, instances=2, spent=rows) as world:
         made = Deployment(world, rows, tmp_path)
@@ -237,6 +239,16 @@ async def test_what_is_in_flight_while_rows_are_added_counts_once(deployed: Depl
     await deployed.until_counted(13 * WORD_USD)
 
 
+class RowSumsOf:
+    """Rows of one sum in this month."""
+
+    def __init__(self, usd: float) -> None:
+        self._usd = usd
+
+    def read(self, month: int, questions: Sequence[SpentQuestion]) -> list[tuple[float, float]]:
+        return [(self._usd, 0.0) for _ in questions]
+
+
 class MeetingRows:
     """Rows of $5 that several readers get at the same time, before anyone has added them."""
 
@@ -246,6 +258,25 @@ class MeetingRows:
     def read(self, month: int, questions: Sequence[SpentQuestion]) -> list[tuple[float, float]]:
         self._met.wait()
         return [(5.0, 1.0) for _ in questions]
+
+
+async def test_spending_without_redis_counts_once_after_redis_lost_its_data(
+    redis_url: str, clock: Clock
+) -> None:
+    """An instance reports it after another one has seen that Redis is back."""
+    rows = RowSumsOf(5.0)
+    month, budgets = month_of(T0_MS / 1000), frozenset({HOLDER})
+    ask = Ask(budget_name(HOLDER), "month", 100.0, 0.0, month=month)
+    async with LimitStore(redis_url, "a", clock=CLOCK, timeout_s=REDIS_LIMIT_S) as store:
+        marks = BudgetMarks(store, lambda: budgets, rows, clock=clock)
+        assert not await marks.check(budgets)
+        clock.advance(2)
+        assert not await marks.check(budgets)
+        await store.take([msgspec.structs.replace(ask, returns=[(ALONE, -2.0)])])
+        clock.advance(budget_marks.SETTLE_S)
+        assert await marks.check(budgets)
+        [now] = await store.take([ask])
+    assert now.used == 5.0
 
 
 async def test_lock_whose_answer_was_lost_is_taken_again(redis_url: str) -> None:
@@ -265,6 +296,8 @@ async def test_operators_at_once_add_rows_once(redis_url: str, clock: Clock) -> 
     """A command and an instance read the same rows, while a request spends."""
     rows = MeetingRows(3)
     async with LimitStore(redis_url, "a", clock=CLOCK, timeout_s=REDIS_LIMIT_S) as store:
+        await store.read_age_s()
+        clock.advance(budget_marks.SETTLE_S)
         month = month_of(T0_MS / 1000)
         marks = BudgetMarks(store, lambda: frozenset({HOLDER}), rows, clock=clock)
         at_once = [

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.load.comparison import Comparison, compare_report, compare_rows
+from infra.load.comparison import ABSOLUTE_USD, Comparison, compare_report, compare_rows
 from infra.load.ledger import Ledger, LedgerHead, LedgerLine
 from infra.load.rows import RowOfLoad, UsageGroup
 
@@ -310,7 +310,8 @@ def test_any_lost_doubled_or_changed_row_is_found(
     elif flaw == "double":
         spoiled = [*rows, one._replace(received_at=HOUR)]
     else:
-        dearer = one._replace(cost_usd=(one.cost_usd or 0.0) * 1.01)
+        # Differences up to ABSOLUTE_USD are those of adding.
+        dearer = one._replace(cost_usd=(one.cost_usd or 0.0) * 1.01 + 2 * ABSOLUTE_USD)
         spoiled = [*rows[:place], dearer, *rows[place + 1 :]]
     found = {
         (difference.what, difference.kind) for difference in compared(lines, spoiled).differences
