@@ -181,8 +181,8 @@ class Storage:
             self._checked.popitem(last=False)
         if checked.size_bytes > quota.max_bytes:
             raise StorageFull(
-                f"{quota.field}: {checked.size_bytes} bytes are stored for you, and at most "
-                f"{quota.max_bytes} bytes may be; {_WHAT_TO_DO}",
+                f"{quota.field}: {checked.size_bytes} bytes are stored for you, and the maximum is "
+                f"{quota.max_bytes} bytes; {_WHAT_TO_DO}",
                 field=quota.field,
             )
 
@@ -421,8 +421,8 @@ class StorageReservation:
         if use.size_bytes > max_bytes:
             used_bytes = use.size_bytes - size_bytes
             raise StorageFull(
-                f"{field}: {used_bytes} bytes are stored for you and {size_bytes} bytes more are "
-                f"above the {max_bytes} bytes that you may store; {_WHAT_TO_DO}",
+                f"{field}: {used_bytes} bytes are stored for you, and {size_bytes} more would "
+                f"exceed the maximum of {max_bytes} bytes; {_WHAT_TO_DO}",
                 field=field,
             )
         if use.files > MAX_FILES:

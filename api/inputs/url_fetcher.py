@@ -471,7 +471,7 @@ def _reason_of(error: Exception) -> str:
         (ClientSSLError, "TLS failed"),
         (ClientConnectorError, "no connection could be made"),
         (TimeoutError, "no answer in time"),
-        (ClientPayloadError, "its answer broke off"),
+        (ClientPayloadError, "its answer was cut off"),
         (ServerDisconnectedError, "it closed the connection"),
         (ConnectionError, "it closed the connection"),
     )
@@ -482,7 +482,7 @@ def _redirected(url: URL, answer: ClientResponse) -> str:
     try:
         return str(url.join(URL(answer.headers.get("location", ""))))
     except ValueError as error:
-        raise BadInput(f"{url.host} redirects to a location which is not a URL") from error
+        raise BadInput(f"{url.host} redirects to a location that is not a URL") from error
 
 
 async def _load(answer: ClientResponse, asked: str, place: _Place, rules: FileRules) -> _Loaded:

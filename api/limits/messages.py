@@ -106,7 +106,7 @@ def _over_budget(counter: Counter, amount: float, now_s: float) -> BudgetExceede
         return LargerThanBudget(
             f"Request too large for the budget in {counter.subject}: "
             f"limit {plain(counter.limit)}, requested {plain(amount)}. "
-            "Send less at once, or ask for a larger budget.",
+            "Send less per request, or ask for a larger budget.",
             unit=counter.unit,
             retry_after_s=MAX_RETRY_S,
             is_final=True,
@@ -114,7 +114,7 @@ def _over_budget(counter: Counter, amount: float, now_s: float) -> BudgetExceede
     return BudgetExceeded(
         "You exceeded your current quota, please check your plan and billing details. "
         f"Budget in {counter.subject}: limit {plain(counter.limit)}, used {plain(counter.used)}, "
-        f"requested {plain(amount)}. It starts again with the next month (UTC).",
+        f"requested {plain(amount)}. It resets at the start of the next month (UTC).",
         unit=counter.unit,
         # 0: it is more than the whole budget, so Redis was not asked when the next month begins.
         retry_after_s=counter.retry_after_s(now_s) or MAX_RETRY_S,

@@ -278,7 +278,7 @@ def _scale(matrix: NDArray[Any]) -> NDArray[np.float32]:
     doubles = matrix.astype(np.float64)  # the squares of large floats are no floats any more
     lengths = np.linalg.norm(doubles, axis=1, keepdims=True)
     if not lengths.all():
-        raise ModelFailed("the model computed a vector that is 0 in all dimensions asked for")
+        raise ModelFailed("the model computed a vector that is 0 in all requested dimensions")
     scaled: NDArray[np.float32] = (doubles / lengths).astype("<f4")
     return scaled
 

@@ -245,7 +245,7 @@ class InputReasoning(Body):
     summary: Annotated[list[ReasoningPart], Field(fail_fast=True)] | None = None
     content: Annotated[list[ReasoningPart], Field(fail_fast=True)] | None = None
     encrypted_content: str | None = Field(
-        None, max_length=MAX_REASONING_CHARS, description="Kept, and not read."
+        None, max_length=MAX_REASONING_CHARS, description="Stored, but not used."
     )
     status: Option | None = None
 

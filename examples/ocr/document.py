@@ -258,7 +258,7 @@ def main(path: Path) -> None:
             head = {"wrong": f"reading it takes more than {MEMORY_BYTES // 1024**2} MiB"}
         encoded = json.dumps(head).encode()
         if len(encoded) > MAX_HEAD_BYTES:
-            wrong = "it has too much text, more than about 30,000 words; divide it"
+            wrong = "it has too much text (more than about 30,000 words); split it"
             encoded = json.dumps({"wrong": wrong}).encode()
         sizes = len(encoded).to_bytes(8, "little") + len(body).to_bytes(8, "little")
         sys.stdout.buffer.write(sizes + encoded + body)

@@ -96,7 +96,7 @@ def _decode_whole(part: Part, done_s: float) -> Iterator[Any]:
 
 
 def _incomplete(seconds: float) -> WrongInput:
-    return WrongInput("file", f"it is damaged: it can't be read on from {seconds:.1f} s")
+    return WrongInput("file", f"it is damaged: it can't be read beyond {seconds:.1f} s")
 
 
 def mix(block: Any) -> Any:

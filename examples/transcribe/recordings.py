@@ -158,9 +158,9 @@ def _wav_part(data: bytes, start: int) -> tuple[Part | None, int]:
             form = data[at + 8 : at + 8 + size]
         at += 8 + size + size % 2
     else:
-        raise WrongInput("file", "it is a wav with too many chunks")
+        raise WrongInput("file", "the wav has too many chunks")
     if len(form) < 16:
-        raise WrongInput("file", "it is a wav without a format")
+        raise WrongInput("file", "the wav has no format")
     seconds, block = _wav_seconds(form, len(sound))
     sound = sound[: len(sound) // block * block]  # a sample that was cut in two is none
     body = b"WAVE" + head + struct.pack("<4sI", b"data", len(sound)) + sound + bytes(len(sound) % 2)
@@ -207,7 +207,7 @@ def _wav_seconds(form: bytes, count: int) -> tuple[float, int]:
     """Returns the seconds of sound in so many bytes, and the bytes of a block of samples."""
     tag, _, rate, per_second, block = struct.unpack_from("<HHIIH", form)
     if not rate or not block or not per_second:
-        raise WrongInput("file", "it is a wav whose format has a rate of 0")
+        raise WrongInput("file", "the wav's format has a rate of 0")
     blocks = count // block
     if tag in PCM_TAGS:
         return blocks / rate, block
@@ -325,7 +325,7 @@ def find_flac(data: bytes) -> Iterator[Part]:
             return
         rate = int.from_bytes(part[18:21], "big") >> 4
         if not rate:
-            raise WrongInput("file", "it is a flac whose header has a rate of 0")
+            raise WrongInput("file", "the flac's header has a rate of 0")
         part = _without_tag(part)
         samples, last, before_last = _flac_samples(part)
         if last and _crc16(part[last:]):
@@ -582,7 +582,7 @@ def find_mp4(data: bytes) -> Iterator[Part]:
             break  # the rest of the file, or bytes that are no box
         at += size
     else:
-        raise WrongInput("file", "it is an m4a with too many boxes")
+        raise WrongInput("file", "the m4a has too many boxes")
     yield _declared(data[start:])
 
 

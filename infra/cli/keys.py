@@ -274,7 +274,7 @@ def _administer(act: Callable[[Administration, KeyStore], Awaitable[Done]]) -> D
     url, served = settings.keys_url, _served(settings)
     if not url:
         raise ConfigurationError(
-            "PENSTOCK_KEYS_URL is not set: give the directory of keys, such as "
+            "PENSTOCK_KEYS_URL is not set: set it to the directory of keys, such as "
             "file:///srv/penstock/keys.json or redis://HOST, or run this in the folder where "
             "penstock up runs",
             field="keys_url",
@@ -347,7 +347,7 @@ def _unknown_field(kind: type[Any], name: str, place: str) -> str:
     close = get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}? " if close else ""
     where = f"{place}: " if place else ""
-    return f"{where}no field is named {name}; {hint}Fields: {', '.join(sorted(known))}"
+    return f"{where}unknown field {name}; {hint}accepted fields: {', '.join(sorted(known))}"
 
 
 def _seconds(text: str, option: str) -> int:

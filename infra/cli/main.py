@@ -113,7 +113,7 @@ def _join_running_stack(*, has_keys_command: bool) -> None:
     stack = find_running_stack(STATE_DIR)
     if stack is None:
         return
-    typer.echo(f"penstock: on the stack that runs in {STATE_DIR.resolve()}", err=True)
+    typer.echo(f"penstock: using the stack that runs in {STATE_DIR.resolve()}", err=True)
     if has_keys_command and not stack.needs_keys and "PENSTOCK_KEYS_URL" not in os.environ:
         url = stack.settings["PENSTOCK_KEYS_URL"]
         typer.echo(
@@ -150,7 +150,7 @@ def up(
     tls_key: Annotated[str, typer.Option(metavar="FILE", help="its key")] = "",
     startup_s: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="instead of startup_s of each model in the catalog"),
+        typer.Option(metavar="SECONDS", help="overrides startup_s of every model in the catalog"),
     ] = 0,
 ) -> None:
     """Start the whole pipeline here and keep it up: what dies is started again."""
@@ -234,10 +234,12 @@ def kill(
 
     stack = find_running_stack(STATE_DIR)
     if stack is None:
-        raise ConfigurationError(f"no penstock up runs in {STATE_DIR.resolve()}")
+        raise ConfigurationError(f"penstock up is not running in {STATE_DIR.resolve()}")
     names = [one for one in stack.processes if one == name or one.startswith(f"{name}-")]
     if not names:
-        raise BadInput(f"name: no process {name!r}; there are: {', '.join(stack.processes)}")
+        raise BadInput(
+            f"name: no process is named {name!r}; processes: {', '.join(stack.processes)}"
+        )
     pid = stack.processes[names[0]]
     os.kill(pid, signal.SIGKILL)
     typer.echo(f"killed {names[0]}, process {pid}")

@@ -258,7 +258,7 @@ def translated_errors() -> Iterator[None]:
 
 
 NO_CREDENTIALS = (
-    "no credentials of Google on this machine: run gcloud auth application-default login, set "
+    "no Google credentials on this machine: run gcloud auth application-default login, set "
     "PENSTOCK_BIGQUERY_ENDPOINT for an embedded BigQuery, or run this in the folder where penstock "
     "up runs"
 )

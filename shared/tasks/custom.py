@@ -321,7 +321,7 @@ class CustomTask(Task):
         if interface.batches and entry.work.max_s is not None:
             raise ValueError(
                 "work.max_s: the class has predict_batch, whose batches end after 5 minutes; "
-                "leave it out"
+                "remove it"
             )
         if entry.api is not None:
             _check_api(entry.api, interface, is_flow=entry.flow is not None)

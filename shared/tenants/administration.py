@@ -457,7 +457,7 @@ _ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
 def _check_tenant(tenant: str) -> None:
     if _ESCAPE.search(tenant):
         raise BadInput(
-            "tenant: must not have % before two hex digits, which proxies may decode in paths",
+            "tenant: must not contain % before two hex digits, which proxies may decode in paths",
             field="tenant",
         )
     if tenant in (".", ".."):

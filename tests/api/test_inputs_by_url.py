@@ -433,7 +433,7 @@ async def test_one_private_address_among_others_refuses_the_name(
     ("said", "reason"),
     [
         (b"SECRET is not HTTP\r\n\r\n", "127.0.0.1: not valid HTTP"),
-        (b"HTTP/1.1 302 Found\r\nlocation: https://[SECRET\r\n\r\n", "which is not a URL"),
+        (b"HTTP/1.1 302 Found\r\nlocation: https://[SECRET\r\n\r\n", "that is not a URL"),
         (b"HTTP/1.1 200 OK\r\ncontent-encoding: SECRET\xff\r\n\r\n", "is unknown; expected"),
         (b"HTTP/1.1 200 OK\r\nbad header SECRET\r\n\r\n", "127.0.0.1: not valid HTTP"),
         (b"", "127.0.0.1: it closed the connection"),

@@ -43,7 +43,8 @@ def test_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", ports.bigquery)):
         stack = Stack(tmp_path, ports=ports, say=said.append)
         with pytest.raises(
-            ConfigurationError, match=rf"port {ports.bigquery} \(bigquery\) is taken: stop what"
+            ConfigurationError,
+            match=rf"port {ports.bigquery} \(bigquery\) is taken: stop the programs",
         ):
             stack.__enter__()
     assert stack.processes == {}
@@ -53,7 +54,7 @@ def test_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
 def test_every_model_needs_a_health_port(tmp_path: Path) -> None:
     stack = Stack(tmp_path, ports=Ports.free(workers=1), say=lambda line: None)
     with pytest.raises(
-        ConfigurationError, match="2 workers need as many health ports, and 1 of 1 from"
+        ConfigurationError, match="2 workers need 2 health ports, but only 1 of 1 from"
     ):
         stack.__enter__()
 

@@ -127,8 +127,8 @@ REFUSED_LIMIT_S = 3600.0
 """The time that a refused event is retried. With growing pauses that is a dozen attempts."""
 WORDS_LOGGED = 200
 REDIRECTED = (
-    "the receiver answered with a redirect, and webhooks follow none; set the webhook to the URL "
-    "that it redirects to"
+    "the receiver answered with a redirect, which webhooks do not follow; set the webhook to the "
+    "URL that it redirects to"
 )
 T = TypeVar("T")
 

@@ -273,8 +273,8 @@ class PromptPreparer:
         schema = self._read_schema(value)
         if value.json_schema and value.messages and value.messages[-1].get("role") == "assistant":
             raise BadInput(
-                f"{value.schema_field}: a message that the assistant has begun cannot be continued "
-                "as JSON of a schema; end with a message of the user",
+                f"{value.schema_field}: a prefilled assistant message cannot be continued as JSON "
+                "that follows a schema; end with a user message",
                 field=value.schema_field,
             )
         self._check_vocabulary(value.logit_bias, "logit_bias")
@@ -323,8 +323,8 @@ class PromptPreparer:
             raise BadInput("this model has no chat template; send a prompt", field="messages")
         if value.tools and not self._template.takes_tools:
             raise BadInput(
-                "tools: the chat template of this model has no place for tools; leave them out, or "
-                "choose a model that was trained with tools",
+                "tools: this model's chat template does not support tools; remove them, or "
+                "choose a model that was trained to use tools",
                 field="tools",
             )
         marks = _Marks(list(self._vocabulary.special.values()))
@@ -369,8 +369,8 @@ class PromptPreparer:
         start, *others = text.split(marks.end)
         if len(others) != 1:
             raise ValueError(
-                "messages: the chat template of this model cannot continue a message of the "
-                "assistant; end with a message of the user"
+                "messages: this model's chat template cannot continue an assistant message; "
+                "end with a user message"
             )
         return start
 

@@ -366,7 +366,7 @@ def test_tools_are_refused_if_the_template_would_leave_them_out(
         assert isinstance(outcome, BadInput) == refused
         if isinstance(outcome, BadInput):
             assert outcome.field == "tools"
-            assert "no place for tools" in outcome.message
+            assert "does not support tools" in outcome.message
 
 
 def test_a_message_that_the_assistant_has_begun_is_continued(
@@ -393,7 +393,7 @@ USERS_ONLY = tiny.TEMPLATE.replace("in messages", "in messages if message.role =
 @pytest.mark.parametrize(
     ("source", "last", "fields", "words"),
     [
-        (USERS_ONLY, BEGUN, {}, "cannot continue a message"),
+        (USERS_ONLY, BEGUN, {}, "cannot continue an assistant message"),
         (
             tiny.TEMPLATE,
             BEGUN,
