@@ -408,27 +408,37 @@ class Predictions:
             PredictionNotOver: it has not ended.
             Unavailable: Redis or the object store is unreachable.
         """
-        is_deleted = False
-        # A record that is over changes at most once more: a canceled one gets its receipts.
-        while not is_deleted:
-            snapshot = await self.read(tenant, prediction_id)
-            prediction, record = snapshot
-            if not record.is_over:
-                raise PredictionNotOver("the prediction has not ended; cancel it first")
-            # The steps go with it, and only they show what a run costs.
-            snapshot = await self._settle_canceled(snapshot)
-            if await self._owes_webhook(prediction):
-                # Before it is deleted: one that is kept in vain expires.
-                await self._records.webhook_log.keep_end(prediction.record, encode_end(*snapshot))
-            if discard is not None:
-                await discard(snapshot)
-            known, deadline_s = snapshot.record, prediction.deadline_s
-            answer = await self._records.delete(prediction.record, known, deadline_s)
-            if answer is None:
-                raise _not_found(prediction_id)
-            is_deleted = answer
-        metrics.PREDICTIONS.labels(prediction.model, "deleted").inc()
+        snapshot = await self._read_ended(tenant, prediction_id)
+        # It changes at most once more: a canceled one gets its receipts.
+        while not await self._try_to_delete(snapshot, discard):
+            snapshot = await self._read_ended(tenant, prediction_id)
+        metrics.PREDICTIONS.labels(snapshot.prediction.model, "deleted").inc()
         return snapshot
+
+    async def _read_ended(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
+        """Returns a prediction that is over. What it costs is recorded."""
+        snapshot = await self.read(tenant, prediction_id)
+        if not snapshot.record.is_over:
+            raise PredictionNotOver("the prediction has not ended; cancel it first")
+        # Before the steps are deleted: only they show what a run costs.
+        return await self._settle_canceled(snapshot)
+
+    async def _try_to_delete(
+        self,
+        snapshot: PredictionSnapshot,
+        discard: Callable[[PredictionSnapshot], Awaitable[None]] | None,
+    ) -> bool:
+        """Returns False if the record has changed since it was read."""
+        prediction, known = snapshot
+        if await self._owes_webhook(prediction):
+            # Before it is deleted: one that is kept in vain expires.
+            await self._records.webhook_log.keep_end(prediction.record, encode_end(*snapshot))
+        if discard is not None:
+            await discard(snapshot)
+        is_deleted = await self._records.delete(prediction.record, known, prediction.deadline_s)
+        if is_deleted is None:
+            raise _not_found(prediction.id)
+        return is_deleted
 
     async def receipts_of_deleted(self, record_id: str) -> list[ItemOutcome]:
         """Returns what the items of a deleted prediction cost, without their results.

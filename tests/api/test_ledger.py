@@ -255,8 +255,7 @@ async def unpaid_results_of_a_bad_request_are_asked_for_again(
 ) -> dict[str, float]:
     """The first hit pays like a miss, the next ones their share."""
     texts = words(20)
-    assert (await world.ledger.embed("one", [*texts, "0"])).status_code == 400
-    await world.ledger.until_idle()
+    await _leave_unpaid(world, texts)
     for key in ("one", "two"):
         assert (await world.ledger.embed(key, texts)).status_code == 200
     assert _computed_once(world)
@@ -266,8 +265,7 @@ async def unpaid_results_of_a_bad_request_are_asked_for_again(
 async def unpaid_results_are_asked_for_together(world: LedgerWorld) -> dict[str, float]:
     """Of those that ask at the same time one pays, also if equal texts are in one request."""
     texts = words(3)
-    assert (await world.ledger.embed("one", [*texts, "0"])).status_code == 400
-    await world.ledger.until_idle()
+    await _leave_unpaid(world, texts)
     asked = (world.ledger.embed("one", [*texts, *texts]) for _ in range(4))
     assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
     assert _computed_once(world)
@@ -288,8 +286,7 @@ async def unpaid_results_fail_again(world: LedgerWorld) -> dict[str, float]:
 async def unpaid_results_meet_a_refusal(world: LedgerWorld) -> dict[str, float]:
     """A request that is refused before anything of it is computed pays for none of its hits."""
     texts = words(3)
-    assert (await world.ledger.embed("one", [*texts, "0"])).status_code == 400
-    await world.ledger.until_idle()
+    await _leave_unpaid(world, texts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Admission, "admit", _full)
         assert (await world.ledger.embed("one", [*texts, "new"])).status_code == 429
@@ -318,10 +315,7 @@ async def results_are_on_their_way_at_a_hang_up(world: LedgerWorld) -> dict[str,
         patch.setattr("api.dispatch.reply_inbox.OpenInbox.deliver", lambda *_: None)
         await world.hang_up("one", texts, replies(world, 3))
     await world.api.until_idle()
-    for _ in range(2):
-        assert (await world.ledger.embed("one", texts)).status_code == 200
-    assert _computed_once(world)
-    return {"one": 3 * WORD_USD * 1.25}
+    return await _pay_once(world, texts)
 
 
 async def answer_that_cant_be_made_is_asked_for_again(world: LedgerWorld) -> dict[str, float]:
@@ -334,8 +328,7 @@ async def answer_that_cant_be_made_is_asked_for_again(world: LedgerWorld) -> dic
 
 async def prediction_gets_unpaid_results(world: LedgerWorld) -> dict[str, float]:
     """Its worker finds them in the cache."""
-    assert (await world.ledger.embed("one", ["abcd", "0"])).status_code == 400
-    await world.ledger.until_idle()
+    await _leave_unpaid(world, ["abcd"])
     for _ in range(2):
         await _prediction(world, "abcd")
     assert _computed_once(world)
@@ -346,13 +339,8 @@ async def prediction_gets_unpaid_results(world: LedgerWorld) -> dict[str, float]
 async def results_computed_again_are_not_delivered(world: LedgerWorld) -> dict[str, float]:
     """`no-cache` computes again and replaces what the cache has, so that is unpaid."""
     texts = words(3)
-    answer = await world.ledger.embed("one", [*texts, "0"], cache_control="no-cache")
-    assert (answer.status_code, code_of(answer)) == (400, "invalid_input")
-    await world.ledger.until_idle()
-    for _ in range(2):
-        assert (await world.ledger.embed("one", texts)).status_code == 200
-    assert _computed_once(world)
-    return {"one": 3 * WORD_USD * 1.25}
+    await _leave_unpaid(world, texts, cache_control="no-cache")
+    return await _pay_once(world, texts)
 
 
 async def results_computed_again_meet_a_hang_up(world: LedgerWorld) -> dict[str, float]:
@@ -363,17 +351,13 @@ async def results_computed_again_meet_a_hang_up(world: LedgerWorld) -> dict[str,
         await world.hang_up("one", texts, replies(world, 3), cache_control="no-cache")
     await world.api.until_idle()
     await world.ledger.until_idle()
-    for _ in range(2):
-        assert (await world.ledger.embed("one", texts)).status_code == 200
-    assert _computed_once(world)
-    return {"one": 3 * WORD_USD * 1.25}
+    return await _pay_once(world, texts)
 
 
 async def paid_results_replace_unpaid_ones(world: LedgerWorld) -> dict[str, float]:
     """What was computed again was paid for, so later hits pay their share."""
     texts = words(3)
-    assert (await world.ledger.embed("one", [*texts, "0"])).status_code == 400
-    await world.ledger.until_idle()
+    await _leave_unpaid(world, texts)
     answer = await world.ledger.embed("one", texts, cache_control="no-cache")
     assert answer.status_code == 200
     await world.ledger.until_idle()
@@ -386,8 +370,7 @@ async def paid_results_replace_unpaid_ones(world: LedgerWorld) -> dict[str, floa
 async def caller_hangs_up_as_its_hits_are_found(world: LedgerWorld) -> dict[str, float]:
     """Redis has deleted the marks already. They are written again."""
     texts = words(3)
-    assert (await world.ledger.embed("one", [*texts, "0"])).status_code == 400
-    await world.ledger.until_idle()
+    await _leave_unpaid(world, texts)
     take, taken, left = RedisLevel.take, asyncio.Event(), asyncio.Event()
     rows = len(world.api.rows)
 
@@ -402,16 +385,12 @@ async def caller_hangs_up_as_its_hits_are_found(world: LedgerWorld) -> dict[str,
         await world.hang_up("one", texts, taken.is_set)
         await world.harness.until(lambda: len(world.api.rows) == rows + 3)
         left.set()
-    for _ in range(2):
-        assert (await world.ledger.embed("one", texts)).status_code == 200
-    assert _computed_once(world)
-    return {"one": 3 * WORD_USD * 1.25}
+    return await _pay_once(world, texts)
 
 
 async def prediction_is_canceled_as_its_hit_is_found(world: LedgerWorld) -> dict[str, float]:
     """Its worker has taken the mark already, and writes it again."""
-    assert (await world.ledger.embed("one", ["abcd", "0"])).status_code == 400
-    await world.ledger.until_idle()
+    await _leave_unpaid(world, ["abcd"])
     get_many, registry = ResultCache.get_many, world.harness.registry
     assert registry is not None
 
@@ -427,10 +406,22 @@ async def prediction_is_canceled_as_its_hit_is_found(world: LedgerWorld) -> dict
         patch.setattr(ResultCache, "get_many", canceled)
         await _prediction(world, "abcd")
         await world.ledger.until_idle()
+    return await _pay_once(world, ["abcd"])
+
+
+async def _leave_unpaid(world: LedgerWorld, texts: Sequence[str], **options: Any) -> None:
+    """Has texts computed for a request that fails, so that nobody has paid for them."""
+    answer = await world.ledger.embed("one", [*texts, "0"], **options)
+    assert (answer.status_code, code_of(answer)) == (400, "invalid_input")
+    await world.ledger.until_idle()
+
+
+async def _pay_once(world: LedgerWorld, texts: Sequence[str]) -> dict[str, float]:
+    """Asks for unpaid results twice: the first hit pays for all of it, the second its share."""
     for _ in range(2):
-        assert (await world.ledger.embed("one", ["abcd"])).status_code == 200
+        assert (await world.ledger.embed("one", texts)).status_code == 200
     assert _computed_once(world)
-    return {"one": WORD_USD * 1.25}
+    return {"one": len(texts) * WORD_USD * 1.25}
 
 
 def _computed_once(world: LedgerWorld) -> bool:

@@ -231,8 +231,9 @@ async def test_a_batch_canceled_while_no_runner_lives_leaves_no_run(
     assert flows.compute.count(JOIN.name) == 0
 
 
-async def test_a_run_that_its_caller_canceled_is_not_begun_again(
-    flows: World, settings: ApiSettings
+@pytest.mark.parametrize("is_deleted", [False, True], ids=["canceled", "canceled and deleted"])
+async def test_a_run_that_its_caller_ended_is_not_begun_again(
+    flows: World, settings: ApiSettings, *, is_deleted: bool
 ) -> None:
     client, gate = client_of(flows), threading.Event()
     flows.compute.gates["held"] = gate
@@ -241,31 +242,15 @@ async def test_a_run_that_its_caller_canceled_is_not_begun_again(
         await flows.until_began("held")
         (held,) = [run for run in await runs_of(flows) if run["input"]["custom_id"] == "a"]
         await flows.http.post(f"{URL}/{held['id']}/cancel")
-        gate.set()
-        done = await until(client, batch)
-        (failed,) = await answers(client, done.error_file_id)
-    assert (done.request_counts.completed, done.request_counts.failed) == (1, 1)
-    assert failed["response"]["body"]["error"]["code"] == "canceled"
-    assert len(await runs_of(flows)) == 2
-
-
-async def test_a_run_that_its_caller_canceled_and_deleted_is_not_begun_again(
-    flows: World, settings: ApiSettings
-) -> None:
-    client, gate = client_of(flows), threading.Event()
-    flows.compute.gates["held"] = gate
-    async with running_runner(flows, settings):
-        batch = await created(client, jsonl([line("a", "held"), line("b", "b")]), endpoint=URL)
-        await flows.until_began("held")
-        (held,) = [run for run in await runs_of(flows) if run["input"]["custom_id"] == "a"]
-        await flows.http.post(f"{URL}/{held['id']}/cancel")
-        await flows.http.delete(f"{URL}/{held['id']}")
+        if is_deleted:
+            await flows.http.delete(f"{URL}/{held['id']}")
         gate.set()
         done = await until(client, batch)
         (failed,) = await answers(client, done.error_file_id)
     assert (done.request_counts.completed, done.request_counts.failed) == (1, 1)
     assert failed["response"]["body"]["error"]["code"] == "canceled"
     assert flows.compute.count(SPLIT.name) == 2
+    assert len(await runs_of(flows)) == 2 - is_deleted
 
 
 async def test_an_endpoint_that_a_flow_serves_has_lines_too(
