@@ -97,7 +97,7 @@ class BudgetMarks:
             is_due = bool(budgets) and now_s >= passed_s + PASS_S
             if budgets is not None and (is_due or budgets != self._passed):
                 try:
-                    if await self.check(budgets):
+                    if await self.check():
                         passed_s = now_s
                 except Unavailable:  # Redis is away. The next pass is soon.
                     pass
@@ -106,16 +106,13 @@ class BudgetMarks:
                     pause_s = RETRY_S
             await asyncio.sleep(pause_s)
 
-    async def check(self, budgets: frozenset[BudgetHolder]) -> bool:
+    async def check(self) -> bool:
         """Marks new budgets, and checks the marks that are due.
 
-        Args:
-            budgets: all that there are.
-
         Returns:
-            False if another instance does so now, or if Redis is younger than SETTLE_S. Rows
-            contain what instances spent without Redis, so it would count twice if they reported it
-            after a mark.
+            False if another instance does so now, if the directory may have changed, or if Redis is
+            younger than SETTLE_S. Rows contain what instances spent without Redis, so it would
+            count twice if they reported it after a mark.
 
         Raises:
             Unavailable: Redis did not answer.
@@ -125,7 +122,9 @@ class BudgetMarks:
         is_locked = True  # until Redis denies it: the answer may be lost, or this task be canceled
         try:
             is_locked = await self._store.lock_marks()
-            if not is_locked:
+            # Read under the lock: an old directory would remove the marks of another instance.
+            budgets = self._budgets() if is_locked else None
+            if budgets is None:
                 return False
             await self._check({budget_name(one): one for one in budgets})
         finally:
