@@ -5,9 +5,11 @@ It ends with the process that started it, however that one ends (infra/local/rea
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import random
+import re
 import signal
 import socket
 import ssl
@@ -21,8 +23,12 @@ from typing import Literal, Self
 from infra.local.reaper import add_child, child_marks
 from shared.errors import Unavailable
 
+_CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+"""What programs send to a terminal to color and to erase."""
 POLL_S = 0.02
 KILL_LIMIT_S = 30.0
+LAST_LINE_BYTES, LAST_LINE_CHARS = 4096, 160
+"""What is read of a log to find its last line, and what is shown of that."""
 FREE_PORTS = (15_000, 32_000)
 PORT_TRIES = 1000
 _random = random.SystemRandom()
@@ -245,6 +251,18 @@ class Process:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, POLL_S)
         return True
+
+    @property
+    def last_line(self) -> str:
+        """The last line of its log, or its end. Empty if the log is."""
+        with contextlib.suppress(OSError), self.log_path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - LAST_LINE_BYTES))
+            # A carriage return alone ends a line too: progress bars are written over themselves.
+            text = _CONTROLS.sub("", log.read().decode(errors="replace"))
+            lines = [line.strip() for line in text.splitlines()]
+            last = next((line for line in reversed(lines) if line), "")
+            return "".join(filter(str.isprintable, last))[-LAST_LINE_CHARS:]
+        return ""
 
     def last_words(self, lines: int = 20) -> str:
         """The end of its log, as the end of an error's message."""

@@ -28,7 +28,7 @@ from infra.local.ports import Ports
 from infra.local.process import Process, answers, listens
 from infra.local.provision_servers import provision_broker
 from infra.local.stack_processes import LOG_FOLDER, StackProcesses
-from infra.local.supervision import PROGRESS_S, SupervisedPart
+from infra.local.supervision import PROGRESS_S, SupervisedPart, progress_of
 from infra.reports.tables import create_tables
 from shared.catalog import Catalog, Model
 from shared.catalog_file import read_catalog
@@ -460,9 +460,8 @@ class Stack:
             if is_ready():
                 return True
             if (now_s := time.monotonic()) >= next_s:
-                log = self.processes[name].log_path
                 waited_s = now_s - began_s
-                self.report("waiting", f"{name} · {waited_s:.0f} s so far; its log: {log}")
+                self.report("waiting", progress_of(self.processes[name], waited_s))
                 next_s = now_s + waited_s
             return False
 

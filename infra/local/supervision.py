@@ -1,6 +1,7 @@
 """Waits for parts of the local stack to get ready, and starts those again that died.
 
-Pauses between starts grow, and the number of starts is limited.
+Pauses between starts grow, and the number of starts is limited. An optional part that has not been
+ready since its last start is tried without a limit: what it needs may come.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ WINDOW_S = 600.0
 """A part that dies more often than MAX_DEATHS times within this time is not started again."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 """Before a part is started again. Each death within WINDOW_S doubles it."""
+FIRST_START_PAUSE_S, MAX_START_PAUSE_S = 2.0, 300.0
+"""Before an optional part is started again that died before it was ready. It doubles each time."""
 PROGRESS_S = 10.0
 """Time until the first line about a part that is not ready yet. Each later one takes twice as long.
 """
+PATIENCE_S = 60.0
+"""Time after which nobody waits any more for a part that is not ready yet."""
 WRONG_CONFIGURATION = 2
 """Exit code of a worker that no restart can help: its entry, its package or a setting is wrong."""
 
@@ -44,6 +49,12 @@ class SupervisedPart:
     is_optional: bool = False
 
 
+def progress_of(process: Process, waited_s: float) -> str:
+    """What a person is told of a process that is not ready yet, with the last line of its log."""
+    said = f"; it said last: {process.last_line}" if process.last_line else ""
+    return f"{process.name} · {waited_s:.0f} s so far{said}; its log: {process.log_path}"
+
+
 class Supervisor:
     """Supervises parts that were started. Its owner calls `look` again and again.
 
@@ -63,7 +74,7 @@ class Supervisor:
 
     @property
     def is_settled(self) -> bool:
-        """True if each part has been ready, or has failed to start at least once."""
+        """True if each part has been ready, has failed to start, or has had PATIENCE_S to start."""
         return all(watched.is_settled for watched in self._watched)
 
     @property
@@ -108,6 +119,8 @@ class _Watched:
         self._report = report
         self._clock = clock
         self._deaths_s: deque[float] = deque(maxlen=MAX_DEATHS + 1)
+        self._failed_starts = 0
+        """Since it was ready."""
         self._start_s: float | None = None
         """The time of its next start. None: it runs."""
         self._ready_by_s: float | None = None
@@ -135,8 +148,10 @@ class _Watched:
 
     @property
     def is_settled(self) -> bool:
-        """True if it has been ready, or has failed to start at least once."""
-        return not self._is_first_start or bool(self._deaths_s) or self._is_down
+        """True if it has been ready, has failed to start, or has had PATIENCE_S to start."""
+        has_failed = bool(self._deaths_s) or self._is_down
+        is_slow = self._clock() - self._since_s > PATIENCE_S
+        return not self._is_first_start or has_failed or is_slow
 
     @property
     def is_serving(self) -> bool:
@@ -186,9 +201,7 @@ class _Watched:
         elif self._clock() >= self._progress_s:
             waited_s = self._clock() - self._since_s
             self._progress_s = self._clock() + max(waited_s, PROGRESS_S)  # 10 s, 20 s, 40 s, …
-            self._report(
-                "waiting", f"{process.name} · {waited_s:.0f} s so far; its log: {process.log_path}"
-            )
+            self._report("waiting", progress_of(process, waited_s))
         return None
 
     def _on_ready(self) -> None:
@@ -198,6 +211,7 @@ class _Watched:
         else:
             self._report("back", f"{name} · {waited_s:.1f} s later")
         self._ready_by_s, self._is_first_start, self._is_changed = None, False, False
+        self._failed_starts = 0
 
     def _expect_ready(self) -> None:
         now_s = self._clock()
@@ -210,13 +224,18 @@ class _Watched:
         is_hopeless = process.exit_code == WRONG_CONFIGURATION and self._part.is_optional
         # Also ends what it left in its group, which may hold its port or its memory.
         process.stop()
-        self._ready_by_s = None
+        was_ready, self._ready_by_s = self._ready_by_s is None, None
         if self._is_changed:
             self._stay_down(f"{death}\n  starts again when its sources change")
             return None
         self._since_s = now_s
         self._deaths_s.append(now_s)
         deaths = sum(now_s - at_s < WINDOW_S for at_s in self._deaths_s)
+        if not was_ready and self._part.is_optional and not is_hopeless:
+            self._failed_starts += 1
+            pause_s = min(FIRST_START_PAUSE_S * 2.0 ** (self._failed_starts - 1), MAX_START_PAUSE_S)
+            self._start_again(pause_s, death, "the other models are served meanwhile")
+            return None
         if is_hopeless or (deaths > MAX_DEATHS and self._part.is_optional):
             self._stay_down(f"{death}\n  is not started again; the other models are served")
             return None
@@ -224,9 +243,12 @@ class _Watched:
             return f"{death}\n{process.name} died {deaths} times within {WINDOW_S:g} s"
         # Without jitter: nobody else comes back at the same time.
         pause_s = min(FIRST_PAUSE_S * 2.0 ** (deaths - 1), MAX_PAUSE_S)
-        self._start_s = now_s + pause_s
-        self._report("died", f"{death}\n  starts again in {pause_s:g} s ({deaths} of {MAX_DEATHS})")
+        self._start_again(pause_s, death, f"{deaths} of {MAX_DEATHS}")
         return None
+
+    def _start_again(self, pause_s: float, death: str, note: str) -> None:
+        self._start_s = self._clock() + pause_s
+        self._report("died", f"{death}\n  starts again in {pause_s:g} s ({note})")
 
     def _stay_down(self, facts: str) -> None:
         self._is_down = True

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from infra.local.process import Process
+from infra.local.process import LAST_LINE_CHARS, Process
 from infra.local.supervision import (
     FIRST_PAUSE_S,
+    FIRST_START_PAUSE_S,
     MAX_DEATHS,
     MAX_PAUSE_S,
+    MAX_START_PAUSE_S,
+    PATIENCE_S,
     PROGRESS_S,
     WINDOW_S,
     SupervisedPart,
@@ -84,13 +87,15 @@ def test_part_that_dies_comes_back(run: Callable[..., World]) -> None:
 
 def test_worker_that_starts_is_reported_until_it_is_ready(run: Callable[..., World]) -> None:
     world = run()
-    supervisor = world.start_of_a_worker()
+    supervisor = world.start_of_a_worker(limit_s=600.0)
     for waited_s in (0.0, PROGRESS_S, PROGRESS_S + 1, 2 * PROGRESS_S):
         world.now_s = 1000.0 + waited_s
         assert supervisor.look() is None
     assert [word for word, _ in world.reported] == ["waiting", "waiting"]
     assert "part · 20 s so far; its log: " in world.reported[1][1]
     assert (supervisor.is_settled, supervisor.not_ready) == (False, ["part"])
+    world.now_s = 1001.0 + PATIENCE_S
+    assert (supervisor.is_settled, supervisor.not_ready) == (True, ["part"])
     world.is_ready = True
     assert supervisor.look() is None
     assert world.reported[-1] == ("ready", "part · warm")
@@ -127,16 +132,60 @@ def test_worker_with_a_wrong_configuration_stays_down(tmp_path: Path) -> None:
         assert (supervisor.is_settled, supervisor.not_ready) == (True, ["part"])
 
 
-def test_worker_that_dies_too_often_does_not_end_the_others(run: Callable[..., World]) -> None:
+def test_worker_that_never_gets_ready_is_tried_after_longer_and_longer_pauses(
+    run: Callable[..., World],
+) -> None:
     world = run()
     supervisor = world.start_of_a_worker()
+    pauses: list[float] = []
+    while pauses[-2:] != [MAX_START_PAUSE_S] * 2:
+        died_s = world.now_s
+        world.process.kill()
+        assert supervisor.look() is None
+        word, facts = world.reported[-1]
+        assert word == "died"
+        assert "the other models are served meanwhile" in facts
+        while not world.process.is_running:
+            world.now_s += FIRST_START_PAUSE_S / 2
+            assert supervisor.look() is None
+        pauses.append(world.now_s - died_s)
+    expected = [FIRST_START_PAUSE_S * 2**n for n in range(len(pauses))]
+    assert pauses == [min(one, MAX_START_PAUSE_S) for one in expected]
+    assert len(pauses) > MAX_DEATHS
+    world.is_ready = True
+    assert supervisor.look() is None
+    assert world.reported[-1] == ("ready", "part · warm")
+
+
+def test_worker_that_dies_too_often_while_it_serves_does_not_end_the_others(
+    run: Callable[..., World],
+) -> None:
+    world = run()
+    supervisor = world.start_of_a_worker()
+    world.is_ready = True
     for _ in range(MAX_DEATHS + 1):
+        assert supervisor.look() is None
         world.process.kill()
         assert supervisor.look() is None
         world.now_s += MAX_PAUSE_S
         assert supervisor.look() is None
     assert world.reported[-1][0] == "down"
     assert "is not started again; the other models are served" in world.reported[-1][1]
+
+
+def test_what_a_slow_worker_said_last_is_shown(tmp_path: Path) -> None:
+    said = "0 %\\r50 %\\r" + "x" * 9999 + " 70 %\\r\\x1b[K\\n\\n"
+    code = f"import sys, time; sys.stdout.write('{said}'); sys.stdout.flush(); time.sleep(600)"
+    with Process("part", [sys.executable, "-c", code], tmp_path) as process:
+        wait_until(lambda: "70" in process.log_path.read_text(), WAIT_LIMIT_S)
+        world = World(process)
+        supervisor = world.start_of_a_worker()
+        world.now_s += PROGRESS_S
+        assert supervisor.look() is None
+        _, facts = world.reported[-1]
+        shown = facts.partition("it said last: ")[2].partition(";")[0]
+        assert shown.endswith("x 70 %")
+        assert len(shown) == LAST_LINE_CHARS
 
 
 def test_log_still_says_why_the_last_one_ended(run: Callable[..., World], tmp_path: Path) -> None:
