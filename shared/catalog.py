@@ -133,6 +133,9 @@ class Model(CatalogEntry):
             "deterministic": self.deterministic or None,
             "api": self.api,
             "price.per_work_usd": self.price.per_work_usd or None,
+            "environment": self.environment or None,
+            "secrets": self.secrets or None,
+            "processes": self.processes,
         }
         for name, value in fields.items():
             if value is not None:

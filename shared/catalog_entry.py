@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from shared.blob import INLINE_LIMIT_BYTES, SLOT_INLINE_LIMIT_BYTES
+from shared.class_variables import PlainVariables, SecretVariables
 from shared.entry_fields import EntryPart, Positive, Revision, Source, quoted
 from shared.flow_plan import FlowPlan
 from shared.image_entry import ImageDefaults
@@ -387,6 +388,15 @@ class CatalogEntry(EntryPart):
     gpu: Gpu = Gpu()
     replicas: Replicas = Replicas()
     resources: ModelResources = ModelResources()
+    environment: PlainVariables = Field({})
+    """Variables that the process of a class gets, beside those of its cog.yaml."""
+    secrets: SecretVariables = Field({})
+    """The same for secrets: where each is, by the name of its variable."""
+    processes: Positive | None = None
+    """Model processes of a worker, each with an instance of the class, whatever the settings say.
+    None: as these say, or one for each core or GPU. 1 is for a class that listens on a fixed port,
+    or keeps what others need in its memory.
+    """
     startup_s: float = Field(DEFAULT_STARTUP_S, gt=0, le=MAX_STARTUP_S)
     """Time limit for a model process to load and warm up this model. A process that is not ready
     then is killed. Downloads of weights, and installations, happen before and do not count.
@@ -401,6 +411,12 @@ class CatalogEntry(EntryPart):
 
     flow: FlowPlan | None = None
     """The steps of a flow, which is an entry of `flows`. None: it is a model."""
+
+    @model_validator(mode="after")
+    def _names_each_variable_once(self) -> Self:
+        if both := sorted(self.environment.keys() & self.secrets.keys()):
+            raise ValueError(f"secrets.{both[0]}: environment has it too; leave one of them out")
+        return self
 
     @property
     def sources(self) -> dict[str, tuple[str, str]]:

@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from redis.connection import parse_url
 
 from shared.catalog_entry import MAX_STARTUP_S
+from shared.class_variables import check_name
 from shared.errors import ConfigurationError
 from shared.rabbitmq.broker_url import broker_url
 from shared.retention import BUDGET_BYTES
@@ -275,6 +276,27 @@ class ClassSettings(ModelSettings):
     environments_dir: Path = Path("var/environments")
     """The folder of the virtual environments of classes that bring packages, by a digest of these.
     """
+    class_variables: str = ""
+    """Names of variables of this process that all classes get, comma-separated. Empty: none but
+    PATH, the locale and those of the GPUs. For proxies and certificates: HTTPS_PROXY,NO_PROXY,
+    SSL_CERT_FILE. A password in the URL of a proxy is then known to the classes.
+    """
+    startup_s: float = Field(0.0, ge=0, le=MAX_STARTUP_S)
+    """Time limit for a model process to get ready, instead of the sum of its models' `startup_s`.
+    0: as in the catalog.
+    """
+
+    @field_validator("class_variables")
+    @classmethod
+    def _are_names(cls, value: str) -> str:
+        for name in filter(None, map(str.strip, value.split(","))):
+            check_name(name)
+        return value
+
+    @property
+    def class_variable_names(self) -> list[str]:
+        """The names in `class_variables`."""
+        return list(filter(None, map(str.strip, self.class_variables.split(","))))
 
 
 class WorkerSettings(ClassSettings):
@@ -303,10 +325,6 @@ class WorkerSettings(ClassSettings):
     memory_budget_bytes: int = Field(0, ge=0)
     """Memory for the models of each model process. Above it, the least recently used one is
     dropped. 0: limited by the device only.
-    """
-    startup_s: float = Field(0.0, ge=0, le=MAX_STARTUP_S)
-    """Time limit for a model process to get ready, instead of the sum of its models' `startup_s`.
-    0: as in the catalog.
     """
     max_outstanding_bytes: int = Field(64 * 1024 * 1024, ge=1)
     ack_deadline_s: int = Field(10, ge=10, le=600)

@@ -131,6 +131,8 @@ async def serve(settings: WorkerSettings, models: Sequence[Model], catalog: Cata
         layout = prepared[0][1]
         if len(prepared) > 1 and not settings.threads:
             layout = shared_layout(layout, this_machine())
+        if wanted := [model.processes for model in models if model.processes]:
+            layout = Layout(min(wanted), layout.threads)
         renewal = await stack.enter_async_context(Renewal([choice for _, _, choice in prepared]))
         worker = await _open(stack, settings, hosted, layout, name, renewal, times, catalog)
         running.append(worker)

@@ -40,6 +40,7 @@ from infra.kubernetes.kustomization import (
 from infra.kubernetes.placement import Placement, compute_class, leave_room, place, share_of
 from shared.catalog import Catalog, Model, WorkerGroup
 from shared.catalog_entry import DEFAULT_STARTUP_S, Gpu
+from shared.class_variables import SecretReference
 from shared.errors import ConfigurationError
 from shared.kubernetes_names import slug
 
@@ -563,13 +564,35 @@ def _additional_startup_s(group: WorkerGroup, deployment: Deployment) -> int:
     return max(0, math.ceil(startup_s - DEFAULT_STARTUP_S))
 
 
+def _secret_variables(group: WorkerGroup) -> dict[str, Any]:
+    """The variables of a container with the secrets of Kubernetes that its classes get.
+
+    Not files: these could be read by every class of the worker.
+    """
+    texts = {text for model in group.models for text in model.secrets.values()}
+    references = [SecretReference.parse(text) for text in sorted(texts)]
+    variables = [
+        {
+            "name": one.variable,
+            "valueFrom": {"secretKeyRef": {"name": one.parts["secret"], "key": one.parts["key"]}},
+        }
+        for one in references
+        if one.kind == "kubernetes"
+    ]
+    return {"env": variables} if variables else {}
+
+
 def _worker_patch(
     group: WorkerGroup, placement: Placement, weights: Weights, deployment: Deployment
 ) -> dict[str, Any]:
     resources = placement.resources
     if weights.has_sidecar:
         resources = leave_room(resources, SIDECAR_CPU_M, SIDECAR_MIB)
-    container: dict[str, Any] = {"name": "worker", "resources": resources}
+    container: dict[str, Any] = {
+        "name": "worker",
+        "resources": resources,
+        **_secret_variables(group),
+    }
     spec: dict[str, Any] = {}
     if more_s := _additional_startup_s(group, deployment):
         tries = BASE_STARTUP_TRIES + math.ceil(more_s / STARTUP_PERIOD_S)

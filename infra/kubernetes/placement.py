@@ -71,8 +71,11 @@ class Placement:
 def processes_of(models: Sequence[Model]) -> int:
     """Model processes of a worker that serves these models, which compute at the same time.
 
-    One for each CPU, or one for all of them if weights are shared. One on a GPU.
+    As an entry says. Otherwise one for each CPU, or one for all of them if weights are shared, and
+    one on a GPU.
     """
+    if wanted := [model.processes for model in models if model.processes]:
+        return min(wanted)
     has_one = models[0].gpu.type != "none" or any(one.definition.shares_weights for one in models)
     return 1 if has_one else int(CPU_ONLY["cpu"])
 
@@ -98,10 +101,11 @@ def place(group: WorkerGroup, deployment: Deployment, gpu_types: dict[str, GpuTy
         settings |= {
             "PENSTOCK_DEVICE": "cpu",
             "PENSTOCK_PROCESSES": str(processes),
-            "PENSTOCK_THREADS": str(int(CPU_ONLY["cpu"]) // processes),
+            "PENSTOCK_THREADS": str(max(1, int(CPU_ONLY["cpu"]) // processes)),
         }
         return Placement((), {}, (), _resources(CPU_ONLY), settings, grace_s)
-    settings |= {"PENSTOCK_DEVICE": "cuda", "PENSTOCK_PROCESSES": "1"}
+    processes = processes_of(group.models)
+    settings |= {"PENSTOCK_DEVICE": "cuda", "PENSTOCK_PROCESSES": str(processes)}
     if not may_be_spot and not deployment.is_outside:
         settings["PENSTOCK_SPOT"] = "false"  # otherwise a pod can't know
     resources = _resources(share_of(gpu, gpu_types), gpu=gpu_types[gpu.type])

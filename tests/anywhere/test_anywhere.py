@@ -62,7 +62,9 @@ def test_a_restriction_holds(options: dict[str, object], code: str, expected: st
 
 def test_custom_classes_are_served_without_landlock_and_namespaces() -> None:
     """As in gVisor or an old kernel."""
-    places = [f"tests/workers/models/custom/test_{name}.py" for name in ("confinement", "scratch")]
+    places = [
+        f"tests/workers/models/custom/test_{name}.py" for name in ("confinement", "scratch", "view")
+    ]
     pytest_command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
     options = {"refuses": ["namespaces", "landlock", "ipv6"]}
     done = launched(options, *pytest_command, *places, timeout_s=TEST_LIMIT_S)

@@ -12,6 +12,10 @@ locals {
         type         = try(entry.gpu.type, "none")
       }
       deadline_s = try(entry.deadline.longest_s, 300)
+      # What its class gets of Secret Manager: project and name of each secret.
+      secrets = distinct([
+        for place in values(try(entry.secrets, {})) : join("/", slice(split("/", place), 1, 4)) if startswith(place, "google:")
+      ])
       slug       = local._slugs[entry.name]
       source     = entry.source
       ttl_s      = try(entry.cache.ttl_s, 86400)
@@ -95,6 +99,23 @@ locals {
     for name, slug in local._plain :
     name => length(slug) <= 40 ? slug : "${trim(substr(slug, 0, 31), "-")}-${substr(sha256(name), 0, 8)}"
   }
+}
+
+# A class gets its secrets from its worker, which alone may read them.
+resource "google_secret_manager_secret_iam_member" "classes" {
+  for_each = merge([
+    for name, model in local.models : {
+      for pair in setproduct(model.secrets, keys(local._worker_members[name])) :
+      "${model.worker}/${pair[1]}/${pair[0]}" => { secret = split("/", pair[0]), member = local._worker_members[name][pair[1]] }
+    }
+  ]...)
+
+  project   = each.value.secret[0]
+  secret_id = each.value.secret[2]
+  role      = "roles/secretmanager.secretAccessor"
+  member    = each.value.member
+
+  depends_on = [google_project_service.default]
 }
 
 module "model" {

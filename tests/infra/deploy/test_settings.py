@@ -66,6 +66,8 @@ LEFT_ALONE: dict[type[Settings], set[str]] = {
         # Only where prefetched weights are mounted.
         "PENSTOCK_KERNELS_DIR",
         "PENSTOCK_WEIGHTS_DIR",
+        # Classes get no variables of their worker.
+        "PENSTOCK_CLASS_VARIABLES",
         # The image sets it, because it has the environments.
         "PENSTOCK_ENVIRONMENTS_DIR",
     },

@@ -24,7 +24,7 @@ from workers.models.custom.model import message_of, outcome_of
 from workers.models.custom.process import RunnerProcess, end_of
 from workers.models.custom.runner.frames import Frame
 from workers.models.custom.services import service_ports
-from workers.models.custom.sources import read_sources
+from workers.models.custom.variables import EntryVariables, variables_of
 
 ANSWER_LIMIT_S = 5.0
 """For one question. Weighing reads sizes, and comparing two outputs computes little."""
@@ -44,6 +44,7 @@ class AsideClass:
         self._interface = interface_of(entry)
         self._max_work = entry.work.max or 1
         self._resources = entry.resources
+        self._variables = EntryVariables(entry.environment, entry.secrets)
         self._folder = folder
         self._runner: RunnerProcess | None = None
         self._turn = threading.Lock()
@@ -100,13 +101,14 @@ class AsideClass:
         """The runner, with the class imported.
 
         Raises:
-            ModelFailed: it can't be imported.
+            ModelFailed: it can't be imported, or a secret of it can't be read.
         """
-        sources = read_sources(self._folder)
+        variables = variables_of(self._folder, self._variables)
         runner = RunnerProcess(
             self._folder,
             python=python_for(self._folder),
-            environment=sources.environment,
+            environment=variables.environment,
+            hidden=variables.hidden,
             resources=self._resources,
             denied_ports=service_ports(read_settings(Settings)),
             is_aside=True,

@@ -23,7 +23,6 @@ from workers.models.custom.model import (
     MALFORMED,
     NO_ANSWER,
     RUNNER_KILLED,
-    SETUP_LIMIT_S,
     STEP_S,
     USED_UP,
     HostedClass,
@@ -128,12 +127,17 @@ class CustomBatchModel(HostedClass):
             self._runner = None
         if self._runner is not None:
             return self._runner
+        while (pause_s := self._start_at_s - time.monotonic()) > 0:
+            time.sleep(min(STEP_S, pause_s))
+            on_step(0, 0)
         runner = self._start()
-        frames = runner.receive(SETUP_LIMIT_S)
+        frames = runner.receive(self._setup_limit_s)
         self._restart_s += time.monotonic() - began_s
         if not frames or "ready" not in frames[0].message:
-            raise ModelFailed(f"the model could not be set up again: {self._failed_start(frames)}")
-        self._is_ready = True
+            self._on_failed_setup()
+            reason = self._failed_start(frames, self._setup_limit_s)
+            raise ModelFailed(f"the model could not be set up again: {reason}")
+        self._on_ready(runner)
         on_step(0, 0)
         return runner
 

@@ -14,7 +14,9 @@ from shared.errors import ConfigurationError
 from shared.model_interface import FILE_NAME, MAX_BYTES, MAX_INPUTS, ModelInterface, read_interface
 from workers.models.custom.environments import python_for, unmet
 from workers.models.custom.process import RunnerProcess, end_of
-from workers.models.custom.sources import read_sources
+from workers.models.custom.runner.confinement import SRC
+from workers.models.custom.sources import fixed_ports, place_of, read_sources
+from workers.models.custom.variables import entry_variables, variables_of
 
 INSPECTION_LIMIT_S = 300.0
 """For the import of the class's module, which may load large libraries."""
@@ -30,6 +32,8 @@ class Inspected(NamedTuple):
 def inspect_folder(folder: Path) -> Inspected:
     """Imports the class of a folder in a process of its own, without `setup`, and inspects it.
 
+    It gets the variables of its entry, if the catalog has one.
+
     Raises:
         ConfigurationError: the folder has no class that can be served. The message says why, with
             what its module printed.
@@ -38,12 +42,19 @@ def inspect_folder(folder: Path) -> Inspected:
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is not a folder", field="source")
     sources = read_sources(folder)
-    python = python_for(folder)
+    entry = entry_variables(folder)
+    left_out: list[str] = []
+    variables = variables_of(folder, entry, left_out)
     runner = RunnerProcess(
-        folder, python=python, environment=sources.environment, inspects_only=True
+        folder,
+        python=python_for(folder),
+        environment=variables.environment,
+        hidden=variables.hidden,
+        inspects_only=True,
     )
     frames = runner.receive(INSPECTION_LIMIT_S)
     printed = runner.printed.take().after(0).strip()
+    limits = _limits_of_view(folder, runner)
     status = runner.close()
     if not frames or "ready" not in frames[0].message:
         reason = f"its module was not imported in {INSPECTION_LIMIT_S:g} s"
@@ -60,7 +71,25 @@ def inspect_folder(folder: Path) -> Inspected:
     except ValidationError as error:
         raise ConfigurationError(f"{folder}: {error.errors()[0]['msg']}", field="source") from error
     _check_size(folder, interface)
-    return Inspected(interface, [*message["notes"], *unmet(folder)])
+    ports = [] if entry.processes == 1 else fixed_ports(folder)
+    return Inspected(interface, [*message["notes"], *unmet(folder), *left_out, *ports, *limits])
+
+
+def _limits_of_view(folder: Path, runner: RunnerProcess) -> list[str]:
+    """What a class of this folder can't do on this system, in words."""
+    notes = []
+    if linked := runner.read_only_files():
+        more = f" (and {len(linked) - 1} more)" if len(linked) > 1 else ""
+        notes.append(
+            f"{linked[0]}{more}: the class can read it, and can't write it on this system, which "
+            "copies files up to 8 MiB only"
+        )
+    if runner.view != SRC and (place := place_of(folder, f"{SRC}/")):
+        notes.append(
+            f"{place}: there is no {SRC} here: this system gives no namespace of mounts to the "
+            "class; use the folder of __file__, or relative paths"
+        )
+    return notes
 
 
 def _check_size(folder: Path, interface: ModelInterface) -> None:

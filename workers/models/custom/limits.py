@@ -176,7 +176,8 @@ class DiskUse:
 
     def __init__(self, scratch: Path, most_bytes: int) -> None:
         self._scratch = scratch
-        self._device = scratch.stat().st_dev
+        self.devices = {scratch.stat().st_dev}
+        """Of its files: that of its view of the class's folder may be another one."""
         self._free_bytes = _free_bytes(scratch)
         self.limit_bytes = min(most_bytes, max(self._free_bytes // 2, MIN_DISK_BYTES))
         self._outside: dict[str, tuple[int, int]] = {}
@@ -264,7 +265,7 @@ class DiskUse:
             for name in os.listdir(folder / "fd"):
                 with contextlib.suppress(OSError, ValueError, IndexError):
                     status = os.stat(folder / "fd" / name)
-                    is_ours = stat.S_ISREG(status.st_mode) and status.st_dev == self._device
+                    is_ours = stat.S_ISREG(status.st_mode) and status.st_dev in self.devices
                     identity = (status.st_dev, status.st_ino)
                     if not is_ours or identity in counted or not _is_written(folder, name):
                         continue

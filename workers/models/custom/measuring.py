@@ -32,6 +32,7 @@ from workers.models.custom.aside import AsideClass
 from workers.models.custom.batches import CustomBatchModel
 from workers.models.custom.model import CustomModel
 from workers.models.custom.trial import read_assignments, read_file
+from workers.models.custom.variables import entry_variables
 
 MIB = 1024 * 1024
 
@@ -110,6 +111,7 @@ def _entry(folder: Path, interface: ModelInterface) -> Model:
     what it likes.
     """
     work = {"max": MAX_WORK} if interface.weighs else {}
+    variables = entry_variables(folder)
     batch = {} if interface.batches else {"max_items": interface.concurrency}
     return Model.model_validate(
         {
@@ -119,6 +121,8 @@ def _entry(folder: Path, interface: ModelInterface) -> Model:
             "interface": interface,
             "batch": batch,
             "work": work,
+            "environment": dict(variables.environment),
+            "secrets": dict(variables.secrets),
         }
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import select
 import signal
 import socket
 import sys
@@ -17,10 +18,12 @@ from typing import Any
 
 from shared.blob import Blob
 from shared.catalog import Model
+from shared.catalog_entry import MAX_STARTUP_S
+from shared.concurrency import backoff
 from shared.errors import BadInput, Canceled, ConfigurationError, ModelFailed, PenstockError
 from shared.messages import PrintedLogs
 from shared.model_interface import ModelInterface
-from shared.settings import Settings, read_settings
+from shared.settings import ClassSettings, Settings, read_settings
 from shared.tasks.custom import (
     CustomResult,
     FilePlace,
@@ -33,15 +36,25 @@ from shared.tasks.custom import (
 from shared.tasks.text import TokenChunk
 from workers.models.base import PreparedCustom, PreparedItem, StepEnd
 from workers.models.custom.environments import python_for
-from workers.models.custom.process import PrintedOutput, RunnerProcess, end_of, pass_on
+from workers.models.custom.process import (
+    BoundedShow,
+    PrintedOutput,
+    RunnerProcess,
+    end_of,
+    pass_on,
+)
 from workers.models.custom.runner.frames import Frame
 from workers.models.custom.services import service_ports
 from workers.models.custom.sources import Sources, read_sources
+from workers.models.custom.variables import EntryVariables, variables_of
 
 STEP_S = 0.05
 """The longest wait for the runner in a step. Between two steps, items are canceled and admitted, so
 a step ends at once if there are some."""
-SETUP_LIMIT_S = 1800.0
+SETUP_LIMIT_S = MAX_STARTUP_S
+"""For the first `setup` of a process. Whoever started the process usually has a shorter limit."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 60.0
+"""Between two starts of a class whose `setup` fails after it had been set up once."""
 RUNNER_KILLED = 70
 """The exit status of a model process whose runner was killed from outside. So its item is tried
 again as after any death of a model process (decision 25)."""
@@ -184,6 +197,7 @@ class HostedClass:
     def __init__(self, entry: Model, folder: Path, device: str, threads: int) -> None:
         self._interface = interface_of(entry)
         self._resources = entry.resources
+        self._variables = EntryVariables(entry.environment, entry.secrets)
         self._name = entry.name
         self._folder = folder
         self._threads = threads
@@ -191,20 +205,30 @@ class HostedClass:
         self._runner: RunnerProcess | None = None
         self._is_ready = False
         self._restart_s = 0.0
+        self._setup_limit_s = read_settings(ClassSettings).startup_s or entry.startup_s
+        """For each later `setup`."""
+        self._setup_by_s = 0.0
+        self._pauses = backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
+        self._start_at_s = 0.0
+        """No start before that: the last `setup` failed."""
 
     def setup(self) -> None:
         """Starts the runner and waits until the class is set up.
 
         Raises:
-            ConfigurationError: the class can't be loaded or set up, or is not as the interface
-                says. The message names the field.
+            ConfigurationError: the folder has no class that can be served, or it is not as the
+                interface says. The message names the field.
+            ModelFailed: its module or its `setup` failed. A later try may succeed.
         """
         runner = self._start()
         frames = runner.receive(SETUP_LIMIT_S)
         if not frames or "ready" not in frames[0].message:
-            raise ConfigurationError(self._failed_start(frames), field="source")
+            reason = self._failed_start(frames, SETUP_LIMIT_S)
+            if frames and frames[0].message.get("is_final"):
+                raise ConfigurationError(reason, field="source")
+            raise ModelFailed(reason)
         self._check(frames[0], read_sources(self._folder))
-        self._is_ready = True
+        self._on_ready(runner)
         for one in runner.unconfined or ():
             log.warning("a class is not confined", extra={"model": self._name, "reason": one})
 
@@ -224,17 +248,34 @@ class HostedClass:
         return restart_s
 
     def _start(self) -> RunnerProcess:
-        sources = read_sources(self._folder)
         self._is_ready = False
+        try:
+            variables = variables_of(self._folder, self._variables)
+        except PenstockError:
+            self._on_failed_setup()
+            raise
+        self._setup_by_s = time.monotonic() + self._setup_limit_s
         self._runner = RunnerProcess(
             self._folder,
             python=python_for(self._folder),
             threads=self._threads,
-            environment=sources.environment,
+            environment=variables.environment,
+            hidden=variables.hidden,
             resources=self._resources,
             denied_ports=service_ports(read_settings(Settings)),
+            shows=BoundedShow(),
         )
         return self._runner
+
+    def _on_ready(self, runner: RunnerProcess) -> None:
+        """Notes that the class is set up. What it printed until now has been shown."""
+        self._is_ready = True
+        runner.printed.end_showing()
+        self._pauses, self._start_at_s = backoff(FIRST_PAUSE_S, MAX_PAUSE_S), 0.0
+
+    def _on_failed_setup(self) -> None:
+        """Lets the next start wait, longer after each failure."""
+        self._start_at_s = time.monotonic() + next(self._pauses)
 
     def _check(self, ready: Frame, sources: Sources) -> None:
         loaded = ModelInterface(**ready.message["ready"], sources_sha256=sources.sha256)
@@ -245,9 +286,9 @@ class HostedClass:
                 field="source",
             )
 
-    def _failed_start(self, frames: list[Frame] | None) -> str:
-        """Why the class could not be set up. Ends the runner."""
-        reason = f"{self._folder}: setup took longer than {SETUP_LIMIT_S:g} s"
+    def _failed_start(self, frames: list[Frame] | None, limit_s: float) -> str:
+        """Why the class could not be set up in `limit_s` seconds. Ends the runner."""
+        reason = f"{self._folder}: setup took longer than {limit_s:g} s"
         if frames:
             reason = f"{self._folder}: {frames[0].message.get('failed', 'it did not begin')}"
         runner, self._runner = self._runner, None
@@ -301,7 +342,13 @@ class CustomModel(HostedClass):
 
     def _step(self) -> StepEnd:
         end = StepEnd()
+        if self._runner is None and (pause_s := self._start_at_s - time.monotonic()) > 0:
+            wakers = [self._wakes_on] if self._wakes_on is not None else []
+            select.select(wakers, [], [], min(STEP_S, pause_s))
+            return end
         runner = self._runner or self._start()
+        if not self._is_ready and time.monotonic() > self._setup_by_s:
+            runner.kill_at_fault(f"setup took longer than {self._setup_limit_s:g} s")
         if self._is_ready:
             is_idle = not any(one.is_sent for one in self._items.values())
             if is_idle and not runner.has_ended and runner.is_used_up:
@@ -355,9 +402,11 @@ class CustomModel(HostedClass):
     def _handle(self, frame: Frame, end: StepEnd) -> None:
         message = frame.message
         if "ready" in message:
-            self._is_ready = True
+            assert self._runner is not None, "it has said so; this is a bug"
+            self._on_ready(self._runner)
         elif "failed" in message:
-            reason = self._failed_start([frame])
+            self._on_failed_setup()
+            reason = self._failed_start([frame], self._setup_limit_s)
             for slot in list(self._items):
                 self._end(slot, ModelFailed(f"the model could not be set up again: {reason}"), end)
         elif "piece" in message:
@@ -407,6 +456,8 @@ class CustomModel(HostedClass):
         runner, self._runner = self._runner, None
         assert runner is not None, "it has ended just now; this is a bug"
         was_ready, self._is_ready = self._is_ready, False
+        if not was_ready:
+            self._on_failed_setup()
         self._dropped.clear()
         alone, self._alone = self._alone, None
         printed = runner.printed.take()

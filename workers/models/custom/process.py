@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,13 @@ MAX_READ_BYTES = 1024 * 1024
 """Read of what a process prints without a pause, so that one that never pauses holds up nobody."""
 MAX_WAITING_BYTES = 512 * 1024 * 1024
 """Of what is sent to a process that reads nothing."""
+SAID = frozenset({"error", "failed", "log", "batch_error"})
+"""The fields of messages that have words of the class, or of what it raised."""
+MIN_HIDDEN_CHARS = 6
+"""A shorter secret is not looked for in what a class prints: it may be part of other words."""
+HIDDEN = "[secret]"
+SHOWN_BYTES_PER_S, MAX_SHOWN_BYTES = 16 * 1024, 64 * 1024
+"""Rate and burst of the output of `setup` that goes to the operator's log while it runs."""
 _PASSED_ON = (
     "PATH",
     "LANG",
@@ -69,18 +76,23 @@ main(
 """
 
 
-def runner_environment(scratch: Path, threads: int, added: Mapping[str, str]) -> dict[str, str]:
+def runner_environment(
+    scratch: Path, python: str, threads: int, added: Mapping[str, str]
+) -> dict[str, str]:
     """The environment of a runner.
 
     Args:
         scratch: its folder for temporary files, which is also its home.
+        python: its interpreter. The folder of that comes first in PATH, so `python` and the scripts
+            of the class's packages are found by name.
         threads: for libraries that compute on a CPU.
-        added: what cog.yaml sets.
+        added: what the operator, cog.yaml and the entry set.
     """
     passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     count = str(threads)
     return {
         **passed_on,
+        "PATH": os.pathsep.join((str(Path(python).parent), os.environ.get("PATH", os.defpath))),
         "HOME": str(scratch),
         "TMPDIR": str(scratch),
         "OMP_NUM_THREADS": count,
@@ -92,12 +104,94 @@ def runner_environment(scratch: Path, threads: int, added: Mapping[str, str]) ->
     }
 
 
-class PrintedOutput:
-    """What a process prints. A thread reads it, so that the process never waits for a reader."""
+class HiddenValues:
+    """Replaces the values of secrets in what a class prints and raises.
 
-    def __init__(self, fd: int, passes_on: bool) -> None:
+    Args:
+        values: of the secrets.
+    """
+
+    def __init__(self, values: Sequence[str]) -> None:
+        # The longest first: another may be a part of it.
+        long = {one for one in values if len(one) >= MIN_HIDDEN_CHARS}
+        self._values = sorted(long, key=len, reverse=True)
+
+    def clear(self, text: str) -> str:
+        """Returns a text without the values."""
+        for value in self._values:
+            text = text.replace(value, HIDDEN)
+        return text
+
+    def split(self, text: str) -> tuple[str, str]:
+        """Splits off the end of a text that may be the beginning of a value."""
+        most = max((_overlap(text, value) for value in self._values), default=0)
+        at = len(text) - most
+        return text[:at], text[at:]
+
+
+def _overlap(text: str, value: str) -> int:
+    """The length of the longest end of a text that begins a value."""
+    at = text.find(value[0], max(0, len(text) - len(value) + 1))
+    while at >= 0:
+        if value.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(value[0], at + 1)
+    return 0
+
+
+def show(text: str) -> None:
+    """Writes text to stderr, which is the operator's log or a person's terminal."""
+    sys.stderr.buffer.write(text.encode(errors="replace"))
+    sys.stderr.buffer.flush()
+
+
+class BoundedShow:
+    """Writes text to stderr, up to MAX_SHOWN_BYTES at once and SHOWN_BYTES_PER_S on average.
+
+    The rest is left out, and the number of its characters is shown instead.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._room = float(MAX_SHOWN_BYTES)
+        self._looked_s = clock()
+        self._left_out = 0
+
+    def __call__(self, text: str) -> None:
+        """Shows a text, or its beginning."""
+        now_s = self._clock()
+        gained = (now_s - self._looked_s) * SHOWN_BYTES_PER_S
+        self._room, self._looked_s = min(MAX_SHOWN_BYTES, self._room + gained), now_s
+        shown = text[: int(self._room)]
+        self._room -= len(shown)
+        if shown and self._left_out:
+            show(f"\n[{self._left_out} characters left out]\n")
+            self._left_out = 0
+        self._left_out += len(text) - len(shown)
+        if shown:
+            show(shown)
+
+
+class PrintedOutput:
+    """What a process prints. A thread reads it, so that the process never waits for a reader.
+
+    Args:
+        fd: the end of the pipe to read.
+        shows: gets the text as it comes, until `end_showing`. None: nobody does.
+        hidden: replaced in all of it.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        shows: Callable[[str], None] | None = None,
+        hidden: HiddenValues | None = None,
+    ) -> None:
         self._fd = fd
-        self._passes_on = passes_on
+        self._shows = shows
+        self._hidden = hidden or HiddenValues([])
+        self._held = ""
+        """The end of what was read, which may be the beginning of a secret."""
         self._lock = threading.Lock()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._kept = ""
@@ -123,17 +217,33 @@ class PrintedOutput:
                 except BlockingIOError:
                     return True
                 except OSError:
-                    return False
+                    piece = b""
                 if not piece:
+                    self._keep(self._held)
+                    self._held = ""
                     return False
-                if self._passes_on:
-                    sys.stderr.buffer.write(piece)
-                    sys.stderr.buffer.flush()
-                self._kept += self._decoder.decode(piece)
-                if (extra := len(self._kept) - MAX_LOG_CHARS) > 0:
-                    self._left_out += extra
-                    self._kept = self._kept[extra:]
+                text = self._hidden.clear(self._held + self._decoder.decode(piece))
+                text, self._held = self._hidden.split(text)
+                self._keep(text)
         return True
+
+    def _keep(self, text: str) -> None:
+        if self._shows is not None:
+            self._shows(text)
+        self._kept += text
+        if (extra := len(self._kept) - MAX_LOG_CHARS) > 0:
+            self._left_out += extra
+            self._kept = self._kept[extra:]
+
+    def end_showing(self) -> None:
+        """Shows the rest of what was printed so far, and forgets it: it belongs to no prediction.
+
+        Later output is kept only. Without anyone who shows it, nothing changes.
+        """
+        if self._shows is not None:
+            self.take()
+            with self._lock:
+                self._shows = None
 
     def look(self) -> PrintedLogs:
         """Returns what was printed since the last call of `take`."""
@@ -145,6 +255,8 @@ class PrintedOutput:
         """Returns what was printed since the last call."""
         self._drain()
         with self._lock:
+            self._keep(self._held)  # it belongs to nobody else
+            self._held = ""
             taken = PrintedLogs(self._kept, self._left_out)
             self._kept, self._left_out = "", 0
         return taken
@@ -185,12 +297,13 @@ class RunnerProcess:
         folder: of the class.
         python: the interpreter that has its packages.
         threads: for libraries that compute on a CPU.
-        environment: what cog.yaml sets.
+        environment: what cog.yaml and the entry set.
+        hidden: values of secrets, which are replaced in what it prints and raises.
         resources: that it may take, with all that it starts. None: as an entry that says nothing.
         denied_ports: TCP ports to which it may not connect.
         inspects_only: whether it ends when the class is inspected.
         is_aside: whether it calls `work` and `is_close` only, and does not set up the class.
-        passes_on: whether what it prints goes to our stderr, too.
+        shows: gets what it prints as it comes, until `printed.end_showing`. None: nobody does.
     """
 
     def __init__(
@@ -200,11 +313,12 @@ class RunnerProcess:
         python: str = sys.executable,
         threads: int = 1,
         environment: Mapping[str, str] | None = None,
+        hidden: Sequence[str] = (),
         resources: ModelResources | None = None,
         denied_ports: Sequence[int] = (),
         inspects_only: bool = False,
         is_aside: bool = False,
-        passes_on: bool = False,
+        shows: Callable[[str], None] | None = None,
     ) -> None:
         resources = resources or ModelResources()
         self._scratch = Scratch(folder)
@@ -221,12 +335,13 @@ class RunnerProcess:
             inspects_only=inspects_only,
             is_aside=is_aside,
         )
-        variables = runner_environment(self._scratch.path, threads, environment or {})
+        variables = runner_environment(self._scratch.path, python, threads, environment or {})
         with theirs:
             self._process, output = _started(
                 [python, "-c", program], variables, theirs, self._scratch.path
             )
-        self.printed = PrintedOutput(output, passes_on)
+        self._hidden = HiddenValues(hidden)
+        self.printed = PrintedOutput(output, shows, self._hidden)
         self._reader = FrameReader()
         self._put_back: list[Frame] = []
         self._outgoing = bytearray()
@@ -237,6 +352,8 @@ class RunnerProcess:
         """Whether we killed it for what the class did, so that it would do so again."""
         self.unconfined: list[str] | None = None
         """What this system has no means for, in words. None: the process has not begun."""
+        self.view = ""
+        """Where the class sees its folder. Empty: the process has not begun."""
         self._family = ProcessFamily(self._process.pid)
         self._limits = LimitWatch(
             self._process.pid,
@@ -311,8 +428,12 @@ class RunnerProcess:
         while (frame := self._reader.next()) is not None:
             if self.unconfined is None:  # its first message, before it runs code of the class
                 self.unconfined = list(frame.message.get("unconfined", ()))
+                self.view = str(frame.message.get("view", ""))
+                self._limits.disk.devices.add(frame.message.get("device", -1))
                 self._family.note_namespace()
             else:
+                for name in SAID & frame.message.keys():
+                    frame.message[name] = self._hidden.clear(str(frame.message[name]))
                 frames.append(frame)
         return frames
 
@@ -367,6 +488,10 @@ class RunnerProcess:
         if not self.killed_for:
             self.is_at_fault = True
         self.kill(reason)
+
+    def read_only_files(self) -> list[str]:
+        """The files of its folder that it can't write, since it has only links to them."""
+        return self._scratch.linked_files()
 
     @property
     def is_used_up(self) -> bool:

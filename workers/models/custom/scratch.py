@@ -1,8 +1,11 @@
-"""The scratch folder of a runner: its home, its temporary files, and its working directory.
+"""The scratch folder of a runner: its home, temporary files, and view of the class's folder.
 
-The working directory has the files of the class's folder: small ones as copies, large ones as
-links. So a class reads its files by relative paths, and what it writes there is its own, as in a
-container of Cog's: also an `output.png` that is there from an earlier run.
+The view has the files of the folder: small ones as copies, and large ones as copies that share
+their blocks (ioctl_ficlone(2)) or, where the file system has none, as links. The class is loaded
+from there. So it reads and writes beside its own file and by relative paths, and what it writes is
+its own, as in a container of Cog's: also an `output.png` that is there from an earlier run. Where
+the system lets it, the runner puts the folder below the view (confinement.py), and then links are
+not needed.
 """
 
 from __future__ import annotations
@@ -26,8 +29,13 @@ MAX_COPIES_BYTES = 64 * 1024 * 1024
 """Of all copies together."""
 MAX_ENTRIES = 10_000
 """Above it, folders are linked as a whole, and the class can't write into these."""
-LINKED = frozenset({"__pycache__", "node_modules", "venv", "site-packages"})
-"""Folders that are linked as a whole, as hidden ones are."""
+MAX_LINKED_ENTRIES = 1000
+"""Of a folder to which a link leads, with all below. One with more stays a link."""
+LINKED = frozenset(
+    {"__pycache__", "node_modules", "venv", "site-packages", ".git", ".hg", ".svn", ".tox", ".venv"}
+)
+"""Folders that are linked as a whole."""
+_FICLONE = 0x40049409
 
 
 class Scratch:
@@ -46,6 +54,19 @@ class Scratch:
         self._lock = _locked(self.path)
         (self.path / WORKING_DIR).mkdir()
         _fill(folder, self.path / WORKING_DIR)
+
+    def linked_files(self) -> list[str]:
+        """The files and folders to which the view has links only, by their paths in the folder.
+
+        None of LINKED: nobody writes there.
+        """
+        view = self.path / WORKING_DIR
+        links = []
+        for place, folders, names in os.walk(view):
+            for name in (*names, *(one for one in folders if one not in LINKED)):
+                if Path(place, name).is_symlink():
+                    links.append(str(Path(place, name).relative_to(view)))
+        return sorted(links)
 
     def close(self) -> None:
         """Removes it."""
@@ -76,38 +97,79 @@ def _locked(path: Path) -> int | None:
 
 
 def _fill(folder: Path, working_dir: Path) -> None:
-    waiting = deque([(folder, working_dir)])
+    real = folder.resolve()
+    # The last are folders that have this one in them: a link to one of them is no copy.
+    waiting = deque([(folder, working_dir, {real, *real.parents, *working_dir.resolve().parents})])
     count = copied_bytes = 0
     while waiting:
-        source, target = waiting.popleft()
+        source, target, above = waiting.popleft()
         with contextlib.suppress(OSError), os.scandir(source) as entries:
-            for entry in entries:
+            # Small files first: sources are among them, and there is an end to what is copied.
+            for entry in sorted(entries, key=_size_of):
                 count += 1
                 place = target / entry.name
-                if count < MAX_ENTRIES and _is_open(entry):
+                if count < MAX_ENTRIES and _is_open(entry, above):
                     place.mkdir()
-                    waiting.append((Path(entry.path), place))
+                    below = {*above, Path(entry.path).resolve()} if entry.is_symlink() else above
+                    waiting.append((Path(entry.path), place, below))
                 elif not (size := _copied(entry, place, MAX_COPIES_BYTES - copied_bytes)):
                     place.symlink_to(entry.path)
                 else:
                     copied_bytes += size
 
 
-def _is_open(entry: os.DirEntry[str]) -> bool:
-    """True for a folder into which a class may write."""
-    is_hidden = entry.name.startswith(".") or entry.name in LINKED
-    return not is_hidden and entry.is_dir(follow_symlinks=False)
+def _size_of(entry: os.DirEntry[str]) -> int:
+    with contextlib.suppress(OSError):
+        return entry.stat().st_size
+    return 0
+
+
+def _is_open(entry: os.DirEntry[str], above: set[Path]) -> bool:
+    """True for a folder into which a class may write. `above`: folders that it must not be."""
+    if entry.name in LINKED or entry.is_dir(follow_symlinks=False):
+        return entry.name not in LINKED
+    with contextlib.suppress(OSError):  # a link to itself
+        real = Path(os.path.realpath(entry.path))
+        return entry.is_dir() and real not in above and _is_small(real)
+    return False
+
+
+def _is_small(folder: Path) -> bool:
+    """Returns whether a folder has few entries, with those of the folders in it."""
+    waiting, count = [folder], 0
+    while waiting:
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                count += 1
+                if count > MAX_LINKED_ENTRIES:
+                    return False
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(Path(entry.path))
+    return True
 
 
 def _copied(entry: os.DirEntry[str], place: Path, room_bytes: int) -> int:
-    """Copies a file, if it is small. Returns its bytes, or 0."""
+    """Copies a file, if it is small or shares its blocks. Returns the bytes that it takes, or 0."""
     with contextlib.suppress(OSError):
         size = entry.stat().st_size
         if entry.is_file() and size <= min(MAX_COPIED_BYTES, room_bytes):
-            shutil.copy(entry.path, place)
+            shutil.copy2(entry.path, place)  # with its time, which compiled modules are kept by
             return max(1, size)
+        if entry.is_file():
+            _clone(entry.path, place)
+            return 1
     place.unlink(missing_ok=True)
     return 0
+
+
+def _clone(source: str, place: Path) -> None:
+    """Makes a copy that shares its blocks with the original until either is written.
+
+    Raises:
+        OSError: the file system has no such copies, or the two are on different ones.
+    """
+    with open(source, "rb") as original, place.open("xb") as copy:
+        fcntl.ioctl(copy, _FICLONE, original.fileno())
 
 
 def _remove(scratch: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,14 @@ COG_YAML, REQUIREMENTS, OVERRIDES = "cog.yaml", "requirements.txt", "overrides.t
 NAMED = (COG_YAML, REQUIREMENTS, OVERRIDES)
 MAX_FILES = 2000
 _LEFT_OUT = ("__pycache__", "node_modules", "venv", "site-packages")
+_PORT = re.compile(
+    r"""(?:localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1?\])["']?\s*[:,]\s*(?P<address>\d{2,5})\b"""
+    r"""|--port["']?(?:\s*[,=]\s*|\s+)["']?(?P<option>\d{2,5})\b"""
+    r"""|\bport\s*=\s*(?P<argument>\d{2,5})\b""",
+    re.IGNORECASE,
+)
+"""A port of this machine, as sources write it: in an address, an option or an argument."""
+MAX_PORT_NOTES = 3
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,37 @@ def source_files(folder: Path) -> list[Path]:
             f"{folder}: {len(files)} Python files; at most {MAX_FILES} are allowed", field="source"
         )
     return files
+
+
+def fixed_ports(folder: Path) -> list[str]:
+    """Where sources name a port of this machine, in words: two processes can't both listen on it.
+
+    Raises:
+        ConfigurationError: there are too many sources.
+    """
+    places: dict[int, str] = {}
+    for place, line in _code(folder):
+        for match in _PORT.finditer(line):
+            places.setdefault(int(match[match.lastgroup or 0]), place)
+    return [
+        f"{place}: port {port}: a worker has several processes of the class, and only one of them "
+        "can listen there; if the class does, give its catalog entry `processes: 1`"
+        for port, place in list(places.items())[:MAX_PORT_NOTES]
+    ]
+
+
+def place_of(folder: Path, text: str) -> str:
+    """The first line of Python that has a text, as FILE:LINE. Empty: none has."""
+    return next((place for place, line in _code(folder) if text in line), "")
+
+
+def _code(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yields each line of Python in the folder, behind its place."""
+    for path in source_files(folder):
+        if path.suffix == ".py":
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            for number, line in enumerate(lines, 1):
+                yield f"{path.relative_to(folder).as_posix()}:{number}", line
 
 
 def _is_source(path: Path, folder: Path) -> bool:

@@ -14,9 +14,9 @@ from shared.errors import BadInput, ConfigurationError, ModelFailed
 from shared.model_interface import ModelInterface
 from workers.models.custom.checking import inspect_folder
 from workers.models.custom.environments import python_for
-from workers.models.custom.process import RunnerProcess, end_of
+from workers.models.custom.process import RunnerProcess, end_of, show
 from workers.models.custom.runner.frames import Frame
-from workers.models.custom.sources import read_sources
+from workers.models.custom.variables import entry_variables, variables_of
 
 WAIT_S = 1.0
 
@@ -38,11 +38,13 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
     folder = folder.expanduser().resolve()
     interface = inspect_folder(folder).interface
     values, files, blobs = read_assignments(interface, assignments)
+    variables = variables_of(folder, entry_variables(folder))
     runner = RunnerProcess(
         folder,
         python=python_for(folder),
-        environment=read_sources(folder).environment,
-        passes_on=True,
+        environment=variables.environment,
+        hidden=variables.hidden,
+        shows=show,
     )
     frame: Frame | None
     try:

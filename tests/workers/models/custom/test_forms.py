@@ -624,7 +624,7 @@ def test_setup_that_raises_refuses_with_its_traceback(tmp_path: Path) -> None:
             return a
     """
     folder = write_class(tmp_path, body)
-    with pytest.raises(ConfigurationError, match=r"(?s)no weights here.*Traceback"):
+    with pytest.raises(ModelFailed, match=r"(?s)no weights here.*Traceback"):
         CustomModel(entry_of(folder), folder, "cpu", 1).setup()
 
 

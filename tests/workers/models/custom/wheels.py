@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 
-def make_wheel(folder: Path, name: str, version: str, source: str = "", *, needs: str = "") -> Path:
+def make_wheel(
+    folder: Path,
+    name: str,
+    version: str,
+    source: str = "",
+    *,
+    needs: str = "",
+    scripts: Mapping[str, str] = MappingProxyType({}),
+) -> Path:
     """Writes a wheel with one module, which has `version` and what `source` adds.
 
-    `needs`: a requirement of it.
+    `needs`: a requirement of it. `scripts`: functions of the module by the commands that
+    call them.
 
     See https://packaging.python.org/en/latest/specifications/binary-distribution-format/.
     """
@@ -23,6 +34,9 @@ def make_wheel(folder: Path, name: str, version: str, source: str = "", *, needs
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\n"
         "Tag: py3-none-any\n",
     }
+    if scripts:
+        lines = [f"{command} = {name}:{function}\n" for command, function in scripts.items()]
+        files[f"{info}/entry_points.txt"] = "".join(["[console_scripts]\n", *lines])
     record = f"{info}/RECORD"
     files[record] = "".join(f"{one},,\n" for one in [*files, record])
     with zipfile.ZipFile(path, "w") as archive:

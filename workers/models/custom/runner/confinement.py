@@ -14,6 +14,10 @@ and below its scratch folder.
   classes write to `/tmp/out.png` by name. It takes the capability for it, or user namespaces, which
   not all systems give to everyone (user_namespaces(7)).
 
+- In such a namespace the class's folder is below the view that it has of it (overlayfs, from Linux
+  5.11 on for everyone), so that it may change every file, and what it changes is in its scratch
+  folder. The view is at `/src` as well, where Cog has it.
+
 `run_confined` does the same for a program, such as the one that installs packages.
 """
 
@@ -71,6 +75,26 @@ _KEPT_FLAGS = _NO_SUID | _NO_DEV | _NO_EXEC | _NO_ATIME | _NO_DIR_ATIME
 _ST_RELATIME, _RELATIME = 1 << 12, 1 << 21
 
 
+VIEW = "src"
+"""The folder in the scratch folder with the class's view of its own folder."""
+SRC = "/src"
+"""Where a container of Cog's has the class."""
+_DETACH = 1 << 1
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+
+
+class Confined(NamedTuple):
+    """What became of this process.
+
+    Attributes:
+        missing: what this system has no means for, in words.
+        view: the path of the class's view of its folder. `/src`, if that could be had.
+    """
+
+    missing: list[str]
+    view: str
+
+
 class _Header(ctypes.Structure):
     _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
 
@@ -106,18 +130,17 @@ def confine(
     followed: Sequence[str] = (),
     denied_ports: Sequence[int] = (),
     max_file_bytes: int = 0,
-) -> list[str]:
+    folder: str = "",
+) -> Confined:
     """Gives up what the code of a class does not need.
 
     Args:
-        scratch: the folder below which it writes.
+        scratch: the folder below which it writes. It has the view.
         read_only: folders that it reads, which stay where they are if they are below `/tmp`.
         followed: more such folders. What their symbolic links lead to stays where it is as well.
         denied_ports: TCP ports to which it does not connect.
         max_file_bytes: the largest file that it writes. 0: no bound.
-
-    Returns:
-        What this system has no means for, in words.
+        folder: of the class, which is put below the view. Empty: it has none.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
@@ -128,15 +151,18 @@ def confine(
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     _set(_PR_SET_NAME, ctypes.create_string_buffer(NAME))
     _set(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    writable = [scratch, SHARED_MEMORY, TMP]
     missing = []
+    view = str(Path(scratch, VIEW))
     kept = find_places([scratch, *read_only], followed)
     if not take_private_tmp(Path(scratch, "tmp"), kept):
-        missing.append("no namespace of mounts: it shares /tmp with others")
-    missing += _give_up(writable)
+        missing.append("no namespace of mounts: it shares /tmp with others, and has no /src")
+    elif folder:
+        lay_below(Path(view), Path(folder), Path(scratch, "work"))
+        view = SRC if show_at_src(Path(view), Path(scratch, "root")) else view
+    missing += _give_up([scratch, SHARED_MEMORY, TMP, view])
     if denied_ports and not deny_tcp(denied_ports):
         missing.append("no Landlock 4 (Linux 6.7): it can connect to our services")
-    return missing
+    return Confined(missing, view)
 
 
 def run_confined(writable: Sequence[str], command: Sequence[str]) -> None:
@@ -407,6 +433,95 @@ def _link(link: Path, target: Path, tmp: Path, shown: Sequence[Path]) -> None:
         at.symlink_to(target)
 
 
+def lay_below(view: Path, folder: Path, work: Path) -> bool:
+    """Mounts a folder below a view, which has copies of its files and links to it.
+
+    These links are removed: what they lead to is there without them.
+
+    Args:
+        view: what is written there stays in it.
+        folder: is not changed.
+        work: a folder that the system needs, on the disk of the view. It is made.
+
+    Returns:
+        Whether it was done. If not, the view is as it was.
+    """
+    folder = folder.resolve()
+    if any(set(str(place)) & set(",:\\") for place in (folder, view, work)):
+        return False  # they separate the options below
+    options = f"lowerdir={folder},upperdir={view},workdir={work},userxattr"
+    links = [Path(one.path) for one in _entries_below(view) if one.is_symlink()]
+    targets = {one: one.readlink() for one in links if _is_in(folder, one.relative_to(view))}
+    try:
+        work.mkdir()
+        for link in targets:
+            link.unlink()  # before: a link that is removed later hides what is below
+        _mount("overlay", str(view), 0, kind="overlay", options=options)
+        # Its content belongs to the system. Whoever counts the disk reads all folders.
+        (work / "work").chmod(0o700)
+    except OSError:
+        for link, target in targets.items():
+            if not link.is_symlink():
+                link.symlink_to(target)
+        return False
+    return True
+
+
+def _is_in(folder: Path, name: Path) -> bool:
+    """True for what is in a folder itself, and not behind a link in it."""
+    return os.path.realpath(folder / name) == str(folder / name)
+
+
+def show_at_src(view: Path, root: Path) -> bool:
+    """Mounts a view at `/src`. If the root folder has no `/src`, it is replaced by one that has.
+
+    Args:
+        view: of the class.
+        root: becomes the new root folder, with all that the old one has. It is made.
+
+    Returns:
+        Whether it was done. If not, everything is as it was.
+    """
+    try:
+        if Path(SRC).is_dir():
+            _mount(str(view), SRC, _BIND | _RECURSIVE)
+        else:
+            _take_root(view, root)
+    except OSError:
+        return False
+    return True
+
+
+def _take_root(view: Path, root: Path) -> None:
+    number = _PIVOT_ROOT.get(os.uname().machine)
+    if number is None:
+        raise OSError("an unknown machine")
+    root.mkdir()
+    _mount(str(root), str(root), _BIND)
+    with os.scandir("/") as entries:
+        for entry in entries:
+            at = root / entry.name
+            if entry.is_symlink():
+                at.symlink_to(os.readlink(entry.path))
+                continue
+            if entry.is_dir():
+                at.mkdir()
+            elif entry.is_file():
+                at.touch()
+            else:
+                continue
+            _mount(entry.path, str(at), _BIND | _RECURSIVE)
+    (root / SRC[1:]).mkdir()
+    _mount(str(view), str(root / SRC[1:]), _BIND | _RECURSIVE)
+    before = os.getcwd()
+    os.chdir(root)
+    # The old root is put on top of the new one, and taken off (pivot_root(2), NOTES).
+    if _call(number, b".", b".") or ctypes.CDLL(None).umount2(b".", _DETACH):
+        os.chdir(before)
+        raise OSError(ctypes.get_errno(), "pivot_root")
+    os.chdir("/")
+
+
 def _enter_namespace() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_NEW_MOUNTS) == 0:
@@ -424,8 +539,16 @@ def _enter_namespace() -> None:
         Path("/proc/self", name).write_text(text, encoding="ascii")
 
 
-def _mount(source: str, target: str, flags: int) -> None:
+def _mount(
+    source: str, target: str, flags: int, *, kind: str | None = None, options: str | None = None
+) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    words = (source.encode(), target.encode(), None, ctypes.c_ulong(flags), None)
+    words = (
+        os.fsencode(source),
+        os.fsencode(target),
+        kind and kind.encode(),
+        ctypes.c_ulong(flags),
+        None if options is None else os.fsencode(options),
+    )
     if libc.mount(*words):
         raise OSError(ctypes.get_errno(), f"mount {target}")

@@ -174,10 +174,10 @@ def _usual_file(folder: Path) -> str:
 
 
 def _module(folder: Path, name: str) -> ModuleType:
-    file = (folder / name).resolve()
-    if file.suffix != ".py" or not file.is_file() or folder.resolve() not in file.parents:
+    file = Path(os.path.normpath(folder / name))
+    if file.suffix != ".py" or not file.is_file() or folder not in file.parents:
         raise NotLoadable(f"cog.yaml: {name} is no Python file of the folder")
-    folders = dict.fromkeys([str(folder.resolve()), str(file.parent)])
+    folders = dict.fromkeys([str(folder), str(file.parent)])
     if any(_hides_a_module(Path(one)) for one in folders):
         import_all()
     sys.path[:0] = folders

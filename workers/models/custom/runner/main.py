@@ -1,8 +1,8 @@
 """The runner: loads a class, sets it up, and computes what comes over its socket.
 
 It gets `{"id", "input", "files"}` with the bytes of the files, and `{"cancel"}`. It sends
-`{"ready"}` or `{"failed"}` once, then of each prediction `{"id", "piece", "files"}` for what it
-streams, and one of `{"id", "output", …}` and `{"id", "error", "kind"}`.
+`{"ready"}` or `{"failed", "is_final"}` once, then of each prediction `{"id", "piece", "files"}` for
+what it streams, and one of `{"id", "output", …}` and `{"id", "error", "kind"}`.
 
 A class with `predict_batch` gets `{"batch"}`, the number of predictions whose frames follow. It
 answers them together, or with `{"batch_error", "kind"}` if it failed as a whole.
@@ -76,28 +76,32 @@ def main(
     Args:
         fd: of this end of the socket.
         folder: of the class.
-        scratch: the folder below which it writes. Its `src` becomes the working directory.
+        scratch: the folder below which it writes, with its view of the class's folder. That becomes
+            the working directory.
         denied_ports: TCP ports to which it does not connect.
         disk_bytes: the most that it writes to one file. 0: no bound.
         inspects_only: whether to end when the class is inspected.
         is_aside: whether to call `work` and `is_close` instead of computing.
     """
     weights = os.environ.get("COG_WEIGHTS")
-    unconfined = confinement.confine(
+    confined = confinement.confine(
         scratch,
         read_only=(sys.prefix, sys.base_prefix),
         followed=(folder, weights) if weights else (folder,),
         denied_ports=denied_ports,
         max_file_bytes=disk_bytes,
+        folder=folder,
     )
     connection = socket.socket(fileno=fd)
     connection.set_inheritable(False)
     os.register_at_fork(after_in_child=connection.close)
-    os.chdir(Path(scratch, "src"))
-    connection.sendall(encode_frame({"unconfined": unconfined}))
+    os.chdir(confined.view)
+    device = Path(confined.view).stat().st_dev
+    beginning = {"unconfined": confined.missing, "view": confined.view, "device": device}
+    connection.sendall(encode_frame(beginning))
     scope.install()
     try:
-        loaded = loading.load(Path(folder))
+        loaded = loading.load(Path(confined.view))
         interface = loading.interface_of(loaded)
         if not (inspects_only or is_aside):
             done = loading.set_up(loaded)
@@ -105,9 +109,10 @@ def main(
                 _event_loop().run_until_complete(_awaited(done))
     except BaseException as error:
         # The boundary to the code of the class: whatever it raises, the other end is told.
-        if not isinstance(error, loading.NotLoadable):
+        is_final = isinstance(error, loading.NotLoadable)
+        if not is_final:
             traceback.print_exc()
-        connection.sendall(encode_frame({"failed": words_of(error)}))
+        connection.sendall(encode_frame({"failed": words_of(error), "is_final": is_final}))
         return
     sys.stdout.flush()
     connection.sendall(encode_frame({"ready": interface, "notes": loaded.notes}))

@@ -1,0 +1,106 @@
+"""Environment variables that a catalog entry gives to its class: plain values and secrets.
+
+An entry has a reference to each secret, never the secret itself. Only the worker of the class reads
+the secret, and only the process of the class gets it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Annotated, NamedTuple, Self
+
+from pydantic import AfterValidator, Field
+
+MAX_VARIABLES = 64
+MAX_VALUE_CHARS = 4096
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+OURS = "PENSTOCK_"
+"""What the names of our own settings begin with."""
+_REFERENCES = {
+    "local": re.compile(r"local:(?P<path>[/~][^\0]+)"),
+    "kubernetes": re.compile(
+        r"kubernetes:(?P<secret>[a-z0-9][a-z0-9.-]{0,251}[a-z0-9])/(?P<key>[A-Za-z0-9._-]{1,253})"
+    ),
+    "google": re.compile(
+        r"google:(?P<version>projects/(?P<project>[a-z0-9:.-]+)/secrets/(?P<secret>[A-Za-z0-9_-]+)"
+        r"/versions/(?:latest|[1-9][0-9]*))"
+    ),
+}
+
+
+class SecretReference(NamedTuple):
+    """The place of a secret.
+
+    Attributes:
+        kind: `local`, `kubernetes` or `google`.
+        parts: `path` of a local file. `secret` and `key` in Kubernetes. `version`, the full name of
+            a version in Secret Manager, with its `project` and `secret`.
+    """
+
+    kind: str
+    parts: dict[str, str]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads a reference as an entry has it.
+
+        Raises:
+            ValueError: it has none of the forms.
+        """
+        for kind, form in _REFERENCES.items():
+            if parts := form.fullmatch(text):
+                return cls(kind, parts.groupdict())
+        # The text is not repeated: it may be the secret itself.
+        raise ValueError(
+            "a secret is a reference: local:/PATH, kubernetes:SECRET/KEY or "
+            "google:projects/PROJECT/secrets/SECRET/versions/VERSION"
+        )
+
+    @property
+    def variable(self) -> str:
+        """The variable by which the manifests give a secret of Kubernetes to the worker."""
+        place = f"{self.parts['secret']}/{self.parts['key']}"
+        digest = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
+        return f"{OURS}CLASS_SECRET_{digest.upper()}"
+
+
+def check_name(name: str) -> str:
+    """Returns the name of a variable.
+
+    Raises:
+        ValueError: it is no name, or one of our settings.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            "the name of a variable has up to 128 letters, digits and underscores, and does not "
+            "begin with a digit"
+        )
+    if name.startswith(OURS):
+        raise ValueError(f"{OURS}* is for settings of Penstock, which classes do not get")
+    return name
+
+
+def _without_null(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("a variable has no null character")
+    return value
+
+
+def _is_reference(text: str) -> str:
+    SecretReference.parse(text)
+    return text
+
+
+VariableName = Annotated[str, AfterValidator(check_name)]
+PlainVariables = Annotated[
+    dict[
+        VariableName,
+        Annotated[str, Field(max_length=MAX_VALUE_CHARS), AfterValidator(_without_null)],
+    ],
+    Field(max_length=MAX_VARIABLES),
+]
+SecretVariables = Annotated[
+    dict[VariableName, Annotated[str, AfterValidator(_is_reference)]],
+    Field(max_length=MAX_VARIABLES),
+]

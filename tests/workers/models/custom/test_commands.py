@@ -1,0 +1,66 @@
+"""Commands that a class runs: those of its packages, and Python itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.workers.models.custom.classes import compute, entry_of, output_of, write_class
+from tests.workers.models.custom.wheels import make_wheel
+from workers.models.custom.environments import python_for
+from workers.models.custom.model import CustomModel
+
+RUNS = """
+import subprocess
+
+class Predictor(BasePredictor):
+    def predict(self, command: List[str]) -> str:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+"""
+SAYS_WHERE = "import sys; print(sys.prefix)"
+
+
+def outputs(folder: Path, *commands: list[str]) -> list[Any]:
+    model = CustomModel(entry_of(folder), folder, "cpu", 1)
+    try:
+        model.setup()
+        return [output_of(compute(model, {"command": command})) for command in commands]
+    finally:
+        model.close()
+
+
+def test_python_is_that_of_the_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other").mkdir()
+    for name in ("python", "python3"):
+        other = tmp_path / "other" / name
+        other.write_text("#!/bin/sh\necho another\n")
+        other.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'other'}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "class").mkdir()
+    folder = write_class(tmp_path / "class", RUNS)
+    (folder / "entry.py").write_text(SAYS_WHERE)
+    found = outputs(
+        folder,
+        ["python", "-c", SAYS_WHERE],
+        ["python3", "-c", SAYS_WHERE],
+        ["python", "entry.py"],
+        ["sh", "-c", "exec python entry.py"],
+    )
+    assert found == [sys.prefix] * 4
+
+
+@pytest.mark.slow(about_s=8)
+def test_scripts_of_its_packages_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_ENVIRONMENTS_DIR", str(tmp_path / "environments"))
+    body = "import sys\n\ndef main():\n    print(sys.prefix, version, *sys.argv[1:])\n"
+    make_wheel(tmp_path / "wheels", "told", "1.5", body, scripts={"tell-it": "main"})
+    (tmp_path / "class").mkdir()
+    folder = write_class(tmp_path / "class", RUNS)
+    (folder / "requirements.txt").write_text(f"--find-links {tmp_path}/wheels\ntold==1.5\n")
+    prefix = str(Path(python_for(folder)).parents[1])
+    found = outputs(folder, ["tell-it", "now"], ["python", "-c", SAYS_WHERE])
+    assert found == [f"{prefix} 1.5 now", prefix]

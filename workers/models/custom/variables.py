@@ -1,0 +1,214 @@
+"""The environment variables of a class, from the operator, its cog.yaml and its catalog entry.
+
+Secrets are read here, when its process starts. They are in its environment and nowhere else: what
+the class prints and raises is cleared of them (workers/models/custom/process.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from shared.catalog_file import LOCAL
+from shared.class_variables import PlainVariables, SecretReference, SecretVariables
+from shared.errors import ConfigurationError, ModelFailed, PenstockError
+from shared.settings import ClassSettings, read_settings
+from workers.models.custom.sources import read_sources
+
+if TYPE_CHECKING:
+    from google.auth.credentials import Credentials
+
+GOOGLE_URL = "https://secretmanager.googleapis.com"
+GOOGLE_SCOPE = "https://www.googleapis.com/auth/cloud-platform"
+GOOGLE_LIMIT_S = 30.0
+MAX_SECRET_BYTES = 64 * 1024
+"""As Secret Manager allows (https://cloud.google.com/secret-manager/quotas)."""
+
+
+class EntryVariables(NamedTuple):
+    """What the entry of a class says of its process."""
+
+    environment: Mapping[str, str] = MappingProxyType({})
+    secrets: Mapping[str, str] = MappingProxyType({})
+    """References by the names of the variables."""
+    processes: int | None = None
+
+
+class ClassVariables(NamedTuple):
+    """The variables of a process, and the values that must not be shown."""
+
+    environment: dict[str, str]
+    hidden: tuple[str, ...]
+
+
+def variables_of(
+    folder: Path, entry: EntryVariables, left_out: list[str] | None = None
+) -> ClassVariables:
+    """The variables of a class. Later ones win: operator, cog.yaml, the entry, its secrets.
+
+    Args:
+        folder: of the class.
+        entry: what its entry says.
+        left_out: gets the reason for each secret that can't be read. None: that is an error.
+
+    Raises:
+        ConfigurationError: a secret is missing, or cog.yaml is not valid.
+        ModelFailed: Secret Manager can't be reached. A later try may succeed.
+    """
+    names = read_settings(ClassSettings).class_variable_names
+    passed_on = {name: os.environ[name] for name in names if name in os.environ}
+    secrets = {}
+    for name, reference in entry.secrets.items():
+        try:
+            secrets[name] = _read(name, reference)
+        except PenstockError as error:
+            if left_out is None:
+                raise
+            left_out.append(f"{error.message}; the class ran without it")
+    environment = {
+        **passed_on,
+        **read_sources(folder).environment,
+        **entry.environment,
+        **secrets,
+    }
+    return ClassVariables(environment, tuple(dict.fromkeys(secrets.values())))
+
+
+def entry_variables(folder: Path) -> EntryVariables:
+    """What the catalog says of a local class, for commands that run it without a stack.
+
+    Nothing if the catalog has no entry with this folder as its `local:` source.
+
+    Raises:
+        ConfigurationError: `environment` or `secrets` of the entry are wrong.
+    """
+    models_file = read_settings(ClassSettings).models_file
+    try:
+        document: Any = yaml.safe_load(models_file.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return EntryVariables()
+    entries = document.get("models") if isinstance(document, dict) else None
+    for entry in entries if isinstance(entries, list) else ():
+        source = entry.get("source") if isinstance(entry, dict) else None
+        if not isinstance(source, str) or not source.startswith(LOCAL):
+            continue
+        if Path(source.removeprefix(LOCAL)).expanduser().resolve() == folder.resolve():
+            return _checked(models_file, entry)
+    return EntryVariables()
+
+
+def _checked(models_file: Path, entry: Mapping[str, Any]) -> EntryVariables:
+    variables = {}
+    for name, kind in (("environment", PlainVariables), ("secrets", SecretVariables)):
+        try:
+            variables[name] = TypeAdapter(kind).validate_python(entry.get(name, {}))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, (name, *first["loc"])))
+            raise ConfigurationError(
+                f"{models_file}: {where}: {first['msg']}", field=name
+            ) from None  # its input may be a secret
+    processes = entry.get("processes")
+    return EntryVariables(
+        variables["environment"],
+        variables["secrets"],
+        processes if isinstance(processes, int) else None,
+    )
+
+
+def _read(name: str, text: str) -> str:
+    """The value of a secret, without the end of its last line.
+
+    Raises:
+        ConfigurationError: it is missing. The message has its place, and never its value.
+        ModelFailed: Secret Manager can't be reached.
+    """
+    reference = SecretReference.parse(text)
+    where = f"secrets.{name}: {text}"
+    if reference.kind == "kubernetes":
+        value = os.environ.get(reference.variable)
+        if value is None:
+            raise ConfigurationError(
+                f"{where}: this worker was not given it; render its manifests again",
+                field="secrets",
+            )
+        data = value.encode(errors="surrogateescape")
+    elif reference.kind == "google":
+        data = read_google_secret(reference.parts["version"], where)
+    else:
+        try:
+            with Path(reference.parts["path"]).expanduser().open("rb") as file:
+                data = file.read(MAX_SECRET_BYTES + 1)
+        except OSError as error:
+            raise ConfigurationError(f"{where}: {error.strerror}", field="secrets") from error
+    return _text(where, data)
+
+
+def _text(where: str, data: bytes) -> str:
+    if len(data) > MAX_SECRET_BYTES:
+        raise ConfigurationError(f"{where}: above {MAX_SECRET_BYTES} bytes", field="secrets")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"{where}: not UTF-8", field="secrets") from None
+    text = text.removesuffix("\n").removesuffix("\r")
+    if not text or "\0" in text:
+        reason = "has a null character" if text else "is empty"
+        raise ConfigurationError(f"{where}: {reason}", field="secrets")
+    return text
+
+
+def read_google_secret(
+    version: str, where: str, url: str = GOOGLE_URL, credentials: Credentials | None = None
+) -> bytes:
+    """Reads a version from Secret Manager.
+
+    See https://cloud.google.com/secret-manager/docs/reference/rest/v1/projects.secrets.versions/access.
+
+    Args:
+        version: its full name.
+        where: the field that names it, for errors.
+        url: of Secret Manager.
+        credentials: None: those of this process.
+
+    Raises:
+        ConfigurationError: it is missing, or this process may not read it.
+        ModelFailed: Secret Manager can't be reached. A later try may succeed.
+    """
+    import base64
+
+    import google.auth
+    import google.auth.exceptions
+    import requests
+    from google.auth.transport.requests import AuthorizedSession
+
+    try:
+        if credentials is None:
+            credentials, _ = google.auth.default(scopes=[GOOGLE_SCOPE])
+        with AuthorizedSession(credentials) as session:
+            answer = session.get(f"{url}/v1/{version}:access", timeout=GOOGLE_LIMIT_S)
+            status = answer.status_code
+            if status == requests.codes.ok:
+                return base64.b64decode(answer.json()["payload"]["data"])
+    except google.auth.exceptions.DefaultCredentialsError as error:
+        raise ConfigurationError(
+            f"{where}: this worker has no Google credentials", field="secrets"
+        ) from error
+    except (google.auth.exceptions.GoogleAuthError, requests.RequestException) as error:
+        reason = type(error).__name__
+        raise ModelFailed(f"{where}: Secret Manager can't be reached: {reason}") from error
+    except (ValueError, LookupError, TypeError):
+        raise ModelFailed(f"{where}: Secret Manager answered something else") from None
+    if status in (requests.codes.forbidden, requests.codes.not_found, requests.codes.bad_request):
+        raise ConfigurationError(
+            f"{where}: Secret Manager answers {status}: there is no such version, or the worker's "
+            "account may not read it (roles/secretmanager.secretAccessor)",
+            field="secrets",
+        )
+    raise ModelFailed(f"{where}: Secret Manager answers {status}")
