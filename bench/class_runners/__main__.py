@@ -1,0 +1,221 @@
+"""`python -m bench.class_runners compare FOLDER`: Cog's server and Penstock run the same classes.
+
+FOLDER has Cog projects or test scripts, such as a copy of the folders `integration-tests` and
+`examples` of https://github.com/replicate/cog. Nothing is fetched, but packages that a class asks
+for are installed. Without FOLDER, the classes of this benchmark run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from api.tasks.custom import validator_of
+from bench.class_runners.cog_server import CogServer
+from bench.class_runners.cog_worker import CogWorker
+from bench.class_runners.comparison import differences, have_equal_shape
+from bench.class_runners.fixtures import Fixture, read_fixtures
+from bench.class_runners.outcome import ClassRunner, Outcome, Request
+from bench.class_runners.penstock_runner import PenstockRunner
+from bench.class_runners.table import fill
+from shared.errors import PenstockError
+from shared.model_interface import ModelInterface
+from workers.models.custom.checking import inspect_folder, write_interface
+from workers.models.custom.environments import python_for
+
+OWN = Path(__file__).with_name("classes")
+KINDS = ("penstock", "cog-worker", "wrapped-worker")
+FIXTURE_LIMIT_S = 180.0
+
+
+class Row(NamedTuple):
+    """The result for one fixture."""
+
+    fixture: Fixture
+    state: str
+    """right, different or skipped."""
+    differing: Sequence[str] = ()
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Compares, and prints a table. Returns 1 if something is different."""
+    parser = argparse.ArgumentParser(prog="python -m bench.class_runners", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    compare = commands.add_parser("compare", help="compare with Cog's own server")
+    compare.add_argument("folder", type=Path, nargs="?", default=OWN, metavar="FOLDER")
+    compare.add_argument("--runner", choices=KINDS, default=KINDS[0])
+    compare.add_argument("--only", default="", metavar="TEXT", help="names that contain it")
+    compare.add_argument("--jobs", type=int, default=2, metavar="N", help="fixtures at a time")
+    tables = commands.add_parser("table", help="behavior and figures of all ways to run a class")
+    tables.add_argument("--only", default="", metavar="TEXT", help="behavior that contains it")
+    tables.add_argument("--no-figures", action="store_true", help="behavior only")
+    arguments = parser.parse_args(words)
+    if "folder" not in arguments:
+        asyncio.run(fill(KINDS, arguments.only, with_figures=not arguments.no_figures))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="class-runners-") as work:
+        fixtures = read_fixtures(arguments.folder, Path(work))
+        wanted = [one for one in fixtures if arguments.only in one.name]
+        rows = asyncio.run(compare_all(wanted, arguments.runner, arguments.jobs))
+    show(rows)
+    return int(any(row.state == "different" for row in rows))
+
+
+async def compare_all(fixtures: Sequence[Fixture], kind: str, jobs: int) -> list[Row]:
+    """Compares fixtures, several at a time. Prints each as soon as it is done."""
+    limit = asyncio.Semaphore(jobs)
+
+    async def compare_one(fixture: Fixture) -> Row:
+        async with limit:
+            row = await compare_bounded(fixture, kind)
+        print(f"{row.state:9} {fixture.name}", flush=True)
+        return row
+
+    return list(await asyncio.gather(*map(compare_one, fixtures)))
+
+
+async def compare_bounded(fixture: Fixture, kind: str) -> Row:
+    """Compares one fixture within a limit of time."""
+    if fixture.skipped:
+        return Row(fixture, "skipped", [fixture.skipped])
+    try:
+        differing = await asyncio.wait_for(compare_fixture(fixture, kind), FIXTURE_LIMIT_S)
+    except TimeoutError:
+        differing = [f"not compared in {FIXTURE_LIMIT_S:g} s"]
+    except PenstockError as error:
+        return Row(fixture, "skipped", [f"its packages can't be installed: {error.message[:200]}"])
+    return Row(fixture, "different" if differing else "right", differing)
+
+
+async def compare_fixture(fixture: Fixture, kind: str) -> list[str]:
+    """Runs a fixture both ways. Returns the differences."""
+    python = await asyncio.to_thread(python_for, fixture.folder)
+    theirs = await run_all(fixture, "cog-server", python)
+    ours = await run_all(fixture, kind, python)
+    differing = []
+    for number, (request, oracle, own) in enumerate(
+        zip(fixture.requests, theirs, ours, strict=True)
+    ):
+        differing += [f"input {number}: {one}" for one in differences(oracle, own, request)]
+    if differing and all(": output:" in one or ": pieces:" in one for one in differing):
+        again = await run_all(fixture, "cog-server", python)
+        if again != theirs and all(map(_have_equal_shape, theirs, again, ours)):
+            return []  # the class gives another output each time
+    return differing
+
+
+def _have_equal_shape(theirs: Outcome, again: Outcome, ours: Outcome) -> bool:
+    is_repeatable = theirs.output == again.output
+    return (
+        theirs.output == ours.output
+        if is_repeatable
+        else have_equal_shape(theirs.output, ours.output)
+    )
+
+
+async def run_all(fixture: Fixture, kind: str, python: str) -> list[Outcome]:
+    """Starts a copy of a class, and computes its inputs one after another."""
+    with tempfile.TemporaryDirectory(prefix="class-") as copied:
+        folder = Path(copied) / "src"
+        await asyncio.to_thread(shutil.copytree, fixture.folder, folder, symlinks=True)
+        interface: ModelInterface | None = None
+        if kind == "penstock":
+            try:
+                interface = await asyncio.to_thread(check, folder)
+            except PenstockError as error:
+                reason = error.message.removeprefix(f"{folder}: ")
+                return [Outcome("not loaded", error=reason)] * len(fixture.requests)
+        runner = create_runner(fixture, folder, kind, python, interface)
+        try:
+            failure = await runner.start()
+            return [
+                await predict(runner, failure, interface, request) for request in fixture.requests
+            ]
+        finally:
+            await runner.stop()
+
+
+def check(folder: Path) -> ModelInterface:
+    """Checks a class as `penstock models check` does."""
+    interface = inspect_folder(folder).interface
+    write_interface(folder, interface)
+    return interface
+
+
+async def predict(
+    runner: ClassRunner, failure: str, interface: ModelInterface | None, request: Request
+) -> Outcome:
+    """Computes one input, if the class was loaded and the API takes it."""
+    if failure:
+        return Outcome("not loaded", error=failure)
+    if interface is not None and (reason := wrong_input(interface, request)):
+        return Outcome("refused", error=reason)
+    return await runner.predict(request)
+
+
+def wrong_input(interface: ModelInterface, request: Request) -> str:
+    """Checks an input as the API does. Returns what is wrong, or an empty text."""
+    values = {name: value for name, value in request.values.items() if value is not None}
+    for file in request.files:
+        name = str(file.at[0])
+        is_list = len(file.at) > 1
+        values[name] = [file.data_uri] * len(values.get(name, [])) if is_list else file.data_uri
+    try:
+        validator_of(interface).model_validate(values, strict=True)
+    except ValidationError as error:
+        return str(error)
+    return ""
+
+
+def create_runner(
+    fixture: Fixture, folder: Path, kind: str, python: str, interface: ModelInterface | None
+) -> ClassRunner:
+    """Creates one of the ways to run a class."""
+    if kind == "penstock":
+        return PenstockRunner(
+            folder,
+            python=python,
+            environment=fixture.environment,
+            batches=interface is not None and interface.batches,
+        )
+    create = CogServer if kind == "cog-server" else CogWorker
+    more = {"streams": fixture.streams} if kind == "cog-server" else {}
+    if kind == "wrapped-worker":
+        more = {"is_wrapped": True}
+    return create(
+        folder,
+        fixture.reference,
+        python=python,
+        environment=fixture.environment,
+        concurrency=fixture.concurrency,
+        **more,
+    )
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Prints differences, reasons of what was skipped, and totals."""
+    print("\nDifferences (Cog's server / this runner):")
+    for row in rows:
+        if row.state == "different":
+            print(f"  {row.fixture.name}")
+            print("".join(f"    {one}\n" for one in row.differing), end="")
+    reasons = Counter(row.differing[0] for row in rows if row.state == "skipped")
+    print("\nSkipped:")
+    print("".join(f"  {count} x {reason}\n" for reason, count in reasons.most_common()), end="")
+    states = Counter(row.state for row in rows)
+    origins = Counter(row.fixture.origin for row in rows if row.state != "skipped")
+    print(f"\n{len(rows)} fixtures: " + ", ".join(f"{n} {state}" for state, n in states.items()))
+    print("Inputs from: " + ", ".join(f"{origin} {count}" for origin, count in origins.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""The outcome of one prediction, in the same form for each way to run a class."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import mimetypes
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+DIGEST_CHARS = 16
+_DATA_URI = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w=.-]+)*;base64,")
+
+
+class RequestFile(NamedTuple):
+    """A file of an input: its place, its name and its bytes."""
+
+    at: list[str | int]
+    name: str
+    data: bytes
+
+    @property
+    def data_uri(self) -> str:
+        """The file as Cog's command sends it."""
+        kind = mimetypes.guess_type(self.name)[0] or "application/octet-stream"
+        return f"data:{kind};base64,{base64.b64encode(self.data).decode()}"
+
+
+class Request(NamedTuple):
+    """The input of one prediction. `values` has null in place of each file."""
+
+    values: dict[str, Any]
+    files: Sequence[RequestFile] = ()
+    must_fail: bool = False
+    """True if the fixture says that Cog refuses this input."""
+    context: Mapping[str, str] = MappingProxyType({})
+    """The `context` of Cog's request."""
+    cancel_after_s: float | None = None
+
+
+class Outcome(NamedTuple):
+    """How a prediction ended. Files in outputs are `{"file": DIGEST, "bytes": N, "name": NAME}`."""
+
+    status: str
+    """succeeded, failed, canceled, refused (invalid input), not loaded, died or too late."""
+    output: Any = None
+    pieces: Sequence[Any] = ()
+    pieces_s: Sequence[float] = ()
+    """Seconds from the request to each piece."""
+    logs: str = ""
+    error: str = ""
+    seconds: float = 0.0
+    metrics: Mapping[str, Any] = MappingProxyType({})
+
+
+class ClassRunner(Protocol):
+    """A way to run the class of one folder."""
+
+    async def start(self) -> str:
+        """Loads and sets up the class. Returns why that failed, or an empty text."""
+
+    async def predict(self, request: Request) -> Outcome:
+        """Computes one prediction, and cancels it after a while if the input says so."""
+
+    async def stop(self) -> None:
+        """Ends the processes. May be called at any time."""
+
+    @property
+    def pids(self) -> list[int]:
+        """Process IDs of the class, without this process."""
+
+
+def describe_file(data: bytes, name: str | None = None) -> dict[str, Any]:
+    """Returns a file of an output in the common form."""
+    digest = hashlib.sha256(data).hexdigest()[:DIGEST_CHARS]
+    return {"file": digest, "bytes": len(data), "name": name}
+
+
+def is_data_uri(value: object) -> bool:
+    """Returns whether a value is a file in a data URI."""
+    return isinstance(value, str) and _DATA_URI.match(value) is not None
+
+
+def data_of(uri: str) -> bytes:
+    """Returns the bytes of a data URI in base64."""
+    return base64.b64decode(uri.partition(",")[2])
+
+
+def with_described_files(value: Any) -> Any:
+    """Returns an output of Cog with the common form in place of each data URI."""
+    if is_data_uri(value):
+        return describe_file(data_of(value))
+    if isinstance(value, dict):
+        return {name: with_described_files(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [with_described_files(one) for one in value]
+    return value
+
+
+def put(values: Any, at: list[str | int], value: Any) -> None:
+    """Puts a value into its place in an input or an output."""
+    for part in at[:-1]:
+        values = values[part]
+    values[at[-1]] = value
+
+
+def container_environment(python: str) -> dict[str, str]:
+    """Returns the environment of a process in a container of Cog: its Python is first in PATH."""
+    return {
+        **os.environ,
+        "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
