@@ -1,0 +1,106 @@
+"""Classes around a server, a command or a download work as they are (wrappers.py)."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.local.process import free_port
+from tests.limits import START_LIMIT_S
+from tests.workers.models.custom.classes import compute, entry_of, output_of
+from tests.workers.models.custom.wheels import make_wheel
+from tests.workers.models.custom.wrappers import COMMANDS, TOOLS, WRAPPERS
+from workers.models.custom.environments import python_for
+from workers.models.custom.model import CustomModel
+from workers.models.custom.process import RunnerProcess
+
+pytestmark = pytest.mark.slow(about_s=60)
+MIN_WORKING = 15
+"""Of all, on a system that gives no /src."""
+
+
+class Download(http.server.BaseHTTPRequestHandler):
+    """What the classes download: small letters, and the large ones for them."""
+
+    def do_GET(self) -> None:
+        """Answers any path."""
+        data = json.dumps({ord(one): one.upper() for one in "abcdefghijklmnopqrstuvwxyz"}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture(scope="module")
+def source() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Download)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/weights.tar"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Path]:
+    """A folder outside /tmp, with the wheel, and with the environment that all classes share."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        make_wheel(Path(folder, "wheels"), "tools", "1.0", TOOLS, scripts=COMMANDS)
+        yield Path(folder)
+
+
+@pytest.fixture(autouse=True)
+def _environments_are_shared(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_ENVIRONMENTS_DIR", str(shared / "environments"))
+
+
+def write(folder: Path, files: dict[str, str], shared: Path) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        if text.startswith("#!"):
+            path.chmod(0o755)
+    links = f"--find-links {shared}/wheels\n"
+    (folder / "requirements.txt").write_text(f"{links}tools==1.0\n")
+
+
+def has_src(folder: Path) -> bool:
+    runner = RunnerProcess(folder, python=python_for(folder), inspects_only=True)
+    try:
+        runner.receive(START_LIMIT_S)
+        return runner.view == "/src"
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_wrapper_works_as_it_is(name: str, shared: Path, source: str) -> None:
+    folder = shared / name.replace("/", "").replace(" ", "-")
+    wrapper = WRAPPERS[name]
+    write(folder, wrapper.written(free_port(), source), shared)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    if wrapper.needs_src and not has_src(folder):
+        pytest.skip("this system gives classes no /src")
+    for _ in range(2):  # what the first process has left is in nobody's way
+        model = CustomModel(entry_of(folder), folder, "cpu", 1)
+        try:
+            model.setup()
+            assert output_of(compute(model, {"text": "told"})) == "TOLD"
+            assert output_of(compute(model, {"text": "once"})) == "ONCE"
+        finally:
+            model.close()
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_most_of_them_need_no_src() -> None:
+    assert len(WRAPPERS) == 20
+    assert sum(not one.needs_src for one in WRAPPERS.values()) >= MIN_WORKING
