@@ -51,6 +51,7 @@ from shared.flow_plan import (
     step_of,
 )
 from shared.flow_run import Run, receipts_of
+from shared.flow_types import check_values
 from shared.messages import (
     MAX_DATA_BYTES,
     Envelope,
@@ -362,9 +363,11 @@ class FlowEngine:
         """The items of a step, and the outcomes of those whose input is wrong."""
         items, failed = list[Item](), dict[int, ItemOutcome]()
         is_kept, purges = body.cache_write and model.cache.ttl_s > 0, self._purges(model)
+        taken = model.definition.step_schema(model).inputs
         for position, values in inputs.items():
             index = index_of(number, position)
             try:
+                check_values(values, taken)
                 step_input = model.definition.step_input(model, values)
                 one = cast(Input, step_input.input)
                 is_keyed = is_kept and step_input.is_repeatable

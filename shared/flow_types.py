@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from shared.blob import FILE_FORMAT
+from shared.errors import BadInput
 from shared.flow_plan import (
     INPUT,
     ITEM,
@@ -197,6 +198,44 @@ def _noun(schema: Schema) -> str:
     kind = _kind(_plain(schema))
     named = {"array": "a list", "object": "an object", "integer": "an integer", "any": "any value"}
     return named.get(kind, f"a {kind}")
+
+
+_PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list, tuple),
+}
+
+
+def check_values(values: Mapping[str, Any], inputs: Schema) -> None:
+    """Checks the types of computed inputs: a class may return another type than it declares.
+
+    Raises:
+        BadInput: a value has another type. The message names its input.
+    """
+    properties: Mapping[str, Schema] = inputs.get("properties", {})
+    for name, value in values.items():
+        wanted = properties.get(name, {})
+        if value is not None and not _has_type(value, wanted):
+            got = "an object" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+            raise BadInput(f"{name}: must be {_noun(wanted)}, got {got}", field=name)
+
+
+def _has_type(value: Any, wanted: Schema) -> bool:
+    """True if a value may be of a type. Files and objects are checked where they are used."""
+    options = [one for one in wanted.get("anyOf", ()) if one.get("type") != "null"]
+    if options:
+        return any(_has_type(value, one) for one in options)
+    known = _PYTHON_TYPES.get(_kind(wanted))
+    if known is None:
+        return True
+    if isinstance(value, bool) and bool not in known:
+        return False
+    items = wanted.get("items", {})
+    elements = value if isinstance(value, list | tuple) else ()
+    return isinstance(value, known) and all(_has_type(one, items) for one in elements)
 
 
 def misfit(value: Schema, wanted: Schema) -> str:

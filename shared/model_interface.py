@@ -20,6 +20,8 @@ MAX_BYTES = 64 * 1024
 """A catalog entry travels to the model processes with it, as an argument of a program."""
 MAX_INPUTS = 100
 SECRET_FORMAT = "password"
+_UNCOMPARED = {"nullable"}
+"""Keywords of inputs that release 0.1.0 left out where Cog has them now."""
 _COMPARED = ("inputs", "output", "streams", "concurrency", "batches", "weighs", "compares")
 
 
@@ -67,7 +69,7 @@ class ModelInterface(BaseModel):
             ours, theirs = self.properties.get(name), other.properties.get(name)
             if ours is None or theirs is None:
                 return f"inputs.{name}: {_there(ours)} in {FILE_NAME}, {_there(theirs)} in the code"
-            for keyword in sorted({*ours, *theirs}):
+            for keyword in sorted({*ours, *theirs} - _UNCOMPARED):
                 if ours.get(keyword) != theirs.get(keyword):
                     return (
                         f"inputs.{name}.{keyword}: {_short(ours.get(keyword))} in {FILE_NAME}, "

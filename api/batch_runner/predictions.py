@@ -89,7 +89,7 @@ class PredictionsEndpoint(Endpoint):
         result = outcome.result
         assert isinstance(result, CustomResult), "a class gave something else; this is a bug"
         files: list[Blob] = []
-        for blob in result.files:
+        for blob in result.blobs:
             left_bytes = MAX_OUTPUT_FILES_BYTES - sum(len(one.data or b"") for one in files)
             files.append(await _loaded(blob, left_bytes, tools))
         took_ms = outcome.receipt.inference_ms

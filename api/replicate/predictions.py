@@ -14,6 +14,7 @@ import asyncio
 import json
 import re
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -36,16 +37,24 @@ from api.problem_details import ProblemRoute
 from api.replicate.replies import PredictionReply, PredictionsPage
 from api.tasks import read_inputs
 from api.tasks.image import as_run
+from shared.blob import Blob
 from shared.catalog import Model
 from shared.errors import BadInput
 from shared.predictions import body_of
+from shared.stores.objects import ObjectStore
+from shared.tasks.custom import CustomInput, CustomResult
 from shared.tenants.api_key import holds_key
 from shared.tenants.rules import IS_A_KEY
 from shared.webhooks import WebhookUrlForbidden, parse_webhook_url
 
+MAX_OUTPUT_BYTES = 64 * 1024 * 1024
+"""Maximum size of an output of a class that is read from the object store."""
 WebhookEvent = Literal["start", "output", "logs", "completed"]
 WEBHOOK_EVENTS: tuple[WebhookEvent, ...] = ("start", "output", "logs", "completed")
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]", max_length=MAX_URL_CHARS)]
+ContextKey = Annotated[str, Field(max_length=64)]
+ContextValue = Annotated[str, Field(max_length=4096)]
+Context = Annotated[dict[ContextKey, ContextValue], Field(max_length=64)]
 
 
 class PredictionBody(Body):
@@ -67,6 +76,9 @@ class PredictionBody(Body):
     )
     stream: bool | None = Field(
         None, description="Accepted, without effect: every prediction can be streamed."
+    )
+    context: Context | None = Field(
+        None, description="What a custom class reads as `current_scope().context`."
     )
 
     @model_validator(mode="after")
@@ -139,6 +151,9 @@ async def read_prediction(
     caller = call.file_owner(model, "image", done_by_s, keep_s=keep_s + left_s)
     reading = read_inputs(body.input, model, caller, call.dependencies.source_images)
     read = await while_connected(call.http.receive, reading)
+    for one in read.inputs:
+        if isinstance(one, CustomInput):
+            one.context = body.context or {}
     run = as_run(
         read.inputs,
         read.upscale,
@@ -176,7 +191,9 @@ def _webhook_of(body: PredictionBody, *, allow_private: bool) -> tuple[str, tupl
 
 async def _digest(body: PredictionBody, model: Model) -> str:
     """Returns a digest of the body and the model. Equal requests have the same."""
-    fields = body.model_dump(exclude={"version"})
+    # Without a context it is the digest of release 0.1.0, which has no such field.
+    left_out = {"version"} if body.context is not None else {"version", "context"}
+    fields = body.model_dump(exclude=left_out)
     for name, value in fields["input"].items():
         if isinstance(value, str) and len(value) > MAX_URL_CHARS:
             # Encoding 20 MB of image as JSON would block the event loop for 130 ms, so its digest
@@ -341,6 +358,7 @@ async def get(request: Request, prediction_id: str) -> Response:
     predictions = call.dependencies.predictions
     snapshot = await call.prediction(prediction_id)
     queue = await predictions.position(snapshot)
+    snapshot = await _with_output(snapshot, call.dependencies.objects)
     return _json(body_of(*snapshot, call.dependencies.url_signer, queue))
 
 
@@ -408,7 +426,42 @@ async def _create(
             # A caller that hangs up leaves here, and the prediction continues.
             waiting = creation.wait(wait_s - call.context.total_ms / 1000)
             await while_connected(call.http.receive, waiting, call.check_key)
-    return _created(call.dependencies, creation.snapshot, is_new=creation.is_new)
+    snapshot = await _with_output(creation.snapshot, call.dependencies.objects)
+    return _created(call.dependencies, snapshot, is_new=creation.is_new)
+
+
+async def _with_output(snapshot: PredictionSnapshot, objects: ObjectStore) -> PredictionSnapshot:
+    """Returns a prediction with its output, also if that is large JSON in the object store.
+
+    One that was removed in the meantime stays a link.
+
+    Raises:
+        Unavailable: the object store is unreachable.
+    """
+    reply = snapshot.record.reply
+    results = [outcome.result for outcome in reply.outcomes] if reply is not None else []
+    if reply is None or not any(isinstance(one, CustomResult) and one.is_packed for one in results):
+        return snapshot
+    loaded = [
+        await _loaded(one, objects) if isinstance(one, CustomResult) and one.is_packed else one
+        for one in results
+    ]
+    outcomes = [
+        msgspec.structs.replace(outcome, result=result)
+        for outcome, result in zip(reply.outcomes, loaded, strict=True)
+    ]
+    reply = msgspec.structs.replace(reply, outcomes=outcomes)
+    return snapshot._replace(record=msgspec.structs.replace(snapshot.record, reply=reply))
+
+
+async def _loaded(result: CustomResult, objects: ObjectStore) -> CustomResult:
+    packed, *others = result.blobs
+    if packed.object_key is None:
+        return result
+    with suppress(BadInput):
+        data = await objects.get(packed.object_key, MAX_OUTPUT_BYTES)
+        return result.with_blobs([Blob(packed.media_type, data=data), *others])
+    return result
 
 
 def _check_names(**names: str) -> None:

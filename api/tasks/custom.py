@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
 from pydantic_core import SchemaError
 
 from api.bodies import Body
-from api.inputs.source_images import ImageCaller, SourceImages, is_elsewhere
+from api.inputs.source_images import FetchedFile, ImageCaller, SourceImages, is_elsewhere
 from api.inputs.url_fetcher import FetchedInput
 from api.tasks.base import ApiTask, Inputs, StreamKind
 from shared.blob import FILE_FORMAT, Blob
 from shared.catalog import Model
 from shared.errors import BadInput, InputTooLarge, PenstockError
 from shared.model_interface import SECRET_FORMAT, ModelInterface
-from shared.tasks.custom import MAX_FILES, CustomInput, FilePlace, interface_of, usual_suffix
+from shared.tasks.custom import (
+    JSON_TYPE,
+    MAX_FILES,
+    MAX_MESSAGE_JSON_BYTES,
+    CustomInput,
+    FilePlace,
+    find_unsendable,
+    interface_of,
+    usual_suffix,
+)
 
-MAX_VALUES_BYTES = 1024 * 1024
-"""Of all inputs but files, as JSON: a prediction is one message."""
+MAX_VALUES_BYTES = 16 * 1024 * 1024
+"""Maximum JSON of all inputs but files. What does not fit into a message is stored."""
 SHOWN_SECRET = "**********"
 ANY_BYTES = "application/octet-stream"
 
@@ -55,10 +64,13 @@ class CustomApi(ApiTask):
         self, raw_input: dict[str, Any], model: Model, caller: ImageCaller, images: SourceImages
     ) -> Inputs:
         """Returns one item: a class computes one prediction at a time."""
-        custom_input, files = checked_input(raw_input, model)
+        is_flow = model.flow is not None  # whose engine reads the values
+        max_bytes = MAX_MESSAGE_JSON_BYTES if is_flow else MAX_VALUES_BYTES
+        custom_input, files = checked_input(raw_input, model, max_bytes)
         shown = dict(raw_input)
         if files:
             await add_files(custom_input, files, caller, images, shown)
+        await _store_large_values(custom_input, model, caller, images, shown)
         for name, shape in interface_of(model).properties.items():
             if shape.get("format") == SECRET_FORMAT and shown.get(name) is not None:
                 shown[name] = SHOWN_SECRET
@@ -69,8 +81,15 @@ FileInput = tuple[list[str | int], str]
 """The place of a file in an input, and its URL."""
 
 
-def checked_input(raw_input: dict[str, Any], model: Model) -> tuple[CustomInput, list[FileInput]]:
+def checked_input(
+    raw_input: dict[str, Any], model: Model, max_bytes: int = MAX_MESSAGE_JSON_BYTES
+) -> tuple[CustomInput, list[FileInput]]:
     """Checks an input by the interface of its model.
+
+    Args:
+        raw_input: the `input` of the body.
+        model: the model that computes it.
+        max_bytes: maximum JSON of the values without files.
 
     Returns:
         The input without its files, and these.
@@ -85,16 +104,63 @@ def checked_input(raw_input: dict[str, Any], model: Model) -> tuple[CustomInput,
     validator_of(interface).model_validate(present, strict=True)
     files = list(_files(present, interface))
     values = _without_files(present, files)
-    if len(json.dumps(values)) > MAX_VALUES_BYTES:
+    if len(msgspec.json.encode(values)) > max_bytes:
         raise InputTooLarge(
-            f"input: longer than {MAX_VALUES_BYTES} bytes without its files", field="input"
+            f"input: longer than {max_bytes} bytes without its files", field="input"
         )
+    _check_integers(values)
     if len(files) > MAX_FILES:
         field = str(files[MAX_FILES][0][0])
         raise BadInput(
             f"{field}: at most {MAX_FILES} files are allowed in a prediction", field=field
         )
     return CustomInput(values, is_streamed=bool(interface.streams)), files
+
+
+def _check_integers(values: Mapping[str, Any]) -> None:
+    """Refuses integers that messages can't carry.
+
+    Raises:
+        BadInput: an integer is too large. The message names its input.
+    """
+    try:
+        msgspec.msgpack.encode(values)
+    except OverflowError:
+        for name, value in values.items():
+            if reason := find_unsendable(value):
+                raise BadInput(f"{name}: {reason}", field=name) from None
+
+
+async def _store_large_values(
+    custom_input: CustomInput,
+    model: Model,
+    caller: ImageCaller,
+    images: SourceImages,
+    shown: dict[str, Any],
+) -> None:
+    """Stores the largest values as files of JSON until the others fit into a message.
+
+    A worker reads them back (workers/models/custom/preparation.py). The prediction shows links.
+
+    Raises:
+        InputTooLarge: a secret is larger than a message. It is never stored.
+        StorageFull: the tenant has no room for it.
+        Unavailable: the object store is unreachable.
+    """
+    properties = interface_of(model).properties
+    written = {name: msgspec.json.encode(value) for name, value in custom_input.values.items()}
+    left_bytes = sum(map(len, written.values()))
+    for name in sorted(written, key=lambda name: len(written[name]), reverse=True):
+        if left_bytes <= MAX_MESSAGE_JSON_BYTES:
+            return
+        if properties[name].get("format") == SECRET_FORMAT:
+            raise InputTooLarge(f"{name}: at most {MAX_MESSAGE_JSON_BYTES} bytes", field=name)
+        data = written[name]
+        left_bytes -= len(data)
+        custom_input.values[name] = None
+        custom_input.files.append(await images.stored(Blob(JSON_TYPE, data=data)))
+        custom_input.places.append(FilePlace([name], f"{name}.json"))
+        shown[name] = await images.keep(FetchedFile(data, JSON_TYPE, name), caller, name)
 
 
 def input_of_fields(

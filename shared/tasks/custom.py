@@ -30,6 +30,10 @@ from shared.tasks.base import (
 
 MAX_FILES = 32
 """Of one prediction, or one item of a step of a flow. Each may be in the message."""
+MAX_MESSAGE_JSON_BYTES = 1024 * 1024
+"""Maximum JSON of an output or an input in a message. Larger JSON is in the object store."""
+JSON_TYPE = "application/json"
+MAX_INTEGER_BITS = 64
 
 
 class FilePlace(msgspec.Struct, frozen=True, array_like=True):
@@ -101,17 +105,33 @@ def streamed_key(record: str, index: int, file: StreamedFile) -> str:
     return f"{RESULTS}/{record}/{index}.{file.number}-{file.digest}"
 
 
-def are_finite(value: Any) -> bool:
-    """Returns whether plain values have finite numbers only. They may be nested deeply."""
+def find_unsendable(value: Any) -> str:
+    """Returns what no message or answer can carry, in words, of plain values. Empty: nothing.
+
+    The values may be nested deeply.
+    """
     left = [value]
     while left:
         one = left.pop()
         if isinstance(one, dict):
+            left += one.keys()
             left += one.values()
         elif isinstance(one, list | tuple):
             left += one
         elif isinstance(one, float) and not math.isfinite(one):
-            return False
+            return "NaN or an infinite number, which JSON does not have"
+        elif isinstance(one, str) and not _is_unicode(one):
+            return "half of a surrogate pair, which JSON can't carry"
+        elif isinstance(one, int) and one.bit_length() > MAX_INTEGER_BITS - (one < 0):
+            return f"an integer of more than {MAX_INTEGER_BITS} bits"
+    return ""
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
     return True
 
 
@@ -128,11 +148,51 @@ class CustomResult(TaskResult, tag="custom"):
     """What the class recorded."""
     work: int = 1
     """What the item weighed."""
+    is_packed: bool = False
+    """True if `files` has only the output, as JSON, because it is too large for a message."""
+    packed_files: list[Blob] = msgspec.field(default_factory=list)
+    """The files in a packed output."""
+    packed_places: list[FilePlace] = msgspec.field(default_factory=list)
 
     def find_wrong_number(self) -> str:
-        """Returns what is wrong with a number in the output or in what the class recorded."""
-        is_right = are_finite(self.output) and are_finite(self.metrics)
-        return "" if is_right else "NaN or an infinite number, which JSON does not have"
+        """Returns what can't be sent of the output or of what the class recorded."""
+        return find_unsendable(self.output) or find_unsendable(self.metrics)
+
+    def packed(self) -> Self:
+        """The result with its output as a file, if it is too large for a message.
+
+        Release 0.1.0 shows such an output as a link. An output that can't be sent stays as it is,
+        and so does a streamed one, which its readers get piece by piece.
+        """
+        if self.streams or self.find_wrong_number():
+            return self
+        written = _encoder.encode(self.output)
+        if len(written) <= MAX_MESSAGE_JSON_BYTES:
+            return self
+        return msgspec.structs.replace(
+            self,
+            output=None,
+            files=[Blob(JSON_TYPE, data=written)],
+            places=[FilePlace([], "output.json")],
+            is_packed=True,
+            packed_files=self.files,
+            packed_places=self.places,
+        )
+
+    def unpacked(self) -> Self:
+        """The result with its output as values, if it is packed and its bytes are here."""
+        data = self.files[0].data if self.is_packed else None
+        if data is None:
+            return self
+        return msgspec.structs.replace(
+            self,
+            output=msgspec.json.decode(data),
+            files=self.packed_files,
+            places=self.packed_places,
+            is_packed=False,
+            packed_files=[],
+            packed_places=[],
+        )
 
     @property
     def recorded_metrics(self) -> Mapping[str, Any]:
@@ -147,19 +207,31 @@ class CustomResult(TaskResult, tag="custom"):
     @property
     def blobs(self) -> Sequence[Blob]:
         """The files."""
-        return self.files
+        return [*self.files, *self.packed_files]
 
     def with_blobs(self, blobs: Sequence[Blob]) -> Self:
         """The same output with its files in other places."""
-        return msgspec.structs.replace(self, files=list(blobs))
+        count = len(self.files)
+        files, packed = list(blobs[:count]), list(blobs[count:])
+        return msgspec.structs.replace(self, files=files, packed_files=packed)
 
     def blob_suffix(self, number: int) -> str:
         """Of a streamed file as `streamed_key` has it: it is stored before the others are there."""
-        digest = self.places[number].digest
+        digest = "" if self.is_packed else self.places[number].digest
         return f".{number}-{digest}" if digest else super().blob_suffix(number)
 
     def to_output(self, media_type: str, link_to: LinkTo) -> Any:
-        """The output, with `data:` URIs of small files and URLs of others."""
+        """The output, with `data:` URIs of small files and URLs of others.
+
+        A packed output whose bytes are elsewhere is a URL.
+        """
+        if self.is_packed:
+            key = self.files[0].object_key
+            return (
+                self.unpacked().to_output(media_type, link_to)
+                if key is None
+                else link_to(key, JSON_TYPE)
+            )
         if not self.files:
             return self.output
         uris = [_shown(file, link_to) for file in self.files]
@@ -208,6 +280,8 @@ class CustomInput(TaskInput, tag="custom"):
     """Whether its pieces go to a stream while they are made."""
     compared_with: CustomResult | None = None
     """What a canary gave for this input, which is computed again to compare the two."""
+    context: dict[str, str] = msgspec.field(default_factory=dict)
+    """What the class reads as `current_scope().context`."""
 
     @property
     def sources(self) -> Sequence[Blob]:
@@ -233,7 +307,8 @@ class CustomInput(TaskInput, tag="custom"):
             (json.dumps(place.at), place.name, file.identity)
             for place, file in zip(self.places, self.files, strict=True)
         )
-        return ("custom", written, *files)
+        context = (json.dumps(self.context, sort_keys=True),) if self.context else ()
+        return ("custom", written, *files, *context)
 
 
 def with_places(value: Any) -> tuple[Any, list[Blob], list[FilePlace]]:
@@ -418,7 +493,9 @@ class CustomTask(Task):
 
 def are_equal(ours: CustomResult, theirs: CustomResult) -> bool:
     """Returns whether two outputs are equal, with the bytes of their files."""
-    return (ours.output, ours.files) == (theirs.output, theirs.files)
+    both = (ours.unpacked(), theirs.unpacked())
+    first, second = ((one.output, one.files) for one in both)
+    return first == second
 
 
 def interface_of(entry: CatalogEntry) -> ModelInterface:

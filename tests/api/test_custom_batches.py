@@ -67,7 +67,10 @@ async def test_a_bad_item_fails_alone_and_costs_nothing(serve: Any) -> None:
     given[2]["mode"], given[4]["mode"] = "fail", "raise"
     found = await all_of(api, given)
     assert [one["status"] == "failed" for one in found] == [at in (2, 4) for at in range(7)]
-    assert (found[2]["error"], found[4]["error"]) == ("not 2", "not with these")
+    assert (found[2]["error"], found[4]["error"]) == (
+        "ValueError: not 2",
+        "RuntimeError: not with these",
+    )
     assert found[2]["logs"] == "ValueError: not 2\n"
     assert "RuntimeError: not with these" in found[4]["logs"]
     assert sum(row.cost_usd for row in api.rows) == 6 * 0.25

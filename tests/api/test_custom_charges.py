@@ -123,7 +123,7 @@ async def test_work_and_seconds_are_charged_alike_in_answer_counter_and_row(
 async def test_what_fails_costs_nothing(redis_url: str, tmp_path: Path) -> None:
     async with charged(redis_url, tmp_path, BATCHED) as world:
         failed = await predict(world, text="abc", mode="fail")
-        assert (failed["status"], failed["error"]) == ("failed", "no")
+        assert (failed["status"], failed["error"]) == ("failed", "ValueError: no")
         lied = await predict(world, text="abc", mode="lie")
         assert lied["error"] == "work: returned -5; a whole number from 1 on is needed"
         heavy = await predict(world, text="x" * (MOST + 1))

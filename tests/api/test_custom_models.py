@@ -85,7 +85,7 @@ async def test_a_class_is_served_with_its_logs_metrics_row_and_price(serve: Any)
 async def test_errors_of_a_class_end_its_predictions_alone(serve: Any) -> None:
     api = await serve(CLASS)
     failed = await predict(api, text="a", mode="fail")
-    assert (failed["status"], failed["error"]) == ("failed", "it does not want to")
+    assert (failed["status"], failed["error"]) == ("failed", "ValueError: it does not want to")
     assert failed["logs"].startswith("asked for a\nTraceback")
     assert "ValueError: it does not want to" in failed["logs"]
     ended = await predict(api, text="a", mode="exit")

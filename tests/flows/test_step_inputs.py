@@ -11,6 +11,7 @@ from api.bodies import MAX_SEED
 from api.tasks import API_TASKS
 from shared.blob import Blob, content_digest
 from shared.errors import BadInput
+from shared.flow_types import check_values
 from shared.image_entry import Adapter
 from shared.tasks.base import TaskInput
 from shared.tasks.custom import CustomInput, CustomResult, FilePlace
@@ -146,3 +147,30 @@ def test_results_are_plain_values() -> None:
     assert EmbeddingResult(b"\0\0\x80\x3f\0\0\0\x40", 3).step_value() == [1.0, 2.0]
     assert CustomResult(["a", " cat"], streams="text").step_value() == "a cat"
     assert CustomResult([{"a": 1}], streams="items").step_value() == [{"a": 1}]
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"prompt": {"a": 1}}, "prompt: must be a string, got an object"),
+        ({"prompt": "a", "stop": "."}, "stop: must be a list, got a str"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature: must be a number, got a str"),
+        ({"prompt": "a", "max_tokens": True}, "max_tokens: must be an integer, got a bool"),
+    ],
+)
+def test_a_value_of_another_type_than_its_step_declares_is_refused(
+    values: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(BadInput, match=reason):
+        check_values(values, WRITE.definition.step_schema(WRITE).inputs)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"prompt": "a", "temperature": 1, "stop": ["."], "seed": None},
+        {"messages": [{"role": "user", "content": "hello"}]},
+    ],
+)
+def test_values_of_the_declared_types_are_taken(values: dict[str, Any]) -> None:
+    check_values(values, WRITE.definition.step_schema(WRITE).inputs)

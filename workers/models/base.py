@@ -151,6 +151,7 @@ class PreparedCustom(Prepared, tag="custom", omit_defaults=True):
     files: list[PreparedFile] = []
     is_streamed: bool = False
     written_ids: bytes = b""
+    context: dict[str, str] = {}
 
 
 PreparedItem = PreparedText | PreparedImage | PreparedPair | PreparedPrompt | PreparedCustom

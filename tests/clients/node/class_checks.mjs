@@ -124,7 +124,7 @@ await run({
     const created = await replicate.predictions.create({ model: "any/form-pieces", input });
     await assert.rejects(replicate.wait(created, { interval: 100 }), /it does not want to/);
     const ended = await replicate.predictions.get(created.id);
-    assert.deepEqual([ended.status, ended.error], ["failed", "it does not want to"]);
+    assert.deepEqual([ended.status, ended.error], ["failed", "ValueError: it does not want to"]);
     assert.ok(ended.logs.includes("ValueError"));
   },
   "wrong input names the field": async () => {

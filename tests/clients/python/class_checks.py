@@ -198,7 +198,7 @@ for number, form in enumerate(FORMS):
 def an_error_of_the_class_with_its_traceback() -> None:
     failed = client.predictions.create(version="form-pieces", input={"text": "fail"})
     failed.wait()
-    assert (failed.status, failed.error) == ("failed", "it does not want to")
+    assert (failed.status, failed.error) == ("failed", "ValueError: it does not want to")
     assert "ValueError" in failed.logs
 
 

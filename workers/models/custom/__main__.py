@@ -10,7 +10,12 @@ from pathlib import Path
 
 from shared.errors import ConfigurationError, PenstockError
 from shared.model_measurement import FILE_NAME
-from workers.models.custom.checking import inspect_folder, is_current, write_interface
+from workers.models.custom.checking import (
+    inspect_folder,
+    is_current,
+    show_inspection,
+    write_interface,
+)
 from workers.models.custom.environments import python_for
 from workers.models.custom.measuring import (
     Conditions,
@@ -102,7 +107,12 @@ def _parser() -> argparse.ArgumentParser:
         help="an input; @PATH is a file; may be repeated",
     )
     once.add_argument(
-        "-o", "--out", type=Path, default=Path(), metavar="DIR", help="for files of the output"
+        "-o",
+        "--out",
+        type=Path,
+        default=Path(),
+        metavar="PATH",
+        help="a folder for the files of the output, or the file to write the output to",
     )
     once.set_defaults(
         run=lambda arguments: predict(arguments.folder, arguments.input, arguments.out)
@@ -146,7 +156,7 @@ def _count(word: str) -> int:
 
 
 def _measure(arguments: argparse.Namespace) -> None:
-    interface = inspect_folder(arguments.folder).interface
+    interface = show_inspection(arguments.folder)
     inputs = read_inputs(interface, arguments.input, arguments.inputs)
     conditions = Conditions(arguments.repeats, arguments.threads, uses_gpu=not arguments.cpu)
     measurement = measure(arguments.folder, interface, inputs, conditions)
@@ -159,13 +169,11 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.if_changed and is_current(arguments.folder):
         python_for(arguments.folder)
         return
-    inspected = inspect_folder(arguments.folder)
-    for note in inspected.notes:
-        print(f"note: {note}", file=sys.stderr)
-    path = write_interface(arguments.folder, inspected.interface)
-    names = ", ".join(inspected.interface.properties) or "none"
+    interface = show_inspection(arguments.folder)
+    path = write_interface(arguments.folder, interface)
+    names = ", ".join(interface.properties) or "none"
     streams = {"": "as a whole", "text": "as a stream of text", "items": "element by element"}
-    comes = "in batches" if inspected.interface.batches else streams[inspected.interface.streams]
+    comes = "in batches" if interface.batches else streams[interface.streams]
     print(f"{path}: inputs {names}; the output comes {comes}")
 
 

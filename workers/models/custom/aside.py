@@ -71,7 +71,7 @@ class AsideClass:
         Raises:
             ModelFailed: the class can't say.
         """
-        both = (ours, theirs)
+        both = (ours.unpacked(), theirs.unpacked())
         files = [
             {"at": [number, *place.at], "name": place.name}
             for number, one in enumerate(both)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,12 @@ from shared.model_interface import FILE_NAME, MAX_BYTES, MAX_INPUTS, ModelInterf
 from workers.models.custom.environments import python_for, unmet
 from workers.models.custom.process import RunnerProcess, end_of
 from workers.models.custom.runner.confinement import SRC
-from workers.models.custom.sources import fixed_ports, place_of, read_sources
+from workers.models.custom.sources import (
+    find_without_effect,
+    fixed_ports,
+    place_of,
+    read_sources,
+)
 from workers.models.custom.variables import entry_variables, variables_of
 
 INSPECTION_LIMIT_S = 300.0
@@ -23,7 +29,7 @@ INSPECTION_LIMIT_S = 300.0
 
 
 class Inspected(NamedTuple):
-    """The interface of a class, and what its cog.yaml asks for without effect here."""
+    """The interface of a class, and notes about what its author asks for without effect here."""
 
     interface: ModelInterface
     notes: list[str]
@@ -38,9 +44,7 @@ def inspect_folder(folder: Path) -> Inspected:
         ConfigurationError: the folder has no class that can be served. The message says why, with
             what its module printed.
     """
-    folder = folder.expanduser().resolve()
-    if not folder.is_dir():
-        raise ConfigurationError(f"{folder} is not a folder", field="source")
+    folder = _checked_folder(folder)
     sources = read_sources(folder)
     entry = entry_variables(folder)
     left_out: list[str] = []
@@ -72,7 +76,8 @@ def inspect_folder(folder: Path) -> Inspected:
         raise ConfigurationError(f"{folder}: {error.errors()[0]['msg']}", field="source") from error
     _check_size(folder, interface)
     ports = [] if entry.processes == 1 else fixed_ports(folder)
-    return Inspected(interface, [*message["notes"], *unmet(folder), *left_out, *ports, *limits])
+    notes = [*read_notes(folder), *message["notes"], *left_out, *ports, *limits]
+    return Inspected(interface, notes)
 
 
 def _limits_of_view(folder: Path, runner: RunnerProcess) -> list[str]:
@@ -90,6 +95,37 @@ def _limits_of_view(folder: Path, runner: RunnerProcess) -> list[str]:
             "class; use the folder of __file__, or relative paths"
         )
     return notes
+
+
+def show_inspection(folder: Path) -> ModelInterface:
+    """Inspects a class as `inspect_folder` does, and prints the notes about it to stderr.
+
+    Those about cog.yaml come first, because what it asks for in vain may be why the class fails.
+    """
+    early = read_notes(_checked_folder(folder))
+    for note in early:
+        print(f"note: {note}", file=sys.stderr, flush=True)
+    inspected = inspect_folder(folder)
+    for note in inspected.notes:
+        if note not in early:
+            print(f"note: {note}", file=sys.stderr, flush=True)
+    return inspected.interface
+
+
+def read_notes(folder: Path) -> list[str]:
+    """Returns what cog.yaml asks for without effect here, in words, without importing the class.
+
+    Raises:
+        ConfigurationError: cog.yaml is not valid.
+    """
+    return [*find_without_effect(folder), *unmet(folder)]
+
+
+def _checked_folder(folder: Path) -> Path:
+    folder = folder.expanduser().resolve()
+    if not folder.is_dir():
+        raise ConfigurationError(f"{folder} is not a folder", field="source")
+    return folder
 
 
 def _check_size(folder: Path, interface: ModelInterface) -> None:

@@ -166,9 +166,10 @@ def outcome_of(
             _check_place(message["output"], where)
             files.append(Blob(where["media_type"], data=data))
             places.append(FilePlace(where["at"], where["name"]))
-        return CustomResult(
+        result = CustomResult(
             message["output"], files, places, interface.streams, message["metrics"], work
         )
+        return result.packed()
     reason = str(message["error"])
     if message["kind"] == "input":
         named = _FIRST_WORD.match(reason)
@@ -180,7 +181,7 @@ def outcome_of(
 def message_of(number: int, item: PreparedCustom) -> tuple[dict[str, Any], list[bytes]]:
     """The message that has the runner compute an item, and the bytes of its files."""
     files = [{"at": one.at, "name": one.name} for one in item.files]
-    message = {"id": number, "input": item.values, "files": files}
+    message = {"id": number, "input": item.values, "files": files, "context": item.context}
     return message, [one.data for one in item.files]
 
 

@@ -7,10 +7,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
+from shared.blob import FILE_FORMAT
 from shared.catalog import Model
 from shared.errors import BadInput, ModelFailed
 from shared.tasks import Input
-from shared.tasks.custom import CustomInput, interface_of
+from shared.tasks.custom import JSON_TYPE, CustomInput, FilePlace, interface_of
 from workers.models.base import PreparedCustom, PreparedFile
 from workers.models.custom.aside import AsideClass
 
@@ -38,16 +41,19 @@ class CustomPreparer:
     def _prepared(self, value: Input) -> PreparedCustom | BadInput | ModelFailed:
         if not isinstance(value, CustomInput):
             return BadInput("this model takes inputs as its schema says", field="input")
-        files = [
-            PreparedFile(place.at, place.name, file.data or b"")
-            for place, file in zip(value.places, value.files, strict=True)
-        ]
+        values, files = dict(value.values), []
+        for place, file in zip(value.places, value.files, strict=True):
+            if file.media_type == JSON_TYPE and self._is_value(place):
+                values[str(place.at[0])] = msgspec.json.decode(file.data or b"null")
+            else:
+                files.append(PreparedFile(place.at, place.name, file.data or b""))
         prepared = PreparedCustom(
-            key=self._key_of(value.values),
+            key=self._key_of(values),
             length=1,
-            values=value.values,
+            values=values,
             files=files,
             is_streamed=value.is_streamed,
+            context=value.context,
         )
         if self._weigher is not None:
             try:
@@ -55,6 +61,11 @@ class CustomPreparer:
             except (BadInput, ModelFailed) as error:
                 return error
         return prepared
+
+    def _is_value(self, place: FilePlace) -> bool:
+        """True for an input that is not a file: its JSON was too large for a message."""
+        shape = self._properties.get(str(place.at[0]), {})
+        return len(place.at) == 1 and shape.get("format") != FILE_FORMAT
 
     def _key_of(self, values: Mapping[str, Any]) -> str:
         """What the items of a batch have in common: the value of one input, or nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ SUFFIXES = (".py", ".pyi")
 COG_YAML, REQUIREMENTS, OVERRIDES = "cog.yaml", "requirements.txt", "overrides.txt"
 NAMED = (COG_YAML, REQUIREMENTS, OVERRIDES)
 MAX_FILES = 2000
+HONORED = frozenset({"build", "predict", "run", "concurrency", "environment"})
+HONORED_IN_BUILD = frozenset({"python_version", "python_packages", "python_requirements", "gpu"})
 _LEFT_OUT = ("__pycache__", "node_modules", "venv", "site-packages")
 _PORT = re.compile(
     r"""(?:localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1?\])["']?\s*[:,]\s*(?P<address>\d{2,5})\b"""
@@ -26,6 +29,8 @@ _PORT = re.compile(
 )
 """A port of this machine, as sources write it: in an address, an option or an argument."""
 MAX_PORT_NOTES = 3
+_ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
+"""The files that are in the folder of an environment of Python, whatever its name."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def source_files(folder: Path) -> list[Path]:
     Raises:
         ConfigurationError: there are too many.
     """
-    files = sorted(path for path in folder.rglob("*") if _is_source(path, folder))
+    files = sorted(path for path in _walk(folder) if _is_source(path, folder))
     if len(files) > MAX_FILES:
         raise ConfigurationError(
             f"{folder}: {len(files)} Python files; at most {MAX_FILES} are allowed", field="source"
@@ -114,12 +119,36 @@ def _code(folder: Path) -> Iterator[tuple[str, str]]:
                 yield f"{path.relative_to(folder).as_posix()}:{number}", line
 
 
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yields the files of a folder, without those of environments of Python in it."""
+    for parent, folders, names in os.walk(folder):
+        kept = [one for one in folders if one not in _LEFT_OUT and not one.startswith(".")]
+        folders[:] = [one for one in kept if not _is_environment(Path(parent, one))]
+        yield from (Path(parent, name) for name in names)
+
+
+def _is_environment(folder: Path) -> bool:
+    return any((folder / mark).exists() for mark in _ENVIRONMENT_MARKS)
+
+
 def _is_source(path: Path, folder: Path) -> bool:
-    parts = path.relative_to(folder).parts
-    if any(part.startswith(".") or part in _LEFT_OUT for part in parts):
-        return False
-    is_named = len(parts) == 1 and path.name in NAMED
-    return (is_named or path.suffix in SUFFIXES) and path.is_file()
+    is_named = path.parent == folder and path.name in NAMED
+    is_code = path.suffix in SUFFIXES and not path.name.startswith(".")
+    return (is_named or is_code) and path.is_file()
+
+
+def find_without_effect(folder: Path) -> list[str]:
+    """Returns what cog.yaml asks for that has no effect here, in words.
+
+    Raises:
+        ConfigurationError: cog.yaml is not valid.
+    """
+    settings = _settings(folder)
+    build = settings.get("build")
+    asked = build if isinstance(build, dict) else {}
+    others = [f"build.{name}" for name in asked if name not in HONORED_IN_BUILD]
+    others += [name for name in settings if name not in HONORED]
+    return [f"{COG_YAML}: {name} has no effect here" for name in others]
 
 
 def _settings(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from shared.blob import FILE_FORMAT
 from shared.errors import BadInput, ConfigurationError, ModelFailed
 from shared.model_interface import ModelInterface
-from workers.models.custom.checking import inspect_folder
+from workers.models.custom.checking import show_inspection
 from workers.models.custom.environments import python_for
 from workers.models.custom.process import RunnerProcess, end_of, show
 from workers.models.custom.runner.frames import Frame
@@ -28,7 +28,8 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
         folder: of the class.
         assignments: NAME=VALUE for each input, NAME=@PATH for a file. A list is given as JSON, or
             as several of the same name.
-        out: the folder for files of the output.
+        out: the folder for files of the output, or the file that gets the output: its first file,
+            or its text or JSON if it has none. Further files get a number in their names.
 
     Raises:
         BadInput: an input is wrong.
@@ -36,7 +37,7 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
         ModelFailed: it failed.
     """
     folder = folder.expanduser().resolve()
-    interface = inspect_folder(folder).interface
+    interface = show_inspection(folder)
     values, files, blobs = read_assignments(interface, assignments)
     variables = variables_of(folder, entry_variables(folder))
     runner = RunnerProcess(
@@ -47,13 +48,14 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
         shows=show,
     )
     frame: Frame | None
+    count = 0  # files of the pieces so far
     try:
         ready = _next(runner)
         if "failed" in ready.message:
             raise ConfigurationError(f"{folder}: {ready.message['failed']}", field="source")
         batch = [({"batch": 1}, ())] if interface.batches else []
         runner.send_all([*batch, ({"id": 1, "input": values, "files": files}, blobs)])
-        frame, count = _next(runner), 0
+        frame = _next(runner)
         while "piece" in frame.message:
             count = _show_piece(frame, interface, out, count)
             frame = _next(runner)
@@ -72,8 +74,10 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
         raise kind(frame.message["error"])
     if interface.streams:
         print()
-        return
-    _show_output(frame, out)
+    else:
+        _show_output(frame, out)
+    if not out.is_dir() and not frame.message["files"] and not count:
+        _write(out, _text_of(frame.message["output"], interface).encode())
 
 
 def _next(runner: RunnerProcess) -> Frame:
@@ -111,8 +115,11 @@ def _with_files(frame: Frame, field: str, out: Path, count: int = 0) -> Any:
     files = zip(frame.message["files"], frame.blobs, strict=True)
     for number, (where, data) in enumerate(files, count):
         suffix = Path(where["name"]).suffix or mimetypes.guess_extension(where["media_type"]) or ""
-        path = out / ("output" + (f"-{number}" if number else "") + suffix)
-        path.write_bytes(data)
+        counted = f"-{number}" if number else ""
+        path = out.with_stem(out.stem + counted)
+        if out.is_dir():
+            path = out / f"output{counted}{suffix}"
+        _write(path, data)
         place: Any = whole
         # That of a piece begins with its number.
         at = ["value", *(where["at"][1:] if field == "piece" else where["at"])]
@@ -120,6 +127,20 @@ def _with_files(frame: Frame, field: str, out: Path, count: int = 0) -> Any:
             place = place[part]
         place[at[-1]] = str(path)
     return whole["value"]
+
+
+def _text_of(output: Any, interface: ModelInterface) -> str:
+    """An output as a file has it: a text as it is, and anything else as JSON."""
+    if interface.streams == "text":
+        return "".join(output)
+    return output if isinstance(output, str) else json.dumps(output, ensure_ascii=False) + "\n"
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise ConfigurationError(f"-o {path}: {error.strerror}") from error
 
 
 def read_assignments(

@@ -265,7 +265,7 @@ ENDINGS: dict[str, tuple[str, object]] = {
     "secrets": ("succeeded", []),
     "write_outside": ("succeeded", []),
     "write_inside": ("succeeded", "\nread"),
-    "kill_parent": ("failed", "[Errno 1] Operation not permitted"),
+    "kill_parent": ("failed", "PermissionError: [Errno 1] Operation not permitted"),
     "close_socket": ("failed", f"{ENDED}it closed its connection to the worker"),
     "close_socket_and_go_on": ("failed", "the process of the model ended with exit status 1"),
     "write_garbage": ("failed", f"{ENDED}it sent something else than an answer"),

@@ -123,7 +123,7 @@ def test_batches_of_a_class_are_measured(tmp_path: Path) -> None:
     assert measured.batches.keys() == {1, 2, 4, 8, 16, 32, 64}
     assert measured.seconds_per_item(64) < 0.1 / 2
     assert measured.seconds_per_item(1) >= 0.1
-    with pytest.raises(ModelFailed, match="input 1: no time"):
+    with pytest.raises(ModelFailed, match="input 1: ValueError: no time"):
         found(folder, "seconds=0")
 
 

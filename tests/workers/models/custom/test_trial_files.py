@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.workers.models.custom.classes import write_class
+from workers.models.custom.__main__ import main
 from workers.models.custom.trial import predict
 
 FILES = """
@@ -39,3 +40,42 @@ def test_files_of_a_list_are_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     predict(write_class(tmp_path / "class", body), ["sizes=[2, 3]"], tmp_path)
     paths = json.loads(capsys.readouterr().out)
     assert [Path(path).read_text() for path in paths] == ["00", "111"]
+
+
+@pytest.mark.parametrize(
+    ("output", "end", "written"),
+    [
+        ("List[Path]", "return made", {"out.txt": "00", "out-1.txt": "111"}),
+        ("str", "return made[1].read_text()", {"out.txt": "111"}),
+        ("dict", 'return {"a": 1}', {"out.txt": '{"a": 1}\n'}),
+    ],
+)
+def test_an_output_is_written_to_the_file_that_is_named(
+    tmp_path: Path, output: str, end: str, written: dict[str, str]
+) -> None:
+    (tmp_path / "class").mkdir()
+    folder = write_class(
+        tmp_path / "class", FILES.format(output=output, each="made.append(path)", end=end)
+    )
+    assert main(["predict", str(folder), "-i", "sizes=[2, 3]", "-o", f"{tmp_path}/out.txt"]) == 0
+    assert {path.name: path.read_text() for path in tmp_path.glob("out*")} == written
+
+
+def test_a_streamed_text_is_written_to_the_file_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "class").mkdir()
+    body = FILES.format(output="ConcatenateIterator[str]", each="yield str(number)", end="pass")
+    folder = write_class(tmp_path / "class", body)
+    assert main(["predict", str(folder), "-i", "sizes=[2, 3]", "-o", f"{tmp_path}/out.txt"]) == 0
+    assert (tmp_path / "out.txt").read_text() == "01"
+
+
+def test_a_file_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "class").mkdir()
+    folder = write_class(
+        tmp_path / "class", FILES.format(output="str", each="pass", end="return 'a'")
+    )
+    path = tmp_path / "missing" / "out.txt"
+    assert main(["predict", str(folder), "-i", "sizes=[]", "-o", str(path)]) == 1
+    assert f"-o {path}: No such file or directory" in capsys.readouterr().err

@@ -101,7 +101,7 @@ def test_secrets_are_in_nothing_that_is_shown(
         model.close()
     error = end.results[0]
     assert isinstance(error, ModelFailed)
-    assert error.message == f"401 for {HIDDEN}"
+    assert error.message == f"RuntimeError: 401 for {HIDDEN}"
     assert f"computing with {HIDDEN}" in end.logs[0].text
     shown = capfd.readouterr()
     assert f"set up with {HIDDEN}" in shown.err

@@ -85,7 +85,7 @@ WRONG_WEIGHTS: list[tuple[str, type[PenstockError], str]] = [
     ("text", ModelFailed, "work: returned 'x'; a whole number is needed"),
     ("float", ModelFailed, "work: returned 1.5; a whole number is needed"),
     ("huge", InputTooLarge, "and at most 4194304 is allowed"),
-    ("raise", ModelFailed, "work: 'gone'"),
+    ("raise", ModelFailed, "work: KeyError: 'gone'"),
     ("exit", ModelFailed, "work: the process of the class ended with exit status 3"),
 ]
 
@@ -172,7 +172,7 @@ def test_a_class_that_cant_be_imported_says_so(tmp_path: Path, preparing: Any) -
     entry = entry_of(folder, work={"max": 9})
     write_class(folder, "raise RuntimeError('not today')")
     weigher = AsideClass(entry, folder)
-    with pytest.raises(ModelFailed, match="work: not today"):
+    with pytest.raises(ModelFailed, match="work: RuntimeError: not today"):
         weigher.weigh(PreparedCustom(key="", length=1, values={}))
 
 
@@ -193,7 +193,8 @@ def test_another_method_of_the_name_is_noted_and_not_called(tmp_path: Path, meth
     inspected = inspect_folder(write_class(tmp_path, body))
     assert not inspected.interface.weighs
     assert inspected.notes == [
-        "work: not of the form work(self, input) -> int, so each input weighs 1"
+        "work is not called: it does not have the form work(self, input) -> int, so each input "
+        "weighs 1"
     ]
 
 

@@ -3,8 +3,8 @@
 It may be asynchronous (`async def`), and computes one batch at a time all the same.
 
 `Input` is a pydantic model, a `cog.BaseModel` or a dataclass. Its fields are the inputs of one
-prediction. They are put into the form that Cog's inspector reads, an argument for each, so types
-and constraints are those of `predict`. What only pydantic knows is checked when `Input` is made.
+prediction, with the types and constraints of `predict`. Other constraints of pydantic are checked
+when `Input` is made.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from operator import or_
 from types import UnionType
 from typing import Any, NamedTuple
 
-from workers.models.custom.runner.cog_import import FieldInfo, adt, cog, inspector
+from workers.models.custom.runner.cog_import import FieldInfo, cog, inspector
+from workers.models.custom.runner.output_types import read_output
+from workers.models.custom.runner.signatures import Signature, read_inputs
 
 METHOD = "predict_batch"
 _CONSTRAINTS = {
@@ -32,10 +34,10 @@ _CONSTRAINTS = {
 
 
 class BatchForm(NamedTuple):
-    """The type of the elements that `predict_batch` takes, and what Cog says of one prediction."""
+    """The type of the elements that `predict_batch` takes, and the signature of one prediction."""
 
     element: Callable[..., Any]
-    info: adt.PredictorInfo
+    signature: Signature
 
 
 def has_batches(target: object) -> bool:
@@ -43,7 +45,7 @@ def has_batches(target: object) -> bool:
     return inspect.isclass(target) and callable(getattr(target, METHOD, None))
 
 
-def batch_form_of(target: Any) -> BatchForm:
+def read_batch_form(target: Any) -> BatchForm:
     """Inspects `predict_batch` of a class.
 
     Raises:
@@ -58,14 +60,11 @@ def batch_form_of(target: Any) -> BatchForm:
     hints = typing.get_type_hints(method, include_extras=True)
     element = _element_of(hints.get(spec.args[1]), f"the argument {spec.args[1]}")
     output = _without_errors(_element_of(hints.get("return"), "the return value"))
-    fields = _fields_of(element)
-    one_prediction = _with_arguments(fields, output)
-    info = inspector()._create_predictor_info(
-        target.__module__, target.__name__, one_prediction, METHOD, is_class_fn=False
-    )
-    if info.output.kind in (adt.OutputKind.ITERATOR, adt.OutputKind.CONCAT_ITERATOR):
+    inputs = read_inputs(_fields_of(element))
+    form = read_output(output, yields=False)
+    if form.streams:
         raise ValueError(f"{METHOD}: the outputs of a batch can't be iterators")
-    return BatchForm(element, info)
+    return BatchForm(element, Signature(inputs, form))
 
 
 def _element_of(hint: Any, part: str) -> Any:
@@ -129,23 +128,3 @@ def _of_dataclass(field: dataclasses.Field[Any]) -> FieldInfo:
     if field.default_factory is not dataclasses.MISSING:
         return typing.cast(FieldInfo, cog.Input(field.default_factory()))
     return typing.cast(FieldInfo, cog.Input())
-
-
-def _with_arguments(fields: Mapping[str, tuple[Any, FieldInfo]], output: Any) -> Any:
-    """A function whose signature Cog's inspector reads: an argument for each field."""
-
-    def one_prediction() -> None:
-        """Never called."""
-
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    one_prediction.__annotations__ = {name: hint for name, (hint, _) in fields.items()} | {
-        "return": output
-    }
-    one_prediction.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(name, kind, default=info, annotation=hint)
-            for name, (hint, info) in fields.items()
-        ],
-        return_annotation=output,
-    )
-    return one_prediction

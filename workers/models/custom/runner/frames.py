@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 HEADER = struct.Struct("<I")
-MAX_JSON_BYTES = 16 * 1024 * 1024
+MAX_JSON_BYTES = 40 * 1024 * 1024
+"""Two outputs of the maximum size fit into one frame."""
 MAX_BLOBS_BYTES = 256 * 1024 * 1024
 BATCH = -1
 """The number by which a batch is canceled."""
@@ -27,13 +28,14 @@ class Frame(NamedTuple):
 
 
 def encode_frame(message: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
-    """The bytes of a message. Numbers that JSON has not are refused.
+    """The bytes of a message.
 
     Raises:
-        ValueError: the message has NaN or an infinite number, or is too large.
+        ValueError: the message has NaN, an infinite number or half of a surrogate pair, which JSON
+            in UTF-8 does not have, or is too large.
     """
     whole = message | {"blobs": [len(one) for one in blobs]}
-    encoded = json.dumps(whole, allow_nan=False).encode()
+    encoded = json.dumps(whole, allow_nan=False, ensure_ascii=False).encode()
     if len(encoded) > MAX_JSON_BYTES:
         raise ValueError(f"a message of {len(encoded)} bytes; at most {MAX_JSON_BYTES} are allowed")
     return b"".join((HEADER.pack(len(encoded)), encoded, *blobs))
@@ -63,7 +65,10 @@ class FrameReader:
         begin = HEADER.size + length
         if len(self._data) < begin:
             return None
-        message = json.loads(bytes(self._data[HEADER.size : begin]))
+        written = bytes(self._data[HEADER.size : begin])
+        message = json.loads(written)
+        if b"\\u" in written:  # `encode_frame` writes no half of a surrogate pair; others may
+            json.dumps(message, ensure_ascii=False).encode()
         lengths = message.pop("blobs") if isinstance(message, dict) else None
         if not isinstance(lengths, list) or not all(_is_length(one) for one in lengths):
             raise ValueError("a message without the lengths of its blobs")

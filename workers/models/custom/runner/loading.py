@@ -1,29 +1,28 @@
-"""Finds and loads the class of a folder, and says what it takes and gives.
+"""Finds and loads the class of a folder, and describes its inputs and its output.
 
-Cog's own inspector (`cog._inspector`, of the pinned version) reads signatures and types. Its names
-of types are put into JSON Schema in Cog's form (https://cog.run/http/).
+The inputs are put into JSON Schema in Cog's form (https://cog.run/http/).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
-from workers.models.custom.runner.batch_form import METHOD, batch_form_of, has_batches
+from workers.models.custom.runner.batch_form import METHOD, BatchForm, has_batches, read_batch_form
 from workers.models.custom.runner.cog_import import adt, cog, cog_predictor, import_all, inspector
+from workers.models.custom.runner.signatures import Signature, read_signature
 
 USUAL_FILES = ("run.py", "predict.py")
 USUAL_CLASSES = ("Runner", "Predictor")
-HONORED = frozenset({"build", "predict", "run", "concurrency", "environment"})
-HONORED_IN_BUILD = frozenset({"python_version", "python_packages", "python_requirements", "gpu"})
 
 
 class Loaded(NamedTuple):
@@ -33,10 +32,10 @@ class Loaded(NamedTuple):
     """The instance, or the function itself."""
     compute: Callable[..., Any]
     """Its `predict_batch`, `run` or `predict`, bound."""
-    info: adt.PredictorInfo
+    signature: Signature
     concurrency: int
     notes: list[str]
-    """What its cog.yaml asks for that is not honored, by name."""
+    """Which of its methods are not called here, and why."""
     element: Callable[..., Any] | None = None
     """Makes an element of the list that `predict_batch` takes. None: it has none."""
     weigh: Callable[[Any], Any] | None = None
@@ -71,25 +70,73 @@ def load(folder: Path) -> Loaded:
             f"{name} has no {wanted or 'class Runner or Predictor'}; cog.yaml names another one "
             "as predict: FILE.py:NAME"
         )
-    if has_batches(getattr(module, wanted)):
-        return _loaded_batches(module, wanted, settings)
-    info = _inspected(module.__name__, wanted)
-    predictor, compute = _instance(getattr(module, wanted), wanted)
-    return _loaded(predictor, compute, info, settings)
+    return _load_target(getattr(module, wanted), wanted, module, settings)
 
 
-def _loaded(
-    predictor: Any,
-    compute: Callable[..., Any],
-    info: adt.PredictorInfo,
-    settings: dict[str, Any],
-    element: Callable[..., Any] | None = None,
-) -> Loaded:
-    notes = _not_honored(settings)
+def _load_target(target: Any, name: str, module: ModuleType, settings: dict[str, Any]) -> Loaded:
+    notes: list[str] = []
+    inspector()._find_coders(module)
+    form = _find_batch_form(target, notes)
+    if form is not None:
+        predictor = target()
+        compute, signature = getattr(predictor, METHOD), form.signature
+    else:
+        method, function = _select(target, name)
+        with _report_as_not_loadable():
+            signature = read_signature(function, method)
+        predictor = target() if inspect.isclass(target) else target
+        compute = getattr(predictor, method) if inspect.isclass(target) else target
+    concurrency = _concurrency(settings, compute)
+    if form is not None and concurrency > 1:
+        raise NotLoadable(
+            f"cog.yaml: concurrency.max: {METHOD} computes one batch at a time; leave it out"
+        )
+    if callable(getattr(target, "healthcheck", None)):
+        notes.append("healthcheck is not called: a worker watches the process of the class itself")
     weigh = _method(predictor, "work", 1, int, notes)
     is_close = _method(predictor, "is_close", 2, bool, notes)
-    concurrency = _concurrency(settings, compute)
-    return Loaded(predictor, compute, info, concurrency, notes, element, weigh, is_close)
+    element = form.element if form is not None else None
+    return Loaded(predictor, compute, signature, concurrency, notes, element, weigh, is_close)
+
+
+def _find_batch_form(target: Any, notes: list[str]) -> BatchForm | None:
+    """The form of `predict_batch`. None: the class has none, or one of its own beside `predict`."""
+    if not has_batches(target):
+        return None
+    try:
+        return read_batch_form(target)
+    except (ValueError, TypeError, NameError) as error:
+        if not any(cog_predictor._user_method_owner(target, one) for one in ("run", "predict")):
+            raise NotLoadable(str(error)) from error
+        notes.append(f"{METHOD} is not called: {error}")
+    return None
+
+
+def _select(target: Any, name: str) -> tuple[str, Callable[..., Any]]:
+    """The name of the function that computes a prediction, and that function.
+
+    Raises:
+        NotLoadable: there is none, or it is not clear which.
+    """
+    if inspect.isclass(target):
+        with _report_as_not_loadable():
+            selected: tuple[str, Callable[..., Any]]
+            selected = inspector()._selected_predict_method(target, name)
+        return selected
+    if not inspect.isfunction(target):
+        raise NotLoadable(f"{name} is neither a class nor a function")
+    return name, target
+
+
+@contextlib.contextmanager
+def _report_as_not_loadable() -> Iterator[None]:
+    """Turns what Cog's inspector raises into an error that says why a class can't be served."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    except (ValueError, TypeError) as error:
+        raise NotLoadable(str(error)) from error
 
 
 _FORMS = {
@@ -105,37 +152,20 @@ def _method(
 
     Otherwise None, and `notes` says it.
     """
-    method = getattr(predictor, name, None)
-    if method is None or inspect.isfunction(predictor):
+    kind = type(predictor)
+    if inspect.isfunction(predictor) or not hasattr(kind, name):
         return None
-    if callable(method) and not inspect.iscoroutinefunction(method):
-        spec = inspect.getfullargspec(method)
-        own = len(spec.args) - inspect.ismethod(method)
+    written = inspect.getattr_static(kind, name)
+    is_static = isinstance(written, staticmethod)
+    function = written.__func__ if isinstance(written, staticmethod | classmethod) else written
+    if inspect.isfunction(function) and not inspect.iscoroutinefunction(function):
+        spec = inspect.getfullargspec(function)
         has_more = spec.varargs or spec.varkw or spec.kwonlyargs
         is_typed = spec.annotations.get("return") in (returns, returns.__name__)
-        if own == count and is_typed and not has_more:
-            return cast("Callable[..., Any]", method)
-    notes.append(f"{name}: not of the form {_FORMS[name]}")
+        if len(spec.args) == count + (not is_static) and is_typed and not has_more:
+            return cast("Callable[..., Any]", getattr(predictor, name))
+    notes.append(f"{name} is not called: it does not have the form {_FORMS[name]}")
     return None
-
-
-def _loaded_batches(module: ModuleType, wanted: str, settings: dict[str, Any]) -> Loaded:
-    """A class with `predict_batch`. Its `predict`, if it has one, is for other servers."""
-    target = getattr(module, wanted)
-    inspector()._find_coders(module)
-    try:
-        if hasattr(target, "setup"):
-            inspector()._validate_setup(inspector()._unwrap(target.setup))
-        element, info = batch_form_of(target)
-    except (ValueError, TypeError, NameError) as error:
-        raise NotLoadable(str(error)) from error
-    predictor = target()
-    loaded = _loaded(predictor, getattr(predictor, METHOD), info, settings, element)
-    if loaded.concurrency > 1:
-        raise NotLoadable(
-            f"cog.yaml: concurrency.max: {METHOD} computes one batch at a time; leave it out"
-        )
-    return loaded
 
 
 def set_up(loaded: Loaded) -> Any:
@@ -200,25 +230,6 @@ def _hides_a_module(folder: Path) -> bool:
 _NAMES = sys.stdlib_module_names | {"requests"}
 
 
-def _inspected(module: str, name: str) -> adt.PredictorInfo:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            return inspector().create_predictor(module, name)
-    except (ValueError, TypeError, ImportError) as error:
-        raise NotLoadable(str(error)) from error
-
-
-def _instance(target: Any, name: str) -> tuple[Any, Callable[..., Any]]:
-    if not inspect.isclass(target):
-        return target, target
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        method, _ = inspector()._selected_predict_method(target, name)
-    instance = target()
-    return instance, getattr(instance, method)
-
-
 def is_async(compute: Callable[..., Any]) -> bool:
     """Returns whether a function is asynchronous."""
     return inspect.iscoroutinefunction(compute) or inspect.isasyncgenfunction(compute)
@@ -235,38 +246,24 @@ def _concurrency(settings: dict[str, Any], compute: Callable[..., Any]) -> int:
     return most
 
 
-def _not_honored(settings: dict[str, Any]) -> list[str]:
-    build = settings.get("build") or {}
-    others = [f"build.{name}" for name in build if name not in HONORED_IN_BUILD]
-    others += [name for name in settings if name not in HONORED]
-    return [f"cog.yaml: {name} has no effect here" for name in others]
-
-
 def interface_of(loaded: Loaded) -> dict[str, Any]:
     """What a class takes and gives, as schema.json has it, without the digest of its sources."""
-    fields = loaded.info.inputs.values()
-    output = loaded.info.output
+    fields = loaded.signature.inputs.values()
+    output = loaded.signature.output
     return {
         "inputs": {
             "type": "object",
             "properties": {field.name: _property(field) for field in fields},
             "required": [field.name for field in fields if _is_required(field)],
         },
-        "output": output.json_type(),
-        "streams": _streams(output),
+        "output": output.schema,
+        "streams": output.streams,
         "concurrency": loaded.concurrency,
         "batches": loaded.element is not None,
         "weighs": loaded.weigh is not None,
         "compares": loaded.is_close is not None,
         "cog_version": cog.__version__,
     }
-
-
-def _streams(output: adt.OutputType) -> str:
-    """How the output comes: `text` and `items` piece by piece, otherwise as a whole."""
-    if output.kind is adt.OutputKind.CONCAT_ITERATOR:
-        return "text"
-    return "items" if output.kind is adt.OutputKind.ITERATOR else ""
 
 
 def _is_required(field: adt.InputField) -> bool:

@@ -1,8 +1,8 @@
 """The runner: loads a class, sets it up, and computes what comes over its socket.
 
-It gets `{"id", "input", "files"}` with the bytes of the files, and `{"cancel"}`. It sends
-`{"ready"}` or `{"failed", "is_final"}` once, then of each prediction `{"id", "piece", "files"}` for
-what it streams, and one of `{"id", "output", …}` and `{"id", "error", "kind"}`.
+It gets `{"id", "input", "files", "context"}` with the bytes of the files, and `{"cancel"}`. It
+sends `{"ready"}` or `{"failed", "is_final"}` once, then of each prediction `{"id", "piece",
+"files"}` for what it streams, and one of `{"id", "output", …}` and `{"id", "error", "kind"}`.
 
 A class with `predict_batch` gets `{"batch"}`, the number of predictions whose frames follow. It
 answers them together, or with `{"batch_error", "kind"}` if it failed as a whole.
@@ -28,7 +28,7 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -44,7 +44,13 @@ from workers.models.custom.runner.frames import (
     encode_frame,
     read_frame,
 )
-from workers.models.custom.runner.outputs import MAX_OUTPUT_BYTES, OutputEncoder, WrongOutput
+from workers.models.custom.runner.outputs import (
+    MAX_OUTPUT_BYTES,
+    MAX_STREAMED_BYTES,
+    OutputEncoder,
+    WrongOutput,
+)
+from workers.models.custom.runner.signatures import Signature
 
 if TYPE_CHECKING:
     import asyncio
@@ -150,25 +156,44 @@ async def _awaited(one: Any) -> Any:
 
 
 def words_of(error: BaseException) -> str:
-    """What an error says, in one piece. Its type, if it says nothing."""
+    """The type of an error and its text. Our own errors have only a text."""
     if isinstance(error, SystemExit):
         return f"the model called sys.exit({error.code!r})"
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         return f"it wrote more than the {most} bytes allowed to a file ({DISK_SETTING})"
-    return (str(error) or type(error).__name__)[:MAX_ERROR_CHARS]
+    kind, text = type(error).__name__, text_of(error)
+    if isinstance(error, WrongInput | WrongOutput | loading.NotLoadable):
+        return text
+    return f"{kind}: {text}"[:MAX_ERROR_CHARS] if text else kind
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an error, without its type. Empty if its `__str__` fails, too."""
+    try:
+        text = str(error)
+    except Exception:
+        # The boundary to the code of the class.
+        return ""
+    return encodable(text[:MAX_ERROR_CHARS])
+
+
+def encodable(text: str) -> str:
+    """A text as UTF-8 can carry it: a question mark in place of half of a surrogate pair."""
+    return text.encode(errors="replace").decode()
 
 
 class _Prediction:
     """One prediction: its inputs, its folder for files, and its output so far."""
 
-    def __init__(self, frame: Frame, info: adt.PredictorInfo) -> None:
+    def __init__(self, frame: Frame, signature: Signature) -> None:
         self.id: int = frame.message["id"]
-        self._info = info
+        self._fields = signature.inputs
         self._folder: Path | None = None
         self._opened: list[Any] = []
-        self.encoder = OutputEncoder(info.output)
+        self.encoder = OutputEncoder(signature.output)
         self.scope = scope.enter_scope()
+        self.scope.context = frame.message.get("context", {})
         self.pieces: list[Any] = []
         self._size_bytes = 0
         self._frame = frame
@@ -183,7 +208,7 @@ class _Prediction:
         for at, path in self._written_files():
             _put(values, at, self._file_of(at, path))
         try:
-            arguments: dict[str, Any] = inspector().check_input(self._info.inputs, values)
+            arguments: dict[str, Any] = inspector().check_input(self._fields, values)
         except (ValueError, TypeError) as error:
             raise WrongInput(str(error)) from error
         return arguments
@@ -211,7 +236,7 @@ class _Prediction:
 
     def _file_of(self, at: list[str | int], path: Path) -> Any:
         """A file as the class asks for it: its path, or an open file."""
-        if self._info.inputs[str(at[0])].type.primitive is not adt.PrimitiveType.FILE:
+        if self._fields[str(at[0])].type.primitive is not adt.PrimitiveType.FILE:
             return cog.Path(path)
         file = path.open("rb")
         self._opened.append(file)
@@ -225,8 +250,10 @@ class _Prediction:
         """
         encoded = self.encoder.encode(value, (len(self.pieces),))
         self._size_bytes += len(repr(encoded))
-        if self._size_bytes > MAX_OUTPUT_BYTES:
-            raise WrongOutput(f"output: at most {MAX_OUTPUT_BYTES} bytes are allowed")
+        if self._size_bytes > MAX_STREAMED_BYTES:
+            raise WrongOutput(
+                f"output: at most {MAX_STREAMED_BYTES} bytes of JSON are allowed in a stream"
+            )
         self.pieces.append(encoded)
         files, blobs = self.encoder.take_files()
         return encode_frame({"id": self.id, "piece": encoded, "files": files}, blobs)
@@ -267,8 +294,8 @@ class _Prediction:
     def _named(self, error: BaseException) -> BaseException:
         """The error. One whose attribute `field` names an input calls this wrong."""
         field = getattr(error, "field", None)
-        if isinstance(field, str) and field in self._info.inputs:
-            return WrongInput(f"{field}: {words_of(error)}")
+        if isinstance(field, str) and field in self._fields:
+            return WrongInput(f"{field}: {text_of(error)}")
         return error
 
     def close(self) -> None:
@@ -303,7 +330,7 @@ def _traceback_of(error: BaseException) -> str:
     kept = error.__traceback__
     while kept is not None and kept.tb_frame.f_code.co_filename == __file__:
         kept = kept.tb_next
-    return "".join(traceback.format_exception(type(error), error, kept))
+    return encodable("".join(traceback.format_exception(type(error), error, kept)))
 
 
 class SyncRunner:
@@ -337,7 +364,7 @@ class SyncRunner:
         self._is_canceled = True
 
     def _compute(self, frame: Frame) -> None:
-        prediction = _Prediction(frame, self._loaded.info)
+        prediction = _Prediction(frame, self._loaded.signature)
         self._answer_with(partial(self._answer, prediction), prediction.failure, [prediction])
 
     def _answer_with(
@@ -367,7 +394,7 @@ class SyncRunner:
 
     def _answer(self, prediction: _Prediction) -> bytes:
         output = self._loaded.compute(**prediction.arguments())
-        if not _is_iterator(self._loaded.info.output):
+        if not self._loaded.signature.output.streams:
             return prediction.result(prediction.encoder.encode(output))
         for value in _iterated(output):
             self._send(prediction.piece(value))
@@ -436,7 +463,7 @@ class ListRunner(SyncRunner):
                     self._compute_batch([one for one in frames if one is not None])
 
     def _compute_batch(self, frames: Sequence[Frame]) -> None:
-        predictions = [_Prediction(frame, self._loaded.info) for frame in frames]
+        predictions = [_Prediction(frame, self._loaded.signature) for frame in frames]
         self._answer_with(partial(self._answer_all, predictions), _batch_failure, predictions)
 
     def _answer_all(self, predictions: Sequence[_Prediction]) -> bytes:
@@ -465,6 +492,8 @@ class _Batch:
             except WrongInput as error:
                 self._answers.append(prediction.failure_alone(error))
         self._recorded = scope.enter_scope()
+        if len(predictions) == 1:
+            self._recorded.context = predictions[0].scope.context
 
     def answered(self, outputs: Any) -> bytes:
         """The frames of all predictions. Wrong outputs fail alone.
@@ -520,7 +549,7 @@ def _first_mistake(error: Exception) -> str:
     """What a pydantic model or a dataclass says of a wrong field, which comes first."""
     mistakes = getattr(error, "errors", None)
     if not callable(mistakes):
-        return words_of(error)
+        return text_of(error)
     first = mistakes()[0]
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:MAX_ERROR_CHARS]
 
@@ -573,7 +602,7 @@ class AsyncRunner:
             del self._tasks[number]
 
     async def _compute(self, frame: Frame) -> None:
-        prediction = _Prediction(frame, self._loaded.info)
+        prediction = _Prediction(frame, self._loaded.signature)
         try:
             answer = await self._answer(prediction)
         except BaseException as error:
@@ -588,7 +617,7 @@ class AsyncRunner:
         output = self._loaded.compute(**prediction.arguments())
         if inspect.isawaitable(output):
             output = await output
-        if not _is_iterator(self._loaded.info.output):
+        if not self._loaded.signature.output.streams:
             return prediction.result(prediction.encoder.encode(output))
         async for value in _iterated_async(output):
             await self._send(prediction.piece(value))
@@ -640,7 +669,7 @@ class AsyncListRunner(AsyncRunner):
                 self._begin(BATCH, self._compute_batch(self._frames))
 
     async def _compute_batch(self, frames: Sequence[Frame]) -> None:
-        predictions = [_Prediction(frame, self._loaded.info) for frame in frames]
+        predictions = [_Prediction(frame, self._loaded.signature) for frame in frames]
         try:
             batch = _Batch(predictions, self._element)
             outputs = await self._loaded.compute(batch.inputs) if batch.inputs else []
@@ -654,13 +683,12 @@ class AsyncListRunner(AsyncRunner):
         await self._send_whole(answer)
 
 
-def _is_iterator(output: adt.OutputType) -> bool:
-    return output.kind in (adt.OutputKind.ITERATOR, adt.OutputKind.CONCAT_ITERATOR)
-
-
 def _iterated(output: Any) -> Iterator[Any]:
-    if isinstance(output, str | bytes | dict) or not hasattr(output, "__iter__"):
-        raise WrongOutput(f"output: a value of type {type(output).__name__} is no iterator")
+    """The pieces of an output that is declared as streamed. As in Cog, one value is one piece."""
+    if output is None:
+        return iter(())
+    if isinstance(output, str | bytes | Mapping) or not hasattr(output, "__iter__"):
+        return iter([output])
     return iter(output)
 
 

@@ -1,32 +1,47 @@
-"""What a class returned, checked against its type and put into JSON, with its files as bytes."""
+"""Turns what a class returned into JSON, with its files as bytes.
+
+Values are converted by their own types, as Cog's server does, whatever the class declares.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import io
+import json
 import math
 import mimetypes
 import os
 from collections.abc import Mapping
-from datetime import date, datetime
+from datetime import date
 from pathlib import Path
+from types import GeneratorType
 from typing import Any
 
-from workers.models.custom.runner.cog_import import adt, cog
+from workers.models.custom.runner.cog_import import cog
+from workers.models.custom.runner.output_types import Output, is_file
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 MAX_FILES = 512
-"""Of one output: windows of hours of sound, sentences that are said."""
+"""Maximum files in one output, for example windows of hours of sound."""
 MAX_FILES_BYTES = 192 * 1024 * 1024
-"""Of all files of an output together."""
-MAX_OUTPUT_BYTES = 1024 * 1024
-"""Of an output as JSON, without its files."""
+"""Maximum size of all files of an output together."""
+MAX_OUTPUT_BYTES = 16 * 1024 * 1024
+"""Maximum size of an output as JSON, without its files. A large one is stored as a file."""
+MAX_STREAMED_BYTES = 1024 * 1024
+"""Maximum size of a streamed output as JSON. Its readers get it from Redis."""
+MAX_DEPTH = 120
+"""Maximum nesting. Cog's server refuses JSON that is nested 128 levels deep."""
+MAX_SHOWN_LEVELS = 10
+MAX_INTEGER_BITS = 64
+"""Larger integers lose digits in most JSON readers, and our messages can't carry them."""
 ANY_BYTES = "application/octet-stream"
+Place = tuple[str | int, ...]
+"""The path to a value in an output: names of fields and numbers of elements."""
 
 
 class WrongOutput(Exception):
-    """What a class returned is not of its type, too large, or can't be sent."""
+    """An output that is too large or can't be sent. The message names the place in the output."""
 
 
 class OutputEncoder:
@@ -35,7 +50,7 @@ class OutputEncoder:
     Each of `files` has the path to its place in the output, its media type and its name.
     """
 
-    def __init__(self, output: adt.OutputType) -> None:
+    def __init__(self, output: Output) -> None:
         self._output = output
         self.files: list[dict[str, Any]] = []
         self.blobs: list[bytes] = []
@@ -48,7 +63,7 @@ class OutputEncoder:
         self.files, self.blobs = [], []
         return taken
 
-    def encode(self, value: Any, at: tuple[str | int, ...] = ()) -> Any:
+    def encode(self, value: Any, at: Place = ()) -> Any:
         """An output, or one piece of a streamed one, ready for JSON.
 
         Args:
@@ -56,94 +71,63 @@ class OutputEncoder:
             at: the place of the piece in the whole output.
 
         Raises:
-            WrongOutput: it is not of the type that the class declares, or can't be sent.
+            WrongOutput: it can't be sent.
         """
-        if value is None and not at:
-            return None  # as in Cog: it has no output, whatever its type
         try:
-            checked = self._checked(value)
-        except WrongOutput:
-            raise
-        except Exception as error:
-            # The boundary to cog's types, which report a wrong value in many ways.
-            raise WrongOutput(f"output: {_named(value)} is not {self._declared}") from error
-        return self._plain(checked, at)
+            if self._output.streams == "text":
+                return self._write_piece(value, at)
+            return self._plain(_find_paths(value, self._output.piece), at)
+        except RecursionError as error:
+            raise WrongOutput(f"{_name_place(at)}: it contains itself") from error
 
-    @property
-    def _declared(self) -> str:
-        if self._output.kind is adt.OutputKind.OBJECT:
-            return "an object with the declared fields"
-        kind = "a list of " if self._output.kind is adt.OutputKind.LIST else ""
-        return f"{kind}{getattr(self._output.type, 'name', 'any').lower()}, as it declares"
+    def _write_piece(self, value: Any, at: Place) -> str:
+        """A piece of a text. Readers join the pieces: None is empty, other values are JSON."""
+        count = self._count
+        plain = self._plain(value, at)
+        if self._count > count:
+            raise WrongOutput(f"{_name_place(at)}: a file can't be part of a text")
+        if plain is None:
+            return ""
+        return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
 
-    def _checked(self, value: Any) -> Any:
-        output = self._output
-        if output.coder is not None:
-            return output.json_encode(value)
-        if output.kind is adt.OutputKind.OBJECT:
-            return self._checked_object(value)
-        if output.kind is adt.OutputKind.LIST:
-            if not isinstance(value, list | tuple):
-                raise WrongOutput(f"output: {_named(value)} is not {self._declared}")
-            return [self._checked_one(one) for one in value]
-        return self._checked_one(value)
-
-    def _checked_one(self, value: Any) -> Any:
-        kind: Any = self._output.type
-        if isinstance(value, float) and not math.isfinite(value):
-            raise WrongOutput("output: JSON has no NaN and no infinite numbers")
-        if value is None and kind not in (adt.PrimitiveType.ANY, None):
-            raise WrongOutput(f"output: None is not {self._declared}")
-        is_file = kind in (adt.PrimitiveType.PATH, adt.PrimitiveType.FILE)
-        if is_file and isinstance(value, io.IOBase | os.PathLike):
-            return value
-        if kind is adt.PrimitiveType.PATH:
-            return Path(value)
-        return kind.normalize(value)
-
-    def _checked_object(self, value: Any) -> dict[str, Any]:
-        checked = {}
-        for name, kind in (self._output.fields or {}).items():
-            if not hasattr(value, name):
-                raise WrongOutput(f"output: the field {name} is missing")
-            field_value = getattr(value, name)
-            optional = (adt.Repetition.OPTIONAL, adt.Repetition.OPTIONAL_REPEATED)
-            if field_value is None and kind.repetition not in optional:
-                raise WrongOutput(f"output: the field {name} has no value")
-            is_file = isinstance(field_value, io.IOBase | os.PathLike)
-            checked[name] = (
-                field_value if field_value is None or is_file else kind.normalize(field_value)
-            )
-        return checked
-
-    def _plain(self, value: Any, at: tuple[str | int, ...]) -> Any:
+    def _plain(self, value: Any, at: Place) -> Any:
+        if len(at) > MAX_DEPTH:
+            raise WrongOutput(f"{_name_place(at)}: nested deeper than {MAX_DEPTH} levels")
         if isinstance(value, enum.Enum):
             return self._plain(value.value, at)
-        if value is None or isinstance(value, bool | int | str):
-            return value
-        if isinstance(value, float):
-            return float(value)
+        if isinstance(value, str):
+            return _check_text(value, at)
+        if value is None or isinstance(value, bool | int | float):
+            return _check_number(value, at)
         if isinstance(value, Mapping):
-            return {str(name): self._plain(one, (*at, str(name))) for name, one in value.items()}
-        if isinstance(value, list | tuple | set | frozenset):
+            return {
+                (key := _write_key(name, at)): self._plain(one, (*at, key))
+                for name, one in value.items()
+            }
+        if isinstance(value, list | tuple | set | frozenset | GeneratorType):
             return [self._plain(one, (*at, number)) for number, one in enumerate(value)]
         if isinstance(value, io.IOBase | os.PathLike):
             self._add_file(value, at)
             return None
-        return self._plain(_simpler(value), at)
+        try:
+            simpler = _simplify(value)
+        except Exception as error:
+            # The boundary to the code of the class, whose types may fail in any way.
+            reason = f"{_describe(value)} can't be sent as JSON"
+            raise WrongOutput(f"{_name_place(at)}: {reason}: {error}") from error
+        return self._plain(simpler, at)
 
-    def _add_file(self, value: io.IOBase | os.PathLike[str], at: tuple[str | int, ...]) -> None:
+    def _add_file(self, value: io.IOBase | os.PathLike[str], at: Place) -> None:
         if self._count >= MAX_FILES:
             raise WrongOutput(f"output: at most {MAX_FILES} files are allowed")
         if isinstance(value, io.IOBase):
-            name, data = str(getattr(value, "name", "file")), value.read(MAX_FILE_BYTES + 1)
-            data = data.encode() if isinstance(data, str) else data
+            name, data = str(getattr(value, "name", "file")), _read_open(value)
         else:
-            name, data = os.fspath(value), _read(Path(value))
+            name, data = os.fspath(value), _read(Path(value), at)
         if len(data) > MAX_FILE_BYTES:
             raise WrongOutput(
-                f"output: the file {Path(name).name} is too large; at most {MAX_FILE_BYTES} bytes "
-                "are allowed"
+                f"{_name_place(at)}: the file {Path(name).name} is too large; at most "
+                f"{MAX_FILE_BYTES} bytes are allowed"
             )
         self._count += 1
         self._size_bytes += len(data)
@@ -152,37 +136,109 @@ class OutputEncoder:
                 f"output: its files together have more than the {MAX_FILES_BYTES} bytes allowed"
             )
         media_type = mimetypes.guess_type(name)[0] or ANY_BYTES
-        self.files.append({"at": list(at), "media_type": media_type, "name": Path(name).name})
+        shown = Path(name).name.encode(errors="replace").decode()  # it may not be UTF-8
+        self.files.append({"at": list(at), "media_type": media_type, "name": shown})
         self.blobs.append(data)
 
 
-def _read(path: Path) -> bytes:
+def _find_paths(value: Any, shape: Mapping[str, Any]) -> Any:
+    """The value with a path in place of each text that names a file, where the class declares one.
+
+    Cog returns such a text as it is. Its readers can't open a path of this machine.
+    """
+    if is_file(shape):
+        return Path(value) if isinstance(value, str) and _is_existing(value) else value
+    if is_file(shape.get("items", {})) and isinstance(value, list | tuple):
+        return [_find_paths(one, shape["items"]) for one in value]
+    return value
+
+
+def _is_existing(path: str) -> bool:
+    try:
+        return os.path.isfile(path)
+    except ValueError:  # it has a null character
+        return False
+
+
+def _read(path: Path, at: Place) -> bytes:
     if not path.is_file():
-        raise WrongOutput(f"output: there is no file {path.name}")
+        raise WrongOutput(f"{_name_place(at)}: there is no file {path.name}")
     with path.open("rb") as file:
         return file.read(MAX_FILE_BYTES + 1)
 
 
-def _simpler(value: Any) -> Any:
+def _read_open(file: io.IOBase) -> bytes:
+    """The whole content of an open file, from its beginning if it can be found, as in Cog."""
+    if file.seekable():
+        file.seek(0)
+    data: str | bytes = file.read(MAX_FILE_BYTES + 1)
+    return data.encode() if isinstance(data, str) else data
+
+
+def _check_text(text: str, at: Place) -> str:
+    """The text, if JSON in UTF-8 can carry it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise WrongOutput(
+            f"{_name_place(at)}: half of a surrogate pair at character {error.start}, which JSON "
+            "can't carry"
+        ) from None
+    return text
+
+
+def _check_number(value: Any, at: Place) -> Any:
+    """A number as JSON has it."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise WrongOutput(f"{_name_place(at)}: JSON has no NaN and no infinite numbers")
+        return float(value)
+    is_large = type(value) is not bool and isinstance(value, int)
+    if is_large and value.bit_length() > MAX_INTEGER_BITS - (value < 0):
+        raise WrongOutput(f"{_name_place(at)}: an integer of more than {MAX_INTEGER_BITS} bits")
+    return value
+
+
+def _write_key(name: Any, at: Place) -> str:
+    """The name of a field. Those that are numbers are written as JSON writes them."""
+    if isinstance(name, str):
+        return _check_text(name, at)
+    if name is None or isinstance(name, bool):
+        return {None: "null", True: "true", False: "false"}[name]
+    if isinstance(name, int | float):
+        return str(_check_number(name, at))
+    raise WrongOutput(f"{_name_place(at)}: {_describe(name)} can't be the name of a field in JSON")
+
+
+def _simplify(value: Any) -> Any:
     """A value of another type in a simpler one.
 
     Raises:
-        WrongOutput: there is none.
+        TypeError: there is none.
     """
     if isinstance(value, cog.Secret):
-        raise WrongOutput("output: a Secret can't be an output")
-    if isinstance(value, datetime | date):
-        return value.isoformat()
+        raise TypeError("a Secret can't be an output")
+    coder = cog.coder.Coder.lookup(type(value))
+    if coder is not None:
+        return coder.encode(value)
+    for method in ("model_dump", "dict"):  # of pydantic, which the class may use
+        if callable(dump := getattr(value, method, None)):
+            return dump()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    fields = getattr(type(value), "model_fields", None)  # pydantic, if the class uses it
-    if isinstance(fields, Mapping):
-        return {name: getattr(value, name) for name in fields}
-    for method in ("tolist", "item"):  # numpy's arrays and scalars
+    if isinstance(value, date):
+        return value.isoformat()
+    for method in ("tolist", "item"):  # of numpy's arrays and scalars
         if callable(convert := getattr(value, method, None)):
             return convert()
-    raise WrongOutput(f"output: {_named(value)} can't be sent as JSON; return plain values")
+    raise TypeError("return plain values")
 
 
-def _named(value: Any) -> str:
+def _describe(value: Any) -> str:
     return "None" if value is None else f"a value of type {type(value).__name__}"
+
+
+def _name_place(at: Place) -> str:
+    """A place in an output as its readers write it: `output[0].words`."""
+    shown = [f"[{one}]" if isinstance(one, int) else f".{one}" for one in at[:MAX_SHOWN_LEVELS]]
+    return "output" + "".join(shown) + ("…" if len(at) > MAX_SHOWN_LEVELS else "")

@@ -40,7 +40,11 @@ class RecordedMetrics:
         if not isinstance(value, _PLAIN):
             raise TypeError(f"metric {key}: {type(value).__name__} is no type of JSON")
         new = self._combined(key, value, mode or "replace")
-        if len(json.dumps(self._values | {key: new})) > MAX_BYTES:
+        try:
+            written = json.dumps(self._values | {key: new}, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"metric {key}: it has half of a surrogate pair") from None
+        if len(written) > MAX_BYTES:
             raise ValueError(f"metric {key}: all metrics together have at most {MAX_BYTES} bytes")
         self._values[key] = new
 

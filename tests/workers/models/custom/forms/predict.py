@@ -282,6 +282,71 @@ class Pydantic(BaseRunner):
         return PydanticAnswer(word=word, rate=None, file=written(word, "word.txt"))
 
 
+class Person(BaseModel):
+    name: str
+    picture: Path
+
+
+class Group(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(arbitrary_types_allowed=True)
+    leader: Person
+    others: list[Person]
+    sizes: Dict[str, List[int]]  # noqa: UP006
+
+
+class Nested(BaseRunner):
+    def run(self, names: list[str], forever: bool = False) -> Group:
+        begin(forever)
+        first, *others = [Person(one, written(one, f"{one}.txt")) for one in names]
+        return Group(leader=first, others=others, sizes={"all": [len(names)]})
+
+
+class Models(BaseRunner):
+    def run(self, names: list[str], forever: bool = False) -> List[Person]:  # noqa: UP006
+        begin(forever)
+        return [Person(one, written(one, f"{one}.txt")) for one in names]
+
+
+class StreamedModels(BaseRunner):
+    def run(self, names: list[str], forever: bool = False) -> Iterator[Person]:
+        begin(forever)
+        for one in names:
+            yield Person(one, written(one, f"{one}.txt"))
+
+
+class Matrix(BaseRunner):
+    def run(self, size: int, forever: bool = False) -> List[List[float]]:  # noqa: UP006
+        begin(forever)
+        return [[row / (column + 1) for column in range(size)] for row in range(size)]
+
+
+class Sheets(BaseRunner):
+    def run(self, sizes: list[int], forever: bool = False) -> Iterator[List[Path]]:  # noqa: UP006
+        begin(forever)
+        for size in sizes:
+            yield [written(str(number)) for number in range(size)]
+
+
+class Maybe(BaseRunner):
+    def run(self, text: str, forever: bool = False) -> str | List[str] | None:  # noqa: UP006
+        begin(forever)
+        return text.split() if " " in text else text or None
+
+
+class Keywords(BaseRunner):
+    def run(
+        self,
+        text: str,
+        *,
+        times: int,
+        end: str = Input(default="."),
+        forever: bool = False,
+        **more: Any,
+    ) -> str:
+        begin(forever)
+        return text * times + end
+
+
 class Items(BaseRunner):
     def run(self, text: str, forever: bool = False) -> Iterator[str]:
         begin(forever)

@@ -1,0 +1,94 @@
+"""Cog's own server, as the oracle of what a class returns."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from shared.model_interface import ModelInterface
+from tests.limits import WAIT_LIMIT_S
+
+
+class Prediction(NamedTuple):
+    """The answer of Cog's server. `error` is empty if the prediction succeeded."""
+
+    output: Any
+    error: str
+
+
+class CogServer:
+    """A running server.
+
+    Args:
+        url: address of the server.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._client = httpx.Client(base_url=url, timeout=WAIT_LIMIT_S, trust_env=False)
+
+    def read_status(self) -> str:
+        """Returns what the server says of itself: `READY` once the class is set up."""
+        with contextlib.suppress(httpx.TransportError):
+            return str(self._client.get("/health-check").json()["status"])
+        return "UNREACHABLE"
+
+    def predict(self, values: dict[str, Any], **more: Any) -> Prediction:
+        """Runs one prediction. `more`: further fields of the body."""
+        answer = self._client.post("/predictions", json={"input": values, **more}).json()
+        if "status" not in answer:  # the input is not valid
+            return Prediction(None, json.dumps(answer["detail"]))
+        is_right = answer["status"] == "succeeded"
+        return Prediction(answer.get("output"), "" if is_right else str(answer["error"]))
+
+    def close(self) -> None:
+        """Closes the connections to it."""
+        self._client.close()
+
+
+@contextlib.contextmanager
+def serve_by_cog(
+    folder: Path, interface: ModelInterface, name: str = "Predictor"
+) -> Iterator[CogServer]:
+    """Serves the class `name` in the predict.py of a folder, with the schema that we found."""
+    schemas = {"Input": interface.inputs, "Output": interface.output}
+    (folder / ".cog").mkdir()
+    schema = {"components": {"schemas": schemas}}
+    (folder / ".cog" / "openapi_schema.json").write_text(json.dumps(schema))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cog.server.http", "--host", "127.0.0.1"],
+            env={
+                **os.environ,
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                "PORT": str(port),
+                "COG_PREDICT_TYPE_STUB": f"predict.py:{name}",
+            },
+            cwd=folder,
+            stdout=log,
+            stderr=log,
+        )
+        server = CogServer(f"http://127.0.0.1:{port}")
+        try:
+            until_s = time.monotonic() + WAIT_LIMIT_S
+            while (status := server.read_status()) != "READY":
+                is_starting = status in ("UNREACHABLE", "STARTING") and process.poll() is None
+                assert is_starting, (folder / "server.log").read_text()
+                assert time.monotonic() < until_s, (folder / "server.log").read_text()
+                time.sleep(0.05)
+            yield server
+        finally:
+            server.close()
+            process.kill()
+            process.wait()
