@@ -16,9 +16,9 @@ locals {
       secrets = distinct([
         for place in values(try(entry.secrets, {})) : join("/", slice(split("/", place), 1, 4)) if startswith(place, "google:")
       ])
-      slug       = local._slugs[entry.name]
-      source     = entry.source
-      ttl_s      = try(entry.cache.ttl_s, 86400)
+      slug   = local._slugs[entry.name]
+      source = entry.source
+      ttl_s  = try(entry.cache.ttl_s, 86400)
       # Whose pods serve it: its own, or those that it shares with other models.
       worker = local._slugs[lookup(local._workers_of, entry.name, entry.name)]
     }

@@ -20,15 +20,15 @@ run "workers_read_the_secrets_of_their_classes" {
       for place, right in google_secret_manager_secret_iam_member.classes :
       "${split("/", place)[0]}/${split("/", place)[1]} reads ${right.project}/${right.secret_id}"
       ])) == jsonencode(sort([
-        "both/gke reads p/s",
-        "caller-canary/abroad reads another-project/keys",
-        "caller-canary/abroad reads example-project/hub",
-        "caller-canary/gke reads another-project/keys",
-        "caller-canary/gke reads example-project/hub",
-        "caller/abroad reads another-project/keys",
-        "caller/abroad reads example-project/hub",
-        "caller/gke reads another-project/keys",
-        "caller/gke reads example-project/hub",
+      "both/gke reads p/s",
+      "caller-canary/abroad reads another-project/keys",
+      "caller-canary/abroad reads example-project/hub",
+      "caller-canary/gke reads another-project/keys",
+      "caller-canary/gke reads example-project/hub",
+      "caller/abroad reads another-project/keys",
+      "caller/abroad reads example-project/hub",
+      "caller/gke reads another-project/keys",
+      "caller/gke reads example-project/hub",
     ]))
     error_message = "Each worker reads each secret of Secret Manager that its classes get, once, and no other."
   }

@@ -20,6 +20,7 @@ from workers.models.custom.checking import inspect_folder
 from workers.models.custom.limits import DiskUse
 from workers.models.custom.model import CustomModel
 from workers.models.custom.process import RunnerProcess
+from workers.models.custom.runner.confinement import abi_version
 from workers.models.custom.scratch import Scratch
 
 ROOT = Path(__file__).parents[4]
@@ -120,6 +121,8 @@ def test_large_files_never_change(folder: Path, monkeypatch: pytest.MonkeyPatch)
     large = folder / "assets" / "large"
     large.write_text("x" * 5000)
     _, read_only, _ = begun(folder)
+    if "assets/large" in read_only and not abi_version():
+        pytest.skip("this system has no Landlock, so nothing keeps a class from a linked file")
     found = run_once(folder, ["assets/large", "assets/other"])
     assert found["assets/other"] == [None, WRITTEN]
     is_written = ["x" * 5000, WRITTEN]
