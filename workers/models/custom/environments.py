@@ -43,11 +43,14 @@ MAX_INCLUDED_FILES = 20
 LAST_LINES = 20
 _INCLUDED = re.compile(r"\s*(?:-r|-c|--requirements?|--constraints?)(?:\s+|=)?(?P<path>[^\s#]+)")
 _LOCAL = re.compile(r"\s*(?:-e\b|--editable\b|\.{0,2}/|file:)|\s*[^#]*@\s*file:")
+_COG = re.compile(r"\s*cog\s*(?:\[[^\]]*\]\s*)?[=<>!~@]", re.IGNORECASE)
 _PASSED_ON = re.compile(
     r"PATH|HOME|LANG|LC_\w+|TMPDIR|XDG_\w+|UV_\w+|SSL_CERT_\w+|NETRC|"
     r"(?:HTTP|HTTPS|ALL|NO)_PROXY|(?:http|https|all|no)_proxy"
 )
 """The variables that uv gets. None of ours."""
+_UNHURRIED = {"UV_COMPILE_BYTECODE_TIMEOUT": "0"}
+"""uv gives up after a minute, which torch takes on a busy machine. INSTALL_LIMIT_S bounds all."""
 _ROOT = Path(__file__).resolve().parents[3]
 _CONFINED = (
     "import os, sys; sys.path.append(sys.argv[1]); "
@@ -90,6 +93,21 @@ def python_for(folder: Path, base_dir: Path | None = None) -> str:
 def unmet(folder: Path) -> list[str]:
     """What a class asks of its environment that it does not get here, in words."""
     asked = asked_packages(folder)
+    return [*_other_cog(asked), *_other_python(asked)]
+
+
+def _other_cog(asked: AskedPackages) -> list[str]:
+    lines = list(asked.lines)
+    if asked.file is not None:
+        lines += asked.file.read_text(encoding="utf-8", errors="replace").splitlines()
+    ours = f"cog=={version('cog')}"
+    pinned = [line.split("#")[0].strip() for line in lines if _COG.match(line)]
+    return [
+        f"{one} has no effect here: the class runs with {ours}" for one in pinned if one != ours
+    ]
+
+
+def _other_python(asked: AskedPackages) -> list[str]:
     ours = _our_python()
     if not asked.python_version or _has_version(ours, asked.python_version):
         return []
@@ -240,7 +258,7 @@ def _install(
     cache = Path(os.environ.get("UV_CACHE_DIR") or partial.parent / "cache").resolve()
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="penstock-install-") as scratch:
-        variables = {**_variables(), "UV_CACHE_DIR": str(cache), "TMPDIR": scratch}
+        variables = {**_UNHURRIED, **_variables(), "UV_CACHE_DIR": str(cache), "TMPDIR": scratch}
         writable = os.pathsep.join((str(partial), str(cache), scratch))
         uv = find_uv_bin()
         # Scripts of packages find the interpreter after the environment was renamed.
@@ -249,6 +267,9 @@ def _install(
         packages = [*asked.lines, *(["--requirement", str(asked.file)] if asked.file else [])]
         if (overrides := folder / OVERRIDES).is_file():  # what packages ask for that it has not
             packages += ["--overrides", str(overrides)]
+        ours = Path(scratch, "cog.txt")  # also if its requirements or a package pin another one
+        ours.write_text(f"cog=={version('cog')}\n")
+        packages += ["--overrides", str(ours)]
         add = [uv, "pip", "install", "--quiet", "--compile-bytecode", "--python", python]
         for command in (
             [*new, "--allow-existing", "--python", base.path, str(partial)],

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import cog
 import pytest
 
 from shared.errors import ConfigurationError
@@ -190,7 +191,6 @@ setup(name="slow", version="1.0", py_modules=["slow"])
     ("requirements", "cog_yaml", "reason"),
     [
         ("idna==0.0.999\n", "", "no version of idna==0.0.999"),
-        ("cog==0.9.0\n", "", "cog"),
         ("-e ./lib\n", "", "a path is not installed"),
         ("../elsewhere\n", "", "a path is not installed"),
         ("told @ file:///tmp/x\n", "", "a path is not installed"),
@@ -211,6 +211,17 @@ def test_what_can_t_be_installed_is_named(
     with pytest.raises(ConfigurationError, match=reason) as caught:
         inspect_folder(folder)
     assert caught.value.field == "source"
+
+
+def test_a_requirement_for_another_cog_has_no_effect(
+    tmp_path: Path, environments_dir: Path
+) -> None:
+    make_wheel(tmp_path / "wheels", "told", "1.0")
+    links = f"--find-links {tmp_path}/wheels\n"
+    folder = class_with(tmp_path / "one", f"{links}told==1.0\ncog==0.9.0  # as on Replicate\n")
+    notes = inspect_folder(folder).notes
+    assert notes == [f"cog==0.9.0 has no effect here: the class runs with cog=={cog.__version__}"]
+    assert run_once(folder, name="told")["version"] == "1.0"
 
 
 def test_a_python_that_is_not_here_is_named(tmp_path: Path, environments_dir: Path) -> None:
