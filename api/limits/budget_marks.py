@@ -18,6 +18,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -129,7 +130,9 @@ class BudgetMarks:
             await self._check({budget_name(one): one for one in budgets})
         finally:
             if is_locked:
-                await self._store.unlock_marks()
+                # Must not replace the error that ended this check, least of all a cancellation.
+                with suppress(Unavailable):
+                    await self._store.unlock_marks()
         self._passed = budgets
         return True
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -25,6 +26,7 @@ from tests.api.ledger import LedgerWorld, ledger_world
 from tests.api.limits.clocks import CLOCK, T0_MS, Clock
 from tests.api.row_sums import RowSums
 from tests.api.test_ledger import words
+from tests.faults.links import Links
 from tests.keys import keys_url, stored
 from tests.limits import REDIS_LIMIT_S, WAIT_LIMIT_S
 
@@ -301,6 +303,34 @@ async def test_lock_whose_answer_was_lost_is_taken_again(redis_url: str) -> None
         assert not await other.lock_marks()
         await store.unlock_marks()
         assert await other.lock_marks()
+
+
+class HeldRows:
+    """Rows that a reader waits for until `arrived` is set."""
+
+    def __init__(self) -> None:
+        self.asked, self.arrived = threading.Event(), threading.Event()
+
+    def read(self, month: int, questions: Sequence[SpentQuestion]) -> list[tuple[float, float]]:
+        self.asked.set()
+        assert self.arrived.wait(WAIT_LIMIT_S)
+        return [(0.0, 0.0) for _ in questions]
+
+
+async def test_instance_can_stop_during_a_check_while_redis_is_unreachable(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget_marks, "SETTLE_S", 0.0)
+    port, rows = urlsplit(redis_url).port, HeldRows()
+    assert port is not None
+    with Links({"a": port}) as links:
+        url = f"redis://127.0.0.1:{links.port('a')}/0"
+        async with asyncio.timeout(WAIT_LIMIT_S), LimitStore(url, "a", timeout_s=1.0) as store:
+            await store.wait_up(WAIT_LIMIT_S)
+            async with BudgetMarks(store, lambda: frozenset({HOLDER}), rows):
+                await asyncio.to_thread(rows.asked.wait, WAIT_LIMIT_S)
+                links.cut("a")
+            rows.arrived.set()
 
 
 async def test_operators_at_once_add_rows_once(redis_url: str, clock: Clock) -> None:
