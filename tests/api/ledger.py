@@ -21,6 +21,7 @@ import pytest
 import redis.asyncio
 
 from api.dispatch.request import COST_HEADER
+from api.limits.accounts import budget_name
 from api.limits.counters import month_of
 from api.limits.limiter import Limiter
 from api.limits.spent import SpentReader
@@ -28,6 +29,7 @@ from shared.catalog import Catalog, Model
 from shared.catalog_entry import Cache, Price
 from shared.errors import Unavailable
 from shared.settings import ApiSettings
+from shared.tenants.directory import BudgetHolder
 from shared.tenants.plan import Limits, Plan
 from shared.usage.row import Row
 from tests.api.fake_worker import FakeWorker
@@ -68,6 +70,8 @@ class Ledger:
     """Limiters of processes other than the APIs."""
     told_usd: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By key, what its answers said. Nothing was said to who hung up."""
+    uncounted: set[str] = field(default_factory=set)
+    """Names of the counters whose tenants or keys have no budget."""
 
     def tell(self, key: str, usd: float) -> None:
         """Notes what an answer said."""
@@ -131,12 +135,12 @@ class Ledger:
         names = {stored(key, tenant).id: tenant for key, tenant in self.tenant_of.items()}
         sums: dict[str, dict[float, float]] = {}
         for key_id, tenant in names.items():
-            for name in (f"t:{tenant}", f"k:{tenant}:{key_id}"):
+            for name in budgets_of(tenant, key_id):
                 sums.setdefault(name, defaultdict(float))
         for row in self.rows():
             if row.key_id in names:
                 tenant, month = names[row.key_id], month_of(row.received_at_s)
-                for name in (f"t:{tenant}", f"k:{tenant}:{row.key_id}"):
+                for name in budgets_of(tenant, row.key_id):
                     sums[name][month] += row.cost_usd or 0.0
         return sums
 
@@ -145,7 +149,7 @@ class Ledger:
         charged, counted = self.charged_by_month(), await self._counted()
         return [
             (name, month, counted[name].get(month, 0.0), charged[name].get(month, 0.0))
-            for name in charged
+            for name in charged.keys() - self.uncounted
             for month in {*charged[name], *counted[name]}
             if not -EXACT_USD
             <= counted[name].get(month, 0.0) - charged[name].get(month, 0.0)
@@ -162,7 +166,7 @@ class Ledger:
         async with redis.asyncio.Redis.from_url(self.redis_url) as client:
             for name in self.charged_by_month():
                 fields = ("month", "used", "used_before")
-                found = await client.hmget(f"penstock:limits:month:{name}:usd", fields)
+                found = await client.hmget(f"penstock:limits:month:{name}", fields)
                 month, used, before = (float(one or 0) for one in found)
                 counted[name] = {month: used, month - 1: before}
         return counted
@@ -173,11 +177,16 @@ class Ledger:
         client: Any
         async with redis.asyncio.Redis.from_url(self.redis_url) as client:
             for name in self.charged_by_month():
-                found = await client.hgetall(f"penstock:limits:month:{name}:usd")
+                found = await client.hgetall(f"penstock:limits:month:{name}")
                 for of, value in found.items():
                     if of.decode().startswith("held:") and of.decode().endswith(f":{instance}"):
                         held[name] += float(value.split()[0])
         return held
+
+
+def budgets_of(tenant: str, key_id: str) -> tuple[str, str]:
+    """Returns the names of the counters for the budgets of a tenant and of a key."""
+    return budget_name(BudgetHolder(tenant)), budget_name(BudgetHolder(tenant, key_id))
 
 
 @dataclass

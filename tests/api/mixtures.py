@@ -13,7 +13,9 @@ RUNNER = 2
 NAMES = ("one", "two", "poor", "open")
 """Of keys."""
 
-Kind = Literal["texts", "revised", "image", "write", "stream", "prediction", "drawing", "batch"]
+Kind = Literal[
+    "texts", "revised", "image", "write", "stream", "prediction", "drawing", "flow", "batch"
+]
 End = Literal[
     "read",
     "hang up",
@@ -24,7 +26,7 @@ End = Literal[
     "cancel beside delete",
     "delete",
 ]
-PREDICTIONS = ("prediction", "drawing", "stream")
+PREDICTIONS = ("prediction", "drawing", "stream", "flow")
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,28 @@ class Ask:
 
 
 @dataclass(frozen=True)
+class NewBudget:
+    """A new budget for a tenant, or for the key "two".
+
+    The plan of a tenant changes, or the tenant `moves` to another plan. `usd` None: no budget.
+    """
+
+    holder: Literal["rich", "poor", "open", "two"]
+    usd: float | None
+    moves: bool = False
+
+
+@dataclass(frozen=True)
 class Wave:
     """Requests in flight together.
 
     `outage`: the instances do not reach Redis, or do not get its answers. `dies`: the process that
-    is killed meanwhile. `model_dies`: the model process is, once.
+    is killed meanwhile. `model_dies`: the model process is, once. `budgets` change meanwhile: the
+    first instance learns of them immediately, the second one at the end of the wave.
     """
 
     asks: tuple[Ask, ...]
+    budgets: tuple[NewBudget, ...] = ()
     outage: Literal["", "cut off", "answers lost"] = ""
     dies: int | None = None
     model_dies: bool = False
@@ -78,7 +94,10 @@ class Mixture:
 asks = st.builds(
     Ask,
     kind=st.sampled_from(
-        ["texts"] * 3 + ["revised"] * 2 + ["image", "write", "stream", "prediction", "drawing"]
+        ["texts"] * 3
+        + ["revised"] * 2
+        + ["image", "write", "stream", "prediction", "drawing"]
+        + ["flow"] * 2
     ),
     key=st.sampled_from(NAMES),
     items=st.lists(st.integers(0, 8), min_size=1, max_size=6).map(tuple),
@@ -96,8 +115,15 @@ batches = st.builds(
     end=st.sampled_from(["read", "cancel"]),
 )
 many_asks = st.lists(asks, min_size=2, max_size=6).map(tuple)
+new_budgets = st.builds(
+    NewBudget,
+    st.sampled_from(["rich", "poor", "open", "two"]),
+    st.sampled_from([None, 0.01, 0.03, 0.1, 1000.0]),
+    st.booleans(),
+)
 waves = st.one_of(
     st.builds(Wave, many_asks, model_dies=st.booleans()),
+    st.builds(Wave, many_asks, st.lists(new_budgets, min_size=1, max_size=3).map(tuple)),
     st.builds(Wave, many_asks, outage=st.sampled_from(["cut off", "answers lost"])),
     st.builds(Wave, many_asks, dies=st.integers(0, RUNNER)),
 )
@@ -151,3 +177,37 @@ DEATHS = Mixture(
     turn=1,
 )
 """An instance dies with requests of every kind, then the process of batches."""
+
+BUDGETS = Mixture(
+    waves=(
+        Wave(
+            (
+                Ask("texts", "poor", (1, 2), instance=1),
+                Ask("flow", items=(0, 1)),
+                Ask("prediction", "two", (3,), instance=1),
+            ),
+            (NewBudget("poor", None, moves=True), NewBudget("rich", None), NewBudget("two", None)),
+        ),
+        Wave(
+            (
+                Ask("texts", "poor", (3, 4, 5)),
+                Ask("texts", "two", (0, 4, 6)),
+                Ask("prediction", "poor", (6,), instance=1),
+                Ask("flow", items=(0, 1, 2), end="cancel beside delete"),
+                Ask("flow", items=(1,), end="cancel beside delete", instance=1),
+                Ask("flow", items=(1, 4), instance=1),
+            ),
+            (NewBudget("poor", 0.03), NewBudget("rich", 0.1, moves=True), NewBudget("two", 0.01)),
+        ),
+        Wave(
+            (
+                Ask("texts", "poor", (0, 6)),
+                Ask("texts", "two", (5,), instance=1),
+                Ask("flow", items=(0, 5), end="cancel and delete"),
+            ),
+            (NewBudget("poor", 1000.0, moves=True), NewBudget("rich", 0.01)),
+        ),
+    ),
+    batches=(Ask("batch", "poor", items=(0, 3, 6)),),
+)
+"""Budgets are removed, set below the amount spent, raised and lowered while flows run."""

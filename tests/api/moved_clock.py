@@ -13,11 +13,12 @@ import redis
 from api.http.auth import ApiKeys
 from api.inputs.storage import Storage
 from api.limits.accounts import LimitStore
+from api.limits.budget_marks import BudgetMarks
 from shared.stores.cache import ResultCache
 from shared.stores.objects import UrlSigner
 
 SCRIPT = "tests/api/moved_clock.lua"
-CLOCKED = (ApiKeys, ResultCache, Storage, UrlSigner)
+CLOCKED = (ApiKeys, BudgetMarks, ResultCache, Storage, UrlSigner)
 """What takes `time.time` as an argument by default, and so knows only the one before a patch."""
 
 
@@ -38,6 +39,10 @@ class MovedClock:
         """Sets by how much it is ahead."""
         self._ahead_s = ahead_s
         self._client.set("test:ahead_ms", round(ahead_s * 1000))
+
+    def move_on(self, seconds: float) -> None:
+        """Moves it from where it is."""
+        self.move(self._ahead_s + seconds)
 
     def move_to_turn(self, left_s: float) -> None:
         """Moves it to so long before the end of this month (UTC). Negative: after that."""

@@ -15,9 +15,10 @@ from pathlib import Path
 from PIL import Image
 
 from shared.blob import INLINE_LIMIT_BYTES, Blob
-from shared.catalog import Model
+from shared.catalog import Catalog, Model
 from shared.catalog_entry import Batch, Cache, Price
 from shared.errors import BadInput, Canceled, ModelFailed, PenstockError, Unavailable
+from shared.flow_engine import FlowEngine
 from shared.in_memory_broker import InMemoryBroker
 from shared.messages import (
     Envelope,
@@ -36,6 +37,7 @@ from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.stores.withdrawals import LiveWithdrawals
 from shared.tasks import Input, Result
+from shared.tasks.custom import CustomResult
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from shared.tasks.image import ImageResult
 from shared.tenants.plan import Priority
@@ -60,7 +62,7 @@ from workers.jobs.completion import Completion
 from workers.jobs.consumer import Clock, JobConsumer
 from workers.jobs.registry import JobRegistry
 from workers.metrics import ProcessTimes
-from workers.models.base import Prepared, PreparedImage, PreparedText, Preparer
+from workers.models.base import Prepared, PreparedCustom, PreparedImage, PreparedText, Preparer
 from workers.runtime.client import OnPreviews, OnProgress
 from workers.runtime.pool import ModelPool, ModelProcessDied
 from workers.runtime.protocol import BatchResult, Failure, ResidencyReport
@@ -204,6 +206,22 @@ class PaintProcess(LetterProcess):
         Image.new("RGB", (width, height), (seed % 256, 0, 0)).save(image, "png")
         blob = Blob("image/png", data=image.getvalue())
         return ImageResult(blob, width, height, seed, width * height * steps)
+
+
+class WordProcess(LetterProcess):
+    """A class that turns the letters of a word into capitals.
+
+    A word with "!" fails, and "0" is refused.
+    """
+
+    def _text(self, prepared: Prepared) -> str:
+        assert isinstance(prepared, PreparedCustom)
+        return str(prepared.values["word"])
+
+    def _result(self, text: str) -> Result | PenstockError:
+        if text == "0":
+            return BadInput("no digits", field="word")
+        return ModelFailed("a bang") if "!" in text else CustomResult(text.upper())
 
 
 class LetterPool:
@@ -384,8 +402,12 @@ async def running_worker(
     clock: Clock | None = None,
     canary: CanaryShare | None = None,
     withdrawals: LiveWithdrawals | None = None,
+    catalog: Catalog | None = None,
 ) -> AsyncIterator[WorkerHarness]:
-    """Runs a worker, on `pool` or on a fake model process that the test controls."""
+    """Runs a worker, on `pool` or on a fake model process that the test controls.
+
+    It runs steps of flows if it knows their `catalog`.
+    """
     letters = pool if isinstance(pool, LetterPool) else LetterPool()
     broker, name = broker or InMemoryBroker(), model.name
     await make_jobs(broker, name)
@@ -418,6 +440,7 @@ async def running_worker(
             in_steps=WORKER_TASKS[model.task].computes_steps(model, Path()),
             clock=clock,
             withdrawals=withdrawals,
+            flows=FlowEngine(catalog, records, broker, cache) if catalog is not None else None,
         )
         harness.consumer, harness.registry = consumer, completion.registry
         worker = Worker(
