@@ -55,12 +55,15 @@ class _Slot:
         """What the wrapper returned."""
         self.connected = asyncio.Event()
         self.has_more = asyncio.Event()
+        self.is_idle = asyncio.Event()
+        """Set when the worker takes the next prediction. It loses one that comes before."""
 
     def begin(self, number: int) -> None:
         """Forgets the previous prediction."""
         self.number, self.began_s = number, time.monotonic()
         self.pieces, self.pieces_s, self.logs, self.metrics = [], [], [], {}
         self.returned = None
+        self.is_idle.clear()
 
     def add_piece(self, value: Any) -> None:
         """Takes the next piece of an output."""
@@ -208,6 +211,10 @@ class CogWorker:
                 _resolve(self._ready, "")
             elif kind in ("failed", "fatal"):
                 _resolve(self._ready, message.get("error") or message.get("reason", ""))
+            elif kind == "idle":
+                for slot in self._slots:
+                    if slot.name == message["slot"]:
+                        slot.is_idle.set()
             elif kind == "log":
                 self._add_printed(message["data"])
         _resolve(self._ready, "the process ended")
@@ -263,23 +270,32 @@ class CogWorker:
         )
         slot.number = 0
         shutil.rmtree(folder, ignore_errors=True)
+        if outcome.status not in ("died", "too late"):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(slot.is_idle.wait(), DRAIN_S)
         self._free.put_nowait(slot)
         return outcome
 
     async def _send(self, slot: _Slot, request: Request, folder: Path) -> None:
         values = json.loads(json.dumps(request.values))
         for number, file in enumerate(request.files):
-            path = folder / str(number) / Path(file.name).name
-            path.parent.mkdir()
-            path.write_bytes(file.data)
-            put(values, file.at, str(path))
-        message = {
+            # The worker makes a Path of a URI only, and the wrapper of a path as well.
+            value = file.data_uri
+            if self._is_wrapped:
+                path = folder / str(number) / Path(file.name).name
+                path.parent.mkdir()
+                path.write_bytes(file.data)
+                value = str(path)
+            put(values, file.at, value)
+        message: dict[str, Any] = {
             "type": "predict",
             "id": str(slot.number),
             "input": values,
             "output_dir": str(folder),
-            "context": dict(request.context) | {"number": str(slot.number)},
+            "context": dict(request.context),
         }
+        if self._is_wrapped:
+            message["context"] |= {"number": str(slot.number)}
         encoded = _encode(message)
         if len(encoded) > MAX_INLINE_BYTES:
             path = folder / "input.json"
