@@ -5,6 +5,8 @@ The network: https://github.com/tensorflow/tpu/tree/master/models/official/effic
 
 from __future__ import annotations
 
+import struct
+import zlib
 from pathlib import Path as LocalPath
 
 import numpy as np
@@ -29,6 +31,17 @@ STAGES = (
     (1, 3, 1, 6, 320),
 )
 STEM_CHANNELS, FEATURES, CLASSES = 32, 1280, 1000
+FORMATS = ("PNG", "JPEG", "WEBP")
+UNREADABLE = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
+"""Pillow raises these for a file that is damaged, in another format, or too large."""
 
 
 class SameConvolution(nn.Conv2d):
@@ -101,6 +114,27 @@ class EfficientNetLite0(nn.Module):
         return self._fc(features), features
 
 
+class InvalidInput(ValueError):
+    """An input that this model can't use. `field` is its name."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(reason)
+        self.field = field
+
+
+def read_image(path: Path) -> Image.Image:
+    """Returns an image, upright and in RGB.
+
+    Raises:
+        InvalidInput: it can't be read.
+    """
+    try:
+        with Image.open(path, formats=FORMATS) as opened:
+            return ImageOps.exif_transpose(opened).convert("RGB")
+    except UNREADABLE as error:
+        raise InvalidInput("image", "must be a PNG, JPEG or WebP file that can be read") from error
+
+
 def prepared(image: Image.Image) -> Tensor:
     """The middle of an image as the network takes it: (1, 3, 224, 224), from -1 to 1."""
     side = round(min(image.size) * CROPPED_SHARE)
@@ -152,8 +186,7 @@ class Predictor(BasePredictor):
         ),
     ) -> Output:
         """Returns the likeliest labels with their probabilities."""
-        with Image.open(image) as opened:
-            source = ImageOps.exif_transpose(opened).convert("RGB")
+        source = read_image(image)
         with torch.inference_mode():
             logits, features = self.network(prepared(source).to(self.device))
             scores, places = logits[0].softmax(0).topk(top)

@@ -89,3 +89,14 @@ def test_images_that_look_alike_are_close(predictor: Any, tmp_path: Path) -> Non
     assert np.linalg.norm(first) == pytest.approx(1)
     assert first @ mirrored > 0.8
     assert first @ other < 0.4
+
+
+def test_a_file_that_cant_be_read_is_the_callers_mistake(
+    module: ModuleType, predictor: Any, tmp_path: Path
+) -> None:
+    whole = saved(Image.new("RGB", (64, 64), "red"), tmp_path / "whole.png").read_bytes()
+    for number, data in enumerate([b"", b"no image", whole[:60], b"GIF89a" + bytes(20)]):
+        (tmp_path / f"{number}.png").write_bytes(data)
+        with pytest.raises(module.InvalidInput, match="must be a PNG, JPEG or WebP") as refused:
+            predictor.predict(image=tmp_path / f"{number}.png", top=1, embed=False)
+        assert refused.value.field == "image"

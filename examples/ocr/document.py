@@ -58,7 +58,7 @@ PASSWORD_ERROR = 4
 """FPDF_ERR_PASSWORD."""
 
 
-class WrongInput(ValueError):
+class InvalidInput(ValueError):
     """An input that this model does not take."""
 
     def __init__(self, field: str, reason: str) -> None:
@@ -74,20 +74,22 @@ def chosen(pages: str, count: int) -> list[int]:
         count: how many there are.
 
     Raises:
-        WrongInput: there is no such page, or it is written in another way.
+        InvalidInput: there is no such page, or it is written in another way.
     """
     if not pages:
         return list(range(count))
     if not PAGES.fullmatch(pages):
-        raise WrongInput("pages", "numbers from 0 on and ranges are needed, as 0,2-4")
+        raise InvalidInput("pages", "numbers from 0 on and ranges are needed, as 0,2-4")
     asked = bytearray(count)  # a byte for each page: there may be 100,000 ranges
     for part in pages.split(","):
         begin, _, end = part.partition("-")
         first, last = int(begin), int(end or begin)
         if last < first:
-            raise WrongInput("pages", f"{part.strip()} ends before it begins")
+            raise InvalidInput("pages", f"{part.strip()} ends before it begins")
         if last >= count:
-            raise WrongInput("pages", f"there is no page {last}: {count} are there, counted from 0")
+            raise InvalidInput(
+                "pages", f"there is no page {last}: {count} are there, counted from 0"
+            )
         asked[first : last + 1] = b"\1" * (last + 1 - first)
     return [number for number, is_asked in enumerate(asked) if is_asked]
 
@@ -111,7 +113,7 @@ class Document:
         path: of the file.
 
     Raises:
-        WrongInput: it can't be read.
+        InvalidInput: it can't be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -128,7 +130,7 @@ class Document:
         """The size of a page, its text layer, and where it has images.
 
         Raises:
-            WrongInput: it can't be read.
+            InvalidInput: it can't be read.
         """
         asked = {"ask": "text", "page": page}
         facts: dict[str, Any] = self._ask(asked, f"page {page}: ", PAGE_LIMIT_S)[0]
@@ -138,7 +140,7 @@ class Document:
         """A page as it looks.
 
         Raises:
-            WrongInput: it can't be rendered.
+            InvalidInput: it can't be rendered.
         """
         asked = {"ask": "raster", "page": page}
         head, pixels = self._ask(asked, f"page {page}: ", PAGE_LIMIT_S)
@@ -150,7 +152,7 @@ class Document:
         A PDF of a PDF, a PNG of a TIFF, and other images as they are.
 
         Raises:
-            WrongInput: it can't be read.
+            InvalidInput: it can't be read.
         """
         head, data = self._ask({"ask": "alone", "page": page}, f"page {page}: ", PAGE_LIMIT_S)
         return head["suffix"], data
@@ -179,15 +181,15 @@ class Document:
             body = read(body_bytes)
         except TimeoutError:
             reason = f"not read in {limit_s:g} s"
-            raise WrongInput("document", where + reason) from None
+            raise InvalidInput("document", where + reason) from None
         except (EOFError, BrokenPipeError):
             reason = f"reading it takes more than {MEMORY_BYTES // 1024**2} MiB or {PAGE_CPU_S} s"
             status = self._process.wait()
             if status not in (-9, -24, -6, 1):  # killed, too much CPU time, no memory
                 reason = "it is broken"
-            raise WrongInput("document", where + reason) from None
+            raise InvalidInput("document", where + reason) from None
         if "wrong" in head:
-            raise WrongInput("document", where + head["wrong"])
+            raise InvalidInput("document", where + head["wrong"])
         return head, body
 
 
@@ -200,7 +202,7 @@ def divided(path: Path, folder: Path, pages: str) -> Iterator[tuple[int, Path]]:
         pages: which, as `chosen` takes them.
 
     Raises:
-        WrongInput: the document can't be read, has no such pages, or too many of them.
+        InvalidInput: the document can't be read, has no such pages, or too many of them.
     """
     with Document(path) as document:
         numbers = chosen(pages, document.pages)
@@ -208,7 +210,7 @@ def divided(path: Path, folder: Path, pages: str) -> Iterator[tuple[int, Path]]:
             reason = (
                 f"{len(numbers)} are asked for, and at most {MAX_DIVIDED} are read in a request"
             )
-            raise WrongInput("pages", f"{reason}; ask for some, as 0-{MAX_DIVIDED - 1}")
+            raise InvalidInput("pages", f"{reason}; ask for some, as 0-{MAX_DIVIDED - 1}")
         for number in numbers:
             suffix, data = document.alone(number)
             page = folder / f"{number}{suffix}"

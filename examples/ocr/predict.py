@@ -30,7 +30,7 @@ from assembly import (
     straightened,
 )
 from cog import BasePredictor, Input, Path
-from document import Document, Raster, WrongInput, chosen
+from document import Document, InvalidInput, Raster, chosen
 from PIL import Image
 
 MIN_TEXT_CHARS = 32
@@ -259,7 +259,7 @@ class Predictor(BasePredictor):
 def _check_images(count: int) -> None:
     if count > MAX_IMAGES:
         reason = f"more than {MAX_IMAGES} images in one answer; ask for fewer, or for fewer pages"
-        raise WrongInput("image_limit", reason)
+        raise InvalidInput("image_limit", reason)
 
 
 class PageReader:

@@ -21,7 +21,7 @@ from examples.ocr.assembly import (
     page_of,
     straightened,
 )
-from examples.ocr.document import Document, WrongInput
+from examples.ocr.document import Document, InvalidInput
 from tests.documents import hostile_files, odd_files, pages_pdf, report, report_pages, shown, stream
 
 HEAVY = ("content-bomb", "form-loop", "many-objects", "object-stream")
@@ -57,7 +57,7 @@ def test_a_hostile_file_is_an_error_of_its_document(
     data, said = hostile[name]
     path = tmp_path / "document"
     path.write_bytes(data)
-    with pytest.raises(WrongInput) as caught:
+    with pytest.raises(InvalidInput) as caught:
         read_all(path)
     assert caught.value.field == "document"
     assert said in str(caught.value)
@@ -78,7 +78,7 @@ def test_a_broken_page_is_named(tmp_path: Path) -> None:
     path.write_bytes(pages_pdf([good, bad]))
     with Document(path) as document:
         assert document.text(0)["lines"]
-        with pytest.raises(WrongInput, match=r"^page 1: it has more than 200000 objects"):
+        with pytest.raises(InvalidInput, match=r"^page 1: it has more than 200000 objects"):
             document.text(1)
         assert document.text(0)["lines"]
 
@@ -88,7 +88,7 @@ def test_page_with_too_much_text_is_the_callers_error(tmp_path: Path) -> None:
     words = b"".join(shown("word " * 200, 72, 700 - n % 600, 1) for n in range(300))
     path.write_bytes(pages_pdf([stream(b"", words)]))
     with Document(path) as document:
-        with pytest.raises(WrongInput, match=r"^page 0: it has too much text") as caught:
+        with pytest.raises(InvalidInput, match=r"^page 0: it has too much text") as caught:
             document.text(0)
         assert caught.value.field == "document"
         assert document.raster(0).width

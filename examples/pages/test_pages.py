@@ -10,7 +10,7 @@ import pypdfium2
 import pytest
 from PIL import Image
 
-from examples.ocr.document import WrongInput, chosen, divided
+from examples.ocr.document import InvalidInput, chosen, divided
 from tests.documents import (
     hostile_files,
     image_file,
@@ -75,7 +75,7 @@ def test_pages_are_chosen_and_keep_their_numbers(tmp_path: Path) -> None:
     ],
 )
 def test_pages_that_can_t_be_chosen_are_named(pages: str, reason: str, tmp_path: Path) -> None:
-    with pytest.raises(WrongInput, match=reason) as caught:
+    with pytest.raises(InvalidInput, match=reason) as caught:
         pages_in(report(report_pages(4)), tmp_path, pages)
     assert caught.value.field == "pages"
 
@@ -84,14 +84,14 @@ def test_a_hundred_thousand_ranges_hold_nobody_up() -> None:
     """As many as an input has room for."""
     began_s = time.process_time()
     assert len(chosen(",".join(["0-9999"] * 100_000), 10_000)) == 10_000
-    with pytest.raises(WrongInput, match="there is no page 99999"):
+    with pytest.raises(InvalidInput, match="there is no page 99999"):
         chosen(",".join(["0-99999"] * 100_000), 10_000)
     assert time.process_time() - began_s < 5
 
 
 def test_more_pages_than_a_prediction_may_give_are_asked_for_in_parts(tmp_path: Path) -> None:
     whole = report([[f"page {number}"] for number in range(513)])
-    with pytest.raises(WrongInput, match="513 are asked for, and at most 512 are read"):
+    with pytest.raises(InvalidInput, match="513 are asked for, and at most 512 are read"):
         pages_in(whole, tmp_path)
     assert len(pages_in(whole, tmp_path, "1-512")) == 512
 
@@ -108,6 +108,6 @@ def test_more_pages_than_a_prediction_may_give_are_asked_for_in_parts(tmp_path: 
     ],
 )
 def test_what_can_t_be_divided_is_named(name: str, reason: str, tmp_path: Path) -> None:
-    with pytest.raises(WrongInput, match=reason) as caught:
+    with pytest.raises(InvalidInput, match=reason) as caught:
         pages_in(hostile_files()[name][0], tmp_path)
     assert caught.value.field == "document"

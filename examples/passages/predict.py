@@ -13,6 +13,14 @@ _END = re.compile(r"(?<=[.!?])\s+|\s*\n\s*")
 """Of a sentence, a line or a row of a table."""
 
 
+class InvalidInput(ValueError):
+    """An input that this model can't use. `field` is its name."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(reason)
+        self.field = field
+
+
 class Predictor(BasePredictor):
     """Divides pages at the ends of sentences and lines."""
 
@@ -28,10 +36,18 @@ class Predictor(BasePredictor):
 
         A page without text has none.
         """
+        try:
+            pages = [
+                (number, "\n".join(part["markdown"] for part in parts))
+                for number, parts in zip(document["numbers"], document["pages"], strict=True)
+            ]
+        except (LookupError, TypeError, ValueError) as error:
+            reason = "must have `pages`, lists of objects with `markdown`, and as many `numbers`"
+            raise InvalidInput("document", reason) from error
         return [
             {"page": number, "text": text}
-            for number, parts in zip(document["numbers"], document["pages"], strict=True)
-            for text in passages_of("\n".join(part["markdown"] for part in parts), max_chars)
+            for number, markdown in pages
+            for text in passages_of(markdown, max_chars)
         ]
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from examples.passages.predict import Predictor
+from typing import Any
+
+import pytest
+
+from examples.passages.predict import InvalidInput, Predictor
 
 
 def passages(*pages: str, max_chars: int = 40) -> list[tuple[int, str]]:
@@ -35,3 +39,19 @@ def test_what_is_too_long_is_cut_between_words_or_anywhere() -> None:
     assert passages(long) == [(3, " ".join(["mill"] * 8)), (3, " ".join(["mill"] * 4))]
     assert passages("x" * 90) == [(3, "x" * 40), (3, "x" * 40), (3, "x" * 10)]
     assert passages("abc", max_chars=1) == [(3, "a"), (3, "b"), (3, "c")]
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {},
+        {"pages": [[{"markdown": "a"}]]},
+        {"pages": [[{"markdown": "a"}]], "numbers": [1, 2]},
+        {"pages": [[{"text": "a"}]], "numbers": [1]},
+        {"pages": 1, "numbers": [1]},
+    ],
+)
+def test_another_document_is_the_callers_mistake(document: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        Predictor().predict(document=document, max_chars=40)
+    assert refused.value.field == "document"

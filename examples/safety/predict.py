@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import os
+import struct
+import zlib
 from pathlib import Path as LocalPath
 from typing import Any
 
@@ -20,6 +22,38 @@ WEIGHTS = LocalPath(__file__).parent / "weights"
 RESIZED_PX, SIZE_PX = 256, 224
 MEANS = (104, 117, 123)
 """Of blue, green and red in the images that it was trained with."""
+FORMATS = ("PNG", "JPEG", "WEBP")
+UNREADABLE = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
+"""Pillow raises these for a file that is damaged, in another format, or too large."""
+
+
+class InvalidInput(ValueError):
+    """An input that this model can't use. `field` is its name."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(reason)
+        self.field = field
+
+
+def read_image(path: Path) -> Image.Image:
+    """Returns an image, upright and in RGB.
+
+    Raises:
+        InvalidInput: it can't be read.
+    """
+    try:
+        with Image.open(path, formats=FORMATS) as opened:
+            return ImageOps.exif_transpose(opened).convert("RGB")
+    except UNREADABLE as error:
+        raise InvalidInput("image", "must be a PNG, JPEG or WebP file that can be read") from error
 
 
 def prepared(image: Image.Image) -> Any:
@@ -69,8 +103,7 @@ class Predictor(BasePredictor):
         ),
     ) -> Output:
         """Returns the probability from 0 to 1, and whether it is below the threshold."""
-        with Image.open(image) as opened:
-            source = ImageOps.exif_transpose(opened).convert("RGB")
+        source = read_image(image)
         scores = self.session.run(None, {self.input: prepared(source)})[0]
         nsfw = float(scores[0, 1])
         return Output(nsfw=nsfw, is_safe=nsfw < threshold)

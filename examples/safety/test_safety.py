@@ -70,3 +70,12 @@ def test_the_threshold_decides(predictor: Any, tmp_path: Path, threshold: float)
     output = predictor.predict(image=tmp_path / "given.jpg", threshold=threshold)
     assert 0 < output.nsfw < 0.2
     assert output.is_safe is (threshold == 1.0)
+
+
+def test_a_file_that_cant_be_read_is_the_callers_mistake(
+    module: ModuleType, predictor: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "given.png").write_bytes(b"no image")
+    with pytest.raises(module.InvalidInput, match="must be a PNG, JPEG or WebP") as refused:
+        predictor.predict(image=tmp_path / "given.png", threshold=0.5)
+    assert refused.value.field == "image"

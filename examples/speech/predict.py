@@ -39,7 +39,7 @@ ENDLESS_WAV = struct.pack(
 """The header of a wav whose length is not known."""
 
 
-class WrongInput(ValueError):
+class InvalidInput(ValueError):
     """An input that this model does not take."""
 
     def __init__(self, field: str, reason: str) -> None:
@@ -78,7 +78,7 @@ class Predictor(BasePredictor):
     ) -> Iterator[Path]:
         """Yields the file with the sound, 24 kHz in one channel, whole or in parts."""
         if voice not in VOICES:
-            raise WrongInput("voice", f"not one of {', '.join(VOICES)}")
+            raise InvalidInput("voice", f"not one of {', '.join(VOICES)}")
         folder = LocalPath(tempfile.mkdtemp())
         sentences = self.say.stream(input, speed=speed, seed=SEED)
         number = -1
@@ -88,7 +88,7 @@ class Predictor(BasePredictor):
             target.write_bytes(part)
             yield Path(target)
         if number < 0:
-            raise WrongInput("input", "there is nothing in it to say")
+            raise InvalidInput("input", "there is nothing in it to say")
 
 
 def parts_of(

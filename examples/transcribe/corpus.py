@@ -23,7 +23,7 @@ import numpy as np
 import soundfile
 import soxr
 from decoding import RATE_HZ, decode
-from recordings import WrongInput, count_seconds, mp3_frame
+from recordings import InvalidInput, count_seconds, mp3_frame
 
 FINE_HZ = 44_100
 KEPT_SHARE = 0.6
@@ -132,7 +132,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         counted = count_seconds(path)
         return {"counted": counted, "decoded": sum(map(len, decode(path))) / RATE_HZ}
-    except WrongInput as error:
+    except InvalidInput as error:
         return {"error": str(error)}
 
 

@@ -16,7 +16,7 @@ import codecpod
 import numpy as np
 import soundfile
 import soxr
-from recordings import Part, WrongInput, find_parts
+from recordings import InvalidInput, Part, find_parts
 
 RATE_HZ = 16_000
 """Whisper's."""
@@ -34,7 +34,7 @@ def decode(path: Path) -> Iterator[Any]:
     """Yields a recording in blocks: float32, one channel, RATE_HZ, rounded to 16 bits.
 
     Raises:
-        WrongInput: it is not a recording, is damaged, or has no sound.
+        InvalidInput: it is not a recording, is damaged, or has no sound.
     """
     done_s = 0.0
     for part in find_parts(path):
@@ -86,7 +86,7 @@ def _decode_whole(part: Part, done_s: float) -> Iterator[Any]:
         channels = codecpod.info(part.data).channels
         if part.seconds * channels > MAX_WHOLE_S:
             hours = MAX_WHOLE_S / 3600 / channels
-            raise WrongInput("file", f"longer than {hours:g} hours; send it as flac, mp3 or ogg")
+            raise InvalidInput("file", f"longer than {hours:g} hours; send it as flac, mp3 or ogg")
         samples, _ = codecpod.load(part.data, sample_rate=RATE_HZ, channels_first=False)
     except codecpod.CodecpodError as error:
         raise _incomplete(done_s) from error
@@ -95,8 +95,8 @@ def _decode_whole(part: Part, done_s: float) -> Iterator[Any]:
         yield mix(samples[start : start + BLOCK_S * RATE_HZ])
 
 
-def _incomplete(seconds: float) -> WrongInput:
-    return WrongInput("file", f"it is damaged: it can't be read beyond {seconds:.1f} s")
+def _incomplete(seconds: float) -> InvalidInput:
+    return InvalidInput("file", f"it is damaged: it can't be read beyond {seconds:.1f} s")
 
 
 def mix(block: Any) -> Any:

@@ -19,7 +19,7 @@ from pathlib import Path as LocalPath
 from typing import Any
 
 from cog import BasePredictor, Input, Path
-from recordings import WrongInput, count_seconds
+from recordings import InvalidInput, count_seconds
 from transcript import Transcript
 from windows import RATE_HZ, faster_whisper, whole_of, windows_of
 
@@ -104,9 +104,9 @@ class Predictor(BasePredictor):
         """
         known = self.model.supported_languages
         if language and language not in known:
-            raise WrongInput("language", f"not one of {', '.join(sorted(known))}")
+            raise InvalidInput("language", f"not one of {', '.join(sorted(known))}")
         if task == "translate" and known == ["en"]:
-            raise WrongInput("task", "this model knows English only")
+            raise InvalidInput("task", "this model knows English only")
         options: dict[str, Any] = {
             "language": language or None,
             "task": task,

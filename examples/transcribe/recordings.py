@@ -44,7 +44,7 @@ MAX_STRAY_FRAMES = 100_000
 """Places in a FLAC that look like a frame and are none. A random 64 MiB has 2,000."""
 
 
-class WrongInput(ValueError):
+class InvalidInput(ValueError):
     """An input that this model can't use. `field` is its name."""
 
     def __init__(self, field: str, reason: str) -> None:
@@ -69,7 +69,7 @@ def find_parts(path: Path) -> list[Part]:
     """Returns the recordings in a file, in order. Most files are a single one.
 
     Raises:
-        WrongInput: the file is not a recording in a known format, is damaged, or has no sound.
+        InvalidInput: the file is not a recording in a known format, is damaged, or has no sound.
     """
     whole = path.read_bytes()
     data = _without_id3(whole)
@@ -78,12 +78,12 @@ def find_parts(path: Path) -> list[Part]:
             parts = list(islice(find(data), MAX_PARTS + 1))
             break
     else:
-        raise WrongInput("file", f"not a recording in {FORMATS}")
+        raise InvalidInput("file", f"not a recording in {FORMATS}")
     if len(parts) > MAX_PARTS:
-        raise WrongInput("file", f"it consists of more than {MAX_PARTS} recordings")
+        raise InvalidInput("file", f"it consists of more than {MAX_PARTS} recordings")
     parts = [part for part in parts if part.seconds > 0]
     if not parts:
-        raise WrongInput("file", "it has no sound")
+        raise InvalidInput("file", "it has no sound")
     if len(parts) == 1 and parts[0].data == whole:
         return [Part(whole, parts[0].seconds, is_file=True)]
     return parts
@@ -93,7 +93,7 @@ def count_seconds(path: Path) -> float:
     """Returns the seconds of sound in a file.
 
     Raises:
-        WrongInput: as `find_parts`.
+        InvalidInput: as `find_parts`.
     """
     return sum(part.seconds for part in find_parts(path))
 
@@ -113,8 +113,8 @@ def _id3_bytes(data: bytes, at: int) -> int:
     return 10 + (a << 21 | b << 14 | c << 7 | d) + footer
 
 
-def _damaged(seconds: float) -> WrongInput:
-    return WrongInput("file", f"it is damaged {seconds:.1f} s from its start")
+def _damaged(seconds: float) -> InvalidInput:
+    return InvalidInput("file", f"it is damaged {seconds:.1f} s from its start")
 
 
 def _declared(data: bytes) -> Part:
@@ -126,7 +126,7 @@ def _declared(data: bytes) -> Part:
             samples, rate = codecpod.load(data, mono=True)
             frames = len(samples)
     except codecpod.CodecpodError as error:
-        raise WrongInput("file", f"not a complete recording in {FORMATS}") from error
+        raise InvalidInput("file", f"not a complete recording in {FORMATS}") from error
     return Part(data, frames / rate)
 
 
@@ -158,9 +158,9 @@ def _wav_part(data: bytes, start: int) -> tuple[Part | None, int]:
             form = data[at + 8 : at + 8 + size]
         at += 8 + size + size % 2
     else:
-        raise WrongInput("file", "the wav has too many chunks")
+        raise InvalidInput("file", "the wav has too many chunks")
     if len(form) < 16:
-        raise WrongInput("file", "the wav has no format")
+        raise InvalidInput("file", "the wav has no format")
     seconds, block = _wav_seconds(form, len(sound))
     sound = sound[: len(sound) // block * block]  # a sample that was cut in two is none
     body = b"WAVE" + head + struct.pack("<4sI", b"data", len(sound)) + sound + bytes(len(sound) % 2)
@@ -207,7 +207,7 @@ def _wav_seconds(form: bytes, count: int) -> tuple[float, int]:
     """Returns the seconds of sound in so many bytes, and the bytes of a block of samples."""
     tag, _, rate, per_second, block = struct.unpack_from("<HHIIH", form)
     if not rate or not block or not per_second:
-        raise WrongInput("file", "the wav's format has a rate of 0")
+        raise InvalidInput("file", "the wav's format has a rate of 0")
     blocks = count // block
     if tag in PCM_TAGS:
         return blocks / rate, block
@@ -225,7 +225,7 @@ def find_ogg(data: bytes) -> Iterator[Part]:
     """Yields the recordings in Ogg data: each begins with first pages.
 
     Raises:
-        WrongInput: a page is missing or damaged.
+        InvalidInput: a page is missing or damaged.
     """
     start, chain, before_s = 0, _OggChain(), 0.0
     at = 0
@@ -325,7 +325,7 @@ def find_flac(data: bytes) -> Iterator[Part]:
             return
         rate = int.from_bytes(part[18:21], "big") >> 4
         if not rate:
-            raise WrongInput("file", "the flac's header has a rate of 0")
+            raise InvalidInput("file", "the flac's header has a rate of 0")
         part = _without_tag(part)
         samples, last, before_last = _flac_samples(part)
         if last and _crc16(part[last:]):
@@ -349,7 +349,7 @@ def _flac_samples(data: bytes) -> tuple[int, int, int]:
         if head is None:
             stray += 1
             if stray > MAX_STRAY_FRAMES:
-                raise WrongInput("file", "it is damaged: most of it has no sound")
+                raise InvalidInput("file", "it is damaged: most of it has no sound")
             continue
         number, block, is_variable = head
         size = size or block
@@ -501,7 +501,7 @@ def _find_frames(data: bytes, read: Callable[[bytes], Frame | None]) -> Iterator
             samples += frame.samples
         last, end = frame, at + frame.size
     if last is None:
-        raise WrongInput("file", f"not a recording in {FORMATS}")
+        raise InvalidInput("file", f"not a recording in {FORMATS}")
     yield Part(data[start:end], max(0.0, samples - trimmed) / last.rate)
 
 
@@ -528,7 +528,7 @@ def _frames(data: bytes, read: Callable[[bytes], Frame | None]) -> Iterator[tupl
         following = mark.start() if mark else len(data)
         stray += len(data[at:following].strip(b"\0"))
         if stray > MAX_STRAY_BYTES:
-            raise WrongInput("file", "it is damaged: most of it has no sound")
+            raise InvalidInput("file", "it is damaged: most of it has no sound")
         at = following
 
 
@@ -582,7 +582,7 @@ def find_mp4(data: bytes) -> Iterator[Part]:
             break  # the rest of the file, or bytes that are no box
         at += size
     else:
-        raise WrongInput("file", "the m4a has too many boxes")
+        raise InvalidInput("file", "the m4a has too many boxes")
     yield _declared(data[start:])
 
 
@@ -602,7 +602,7 @@ def find_webm(data: bytes) -> Iterator[Part]:
     """Yields the recordings in WebM data.
 
     Raises:
-        WrongInput: there is something else between the blocks of sound.
+        InvalidInput: there is something else between the blocks of sound.
     """
     starts = [at.start() for at in re.finditer(rb"\x1a\x45\xdf\xa3[\x80-\x9f\x01]", data)]
     for start, end in pairwise([*starts, len(data)]):

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from decoding import RATE_HZ, decode
-from recordings import WrongInput
+from recordings import InvalidInput
 
 WINDOW_S = 30
 """Whisper's."""
@@ -282,13 +282,13 @@ def windows_of(path: Path) -> Iterator[Window]:
     """Yields the windows of a recording. None: nobody speaks in it.
 
     Raises:
-        WrongInput: it is no recording, or nothing is in it.
+        InvalidInput: it is no recording, or nothing is in it.
     """
     cutter = Cutter()
     for block in decode(path):
         yield from cutter.add(block)
     if not cutter.seconds:
-        raise WrongInput("file", "nothing is recorded in it")
+        raise InvalidInput("file", "nothing is recorded in it")
     yield from cutter.finish()
 
 
@@ -296,14 +296,14 @@ def whole_of(path: Path) -> Window:
     """Returns a recording that is one window.
 
     Raises:
-        WrongInput: it is no recording, nothing is in it, or it is longer than a window.
+        InvalidInput: it is no recording, nothing is in it, or it is longer than a window.
     """
     longest, blocks = WINDOW_S * RATE_HZ, list[Any]()
     for block in decode(path):
         blocks.append(block)
         if sum(map(len, blocks)) > longest:
-            raise WrongInput("file", f"longer than {WINDOW_S} s, so it needs vad_filter")
+            raise InvalidInput("file", f"longer than {WINDOW_S} s, so it needs vad_filter")
     samples = np.concatenate([np.zeros(0, np.float32), *blocks])
     if not len(samples):
-        raise WrongInput("file", "nothing is recorded in it")
+        raise InvalidInput("file", "nothing is recorded in it")
     return Window([Part(0, len(samples))], samples)

@@ -9,6 +9,14 @@ from cog import BasePredictor, Input
 from transcript import Transcript
 
 
+class InvalidInput(ValueError):
+    """An input that this model can't use. `field` is its name."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(reason)
+        self.field = field
+
+
 class Predictor(BasePredictor):
     """Joins the answers of examples/transcribe for the windows of examples/windows."""
 
@@ -24,6 +32,10 @@ class Predictor(BasePredictor):
         A recording has the language of its first segment.
         """
         transcript = Transcript(duration)
-        for said, places in zip(windows["segments"], windows["parts"], strict=True):
-            yield from transcript.add(said, places)
-        yield from transcript.finish()
+        try:
+            for said, places in zip(windows["segments"], windows["parts"], strict=True):
+                yield from transcript.add(said, places)
+            yield from transcript.finish()
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            reason = "must be the answers of examples/windows and examples/transcribe"
+            raise InvalidInput("windows", reason) from error

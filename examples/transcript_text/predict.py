@@ -7,6 +7,14 @@ from typing import Any
 from cog import BasePredictor, Input
 
 
+class InvalidInput(ValueError):
+    """An input that this model can't use. `field` is its name."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(reason)
+        self.field = field
+
+
 class Predictor(BasePredictor):
     """Joins the texts of segments, as `text` of OpenAI's transcriptions has them."""
 
@@ -17,4 +25,7 @@ class Predictor(BasePredictor):
         ),
     ) -> str:
         """Returns the text, without spaces around it. Empty: nobody speaks."""
-        return "".join(one["text"] for one in segments).strip()
+        try:
+            return "".join(one["text"] for one in segments).strip()
+        except (LookupError, TypeError) as error:
+            raise InvalidInput("segments", "each must have a `text`") from error

@@ -8,7 +8,9 @@ https://github.com/Tencent/ncnn/wiki/param-and-model-file-structure.
 from __future__ import annotations
 
 import math
+import struct
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path as LocalPath
 from typing import NamedTuple
@@ -28,6 +30,17 @@ OVERLAP_PX = 16
 """Of a tile with its neighbors, which hides the seams."""
 MAX_PIXELS = 1024 * 1024
 """Of the input. The result has 16 times as many."""
+FORMATS = ("PNG", "JPEG", "WEBP")
+UNREADABLE = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
+"""Pillow raises these for a file that is damaged, in another format, or too large."""
 
 _MAGIC = 7767517
 _FLOAT16 = 0x01306B47
@@ -45,6 +58,34 @@ class Layer(NamedTuple):
     """Numbers by their keys."""
     lists: dict[int, list[float]]
     """Lists of numbers by their keys."""
+
+
+class InvalidInput(ValueError):
+    """An input that this model can't use. `field` is its name."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(reason)
+        self.field = field
+
+
+def read_image(path: Path) -> Image.Image:
+    """Returns an image, upright, in RGB, or in RGBA if it is transparent.
+
+    Raises:
+        InvalidInput: it can't be read, or it is too large.
+    """
+    try:
+        with Image.open(path, formats=FORMATS) as opened:
+            size = f"{opened.width} x {opened.height}"
+            if opened.width * opened.height > MAX_PIXELS:
+                raise InvalidInput("image", f"must have at most {MAX_PIXELS} pixels, got {size}")
+            return ImageOps.exif_transpose(opened).convert(
+                "RGBA" if opened.has_transparency_data else "RGB"
+            )
+    except InvalidInput:
+        raise
+    except UNREADABLE as error:
+        raise InvalidInput("image", "must be a PNG, JPEG or WebP file that can be read") from error
 
 
 def read_layers(text: str) -> list[Layer]:
@@ -188,14 +229,7 @@ class Predictor(BasePredictor):
         ),
     ) -> Path:
         """Returns a PNG file. A transparent image stays transparent."""
-        with Image.open(image) as opened:
-            if opened.width * opened.height > MAX_PIXELS:
-                raise ValueError(
-                    f"image: {opened.width} x {opened.height}; at most {MAX_PIXELS} pixels"
-                )
-            source = ImageOps.exif_transpose(opened).convert(
-                "RGBA" if opened.has_transparency_data else "RGB"
-            )
+        source = read_image(image)
         current_scope().record_metric("input_pixels", source.width * source.height)
         colors = torch.from_numpy(np.array(source.convert("RGB"))).permute(2, 0, 1) / 255
         pixels = enlarge(self.network, colors).mul_(255).round_().to(torch.uint8)

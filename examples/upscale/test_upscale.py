@@ -131,10 +131,19 @@ def test_a_transparent_image_stays_transparent(
     assert alpha.max() > 235
 
 
-def test_an_image_that_is_too_large_is_refused(predictor: Any, tmp_path: Path) -> None:
-    Image.new("RGB", (2000, 1000)).save(tmp_path / "large.png")
-    with pytest.raises(ValueError, match="2000 x 1000; at most 1048576 pixels"):
-        predictor.predict(image=tmp_path / "large.png", scale=4)
+def test_an_image_that_cant_be_used_is_the_callers_mistake(
+    module: ModuleType, predictor: Any, tmp_path: Path
+) -> None:
+    Image.new("RGB", (2000, 1000)).save(tmp_path / "given.png")
+    with pytest.raises(
+        module.InvalidInput, match="at most 1048576 pixels, got 2000 x 1000"
+    ) as found:
+        predictor.predict(image=tmp_path / "given.png", scale=4)
+    assert found.value.field == "image"
+    (tmp_path / "given.png").write_bytes(b"no image")
+    with pytest.raises(module.InvalidInput, match="must be a PNG, JPEG or WebP") as found:
+        predictor.predict(image=tmp_path / "given.png", scale=4)
+    assert found.value.field == "image"
 
 
 def test_files_that_are_not_the_weights_are_refused(module: ModuleType) -> None:

@@ -96,6 +96,44 @@ async def test_errors_of_a_class_end_its_predictions_alone(serve: Any) -> None:
     assert [row.cost_usd for row in api.rows] == [0.0, 0.0, 0.25]
 
 
+INVALID = """
+class InvalidInput(ValueError):
+    pass
+
+class Predictor(BasePredictor):
+    def predict(self, image: Path, how: str) -> str:
+        if how == "whole":
+            raise InvalidInput("there is nothing to see")
+        if how == "field":
+            error = InvalidInput("is too dark")
+            error.field = "image"
+            raise error
+        return open(str(image) + ".txt").read()
+"""
+
+
+async def test_an_input_that_the_class_calls_invalid_is_no_failure_of_the_service(
+    serve: Any,
+) -> None:
+    api = await serve(INVALID)
+    image = "data:image/png;base64,AAAA"
+    whole = await predict(api, image=image, how="whole")
+    named = await predict(api, image=image, how="field")
+    failed = await predict(api, image=image, how="")
+    assert (whole["status"], whole["error"], whole["logs"]) == (
+        "failed",
+        "there is nothing to see",
+        "",
+    )
+    assert named["error"] == "image: is too dark"
+    assert (
+        failed["error"] == "FileNotFoundError: [Errno 2] No such file or directory: 'file.png.txt'"
+    )
+    assert "/" not in failed["logs"], "no path of the worker"
+    assert [row.error_code for row in api.rows] == ["invalid_input"] * 2 + ["model_failed"]
+    assert [row.cost_usd for row in api.rows] == [0.0] * 3
+
+
 async def test_a_loop_ends_at_its_deadline_or_when_it_is_canceled(serve: Any) -> None:
     api = await serve(CLASS)
     body = {"version": "mine", "input": {"text": "a", "mode": "loop"}}

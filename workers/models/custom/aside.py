@@ -20,10 +20,12 @@ from shared.tasks.custom import CustomResult, interface_of
 from workers.models.base import PreparedCustom
 from workers.models.custom.checking import INSPECTION_LIMIT_S
 from workers.models.custom.environments import python_for
-from workers.models.custom.model import message_of, outcome_of
+from workers.models.custom.model import message_of, outcome_of, paths_of
 from workers.models.custom.process import RunnerProcess, end_of
+from workers.models.custom.public_text import PathRemover
 from workers.models.custom.runner.frames import Frame
 from workers.models.custom.services import service_ports
+from workers.models.custom.sources import read_sources
 from workers.models.custom.variables import EntryVariables, variables_of
 
 ANSWER_LIMIT_S = 5.0
@@ -47,6 +49,7 @@ class AsideClass:
         self._variables = EntryVariables(entry.environment, entry.secrets)
         self._folder = folder
         self._runner: RunnerProcess | None = None
+        self._paths = PathRemover(None, ())
         self._turn = threading.Lock()
 
     def weigh(self, item: PreparedCustom) -> int:
@@ -92,8 +95,8 @@ class AsideClass:
             if not frames:
                 raise ModelFailed(f"{function}: {self._reason(runner, frames, ANSWER_LIMIT_S)}")
         if "error" in frames[0].message:
-            error = outcome_of(frames[0], self._interface, work=0)
-            reason = str(frames[0].message["error"])
+            error = outcome_of(frames[0], self._interface, work=0, paths=self._paths)
+            reason = self._paths.remove(str(frames[0].message["error"]))
             raise error if isinstance(error, BadInput) else ModelFailed(f"{function}: {reason}")
         return frames[0].message[name]
 
@@ -103,6 +106,7 @@ class AsideClass:
         Raises:
             ModelFailed: it can't be imported, or a secret of it can't be read.
         """
+        sources = read_sources(self._folder)
         variables = variables_of(self._folder, self._variables)
         runner = RunnerProcess(
             self._folder,
@@ -113,13 +117,14 @@ class AsideClass:
             denied_ports=service_ports(read_settings(Settings)),
             is_aside=True,
         )
+        self._paths = paths_of(self._folder, sources, runner)
         frames = self._received(runner, INSPECTION_LIMIT_S)
         if not frames:
             raise ModelFailed(f"{function}: {self._reason(runner, frames, INSPECTION_LIMIT_S)}")
         if "ready" not in frames[0].message:
             runner.close()
-            reason = frames[0].message.get("failed", "it did not begin")
-            raise ModelFailed(f"{function}: {reason}")
+            reason = str(frames[0].message.get("failed", "it did not begin"))
+            raise ModelFailed(f"{function}: {self._paths.remove(reason)}")
         self._runner = runner
         return runner
 

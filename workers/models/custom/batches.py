@@ -30,6 +30,7 @@ from workers.models.custom.model import (
     outcome_of,
 )
 from workers.models.custom.process import RunnerProcess, end_of, pass_on
+from workers.models.custom.public_text import PublicLogs
 from workers.models.custom.runner.frames import BATCH, Frame
 
 
@@ -74,12 +75,10 @@ class CustomBatchModel(HostedClass):
         answers = self._answers(runner, numbers, on_step)
         self._note_logs(runner.printed.take())
         for at, frame in enumerate(answers):
-            if log := frame.message.get("log"):
-                printed = self._logs.get(at, PrintedLogs())
-                self._logs[at] = PrintedLogs(printed.text + log, printed.left_out)
+            self._note_traceback(at, frame)
         try:
             return [
-                outcome_of(frame, self._interface, item.length)
+                outcome_of(frame, self._interface, item.length, self._paths)
                 for frame, item in zip(answers, batch, strict=True)
             ]
         except MALFORMED as error:
@@ -104,9 +103,14 @@ class CustomBatchModel(HostedClass):
     def _note_logs(self, printed: PrintedLogs) -> None:
         """Keeps the output of a batch if it has one item; otherwise its owner is unknown."""
         if self._batch_size == 1:
-            self._logs[0] = printed
+            self._logs[0] = PublicLogs(self._paths).add(printed, is_all=True)
         else:
             pass_on(printed)
+
+    def _note_traceback(self, at: int, frame: Frame) -> None:
+        """Keeps the traceback of the item `at`, if its answer has one."""
+        if frame.message.get("log"):
+            self._logs[at] = self._add_traceback(self._logs.get(at, PrintedLogs()), frame)
 
     def take_logs(self) -> dict[int, PrintedLogs]:
         """Returns what the class printed in the last call, by item index, if the item is known.
@@ -130,13 +134,12 @@ class CustomBatchModel(HostedClass):
         while (pause_s := self._start_at_s - time.monotonic()) > 0:
             time.sleep(min(STEP_S, pause_s))
             on_step(0, 0)
-        runner = self._start()
+        runner = self._restart()
         frames = runner.receive(self._setup_limit_s)
         self._restart_s += time.monotonic() - began_s
         if not frames or "ready" not in frames[0].message:
             self._on_failed_setup()
-            reason = self._failed_start(frames, self._setup_limit_s)
-            raise ModelFailed(f"the model could not be set up again: {reason}")
+            raise self._failed_restart(frames)
         self._on_ready(runner)
         on_step(0, 0)
         return runner
@@ -177,9 +180,13 @@ class CustomBatchModel(HostedClass):
 
     def _failed(self, frame: Frame, runner: RunnerProcess) -> PenstockError:
         self._note_logs(runner.printed.take())
+        if self._batch_size == 1:
+            self._note_traceback(0, frame)
+        else:
+            pass_on(PrintedLogs(str(frame.message.get("log", ""))))
         if frame.message["kind"] == "canceled":
             return ModelFailed("the model canceled the batch by itself")
-        return ModelFailed(str(frame.message["batch_error"]))
+        return ModelFailed(self._paths.remove(str(frame.message["batch_error"])))
 
     def _ended(self, runner: RunnerProcess) -> ModelFailed:
         """Why the runner ended in the middle of a batch."""

@@ -29,10 +29,15 @@ INSPECTION_LIMIT_S = 300.0
 
 
 class Inspected(NamedTuple):
-    """The interface of a class, and notes about what its author asks for without effect here."""
+    """The interface of a class, and what its author should know about it.
+
+    `notes`: what its cog.yaml asks for without effect here. `printed`: the output of its module
+    while it was imported.
+    """
 
     interface: ModelInterface
     notes: list[str]
+    printed: str = ""
 
 
 def inspect_folder(folder: Path) -> Inspected:
@@ -77,7 +82,7 @@ def inspect_folder(folder: Path) -> Inspected:
     _check_size(folder, interface)
     ports = [] if entry.processes == 1 else fixed_ports(folder)
     notes = [*read_notes(folder), *message["notes"], *left_out, *ports, *limits]
-    return Inspected(interface, notes)
+    return Inspected(interface, notes, printed)
 
 
 def _limits_of_view(folder: Path, runner: RunnerProcess) -> list[str]:
@@ -98,7 +103,7 @@ def _limits_of_view(folder: Path, runner: RunnerProcess) -> list[str]:
 
 
 def show_inspection(folder: Path) -> ModelInterface:
-    """Inspects a class as `inspect_folder` does, and prints the notes about it to stderr.
+    """Inspects a class as `inspect_folder` does, and prints its output and the notes to stderr.
 
     Those about cog.yaml come first, because what it asks for in vain may be why the class fails.
     """
@@ -106,6 +111,8 @@ def show_inspection(folder: Path) -> ModelInterface:
     for note in early:
         print(f"note: {note}", file=sys.stderr, flush=True)
     inspected = inspect_folder(folder)
+    if inspected.printed:
+        print(inspected.printed, file=sys.stderr, flush=True)
     for note in inspected.notes:
         if note not in early:
             print(f"note: {note}", file=sys.stderr, flush=True)

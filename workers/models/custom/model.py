@@ -38,11 +38,12 @@ from workers.models.base import PreparedCustom, PreparedItem, StepEnd
 from workers.models.custom.environments import python_for
 from workers.models.custom.process import (
     BoundedShow,
-    PrintedOutput,
     RunnerProcess,
     end_of,
     pass_on,
 )
+from workers.models.custom.public_text import PathRemover, PublicLogs
+from workers.models.custom.runner.confinement import SRC
 from workers.models.custom.runner.frames import Frame
 from workers.models.custom.services import service_ports
 from workers.models.custom.sources import Sources, read_sources
@@ -84,8 +85,8 @@ class _Running:
         """Whether it was in a runner that ended with several. It runs alone from then on."""
         self.received = 0
         """Pieces from the current runner."""
-        self.printed = PrintedLogs()
-        """What it printed while it ran alone, set when another prediction joined it."""
+        self.logs = PublicLogs(PathRemover(None, ()))
+        """What it printed while it ran alone, and its traceback."""
         self._is_text = is_text
         self._ids = list(memoryview(item.written_ids).cast("I"))
         """Of all pieces, reported or not."""
@@ -153,11 +154,13 @@ def outcome_of(
     frame: Frame,
     interface: ModelInterface,
     work: int,
+    paths: PathRemover,
     streamed: Sequence[tuple[FilePlace, Blob]] = (),
 ) -> CustomResult | PenstockError:
     """What the last frame of a prediction says.
 
-    `work`: what it weighs. `streamed`: the files of its pieces.
+    `work`: what it weighs. `paths`: removes our paths from an error. `streamed`: the files of its
+    pieces.
     """
     message = frame.message
     if "error" not in message:
@@ -170,11 +173,11 @@ def outcome_of(
             message["output"], files, places, interface.streams, message["metrics"], work
         )
         return result.packed()
-    reason = str(message["error"])
+    reason = paths.remove(str(message["error"]))
     if message["kind"] == "input":
         named = _FIRST_WORD.match(reason)
         is_known = named is not None and named[0] in interface.properties
-        return BadInput(reason, field=named[0] if named and is_known else "input")
+        return BadInput(reason, field=named[0] if named and is_known else None)
     return Canceled() if message["kind"] == "canceled" else ModelFailed(reason)
 
 
@@ -204,6 +207,8 @@ class HostedClass:
         self._threads = threads
         self.device_name = "cpu" if device in ("cpu", "auto") else device
         self._runner: RunnerProcess | None = None
+        self._paths = PathRemover(None, ())
+        self._shows_tracebacks = True
         self._is_ready = False
         self._restart_s = 0.0
         self._setup_limit_s = read_settings(ClassSettings).startup_s or entry.startup_s
@@ -224,10 +229,11 @@ class HostedClass:
         runner = self._start()
         frames = runner.receive(SETUP_LIMIT_S)
         if not frames or "ready" not in frames[0].message:
-            reason = self._failed_start(frames, SETUP_LIMIT_S)
+            reason, printed = self._failed_start(frames, SETUP_LIMIT_S)
+            whole = f"{self._folder}: {reason}" + (f"\n{printed}" if printed else "")
             if frames and frames[0].message.get("is_final"):
-                raise ConfigurationError(reason, field="source")
-            raise ModelFailed(reason)
+                raise ConfigurationError(whole, field="source")
+            raise ModelFailed(whole)
         self._check(frames[0], read_sources(self._folder))
         self._on_ready(runner)
         for one in runner.unconfined or ():
@@ -255,6 +261,8 @@ class HostedClass:
         except PenstockError:
             self._on_failed_setup()
             raise
+        sources = read_sources(self._folder)
+        self._shows_tracebacks = sources.shows_tracebacks
         self._setup_by_s = time.monotonic() + self._setup_limit_s
         self._runner = RunnerProcess(
             self._folder,
@@ -266,6 +274,7 @@ class HostedClass:
             denied_ports=service_ports(read_settings(Settings)),
             shows=BoundedShow(),
         )
+        self._paths = paths_of(self._folder, sources, self._runner)
         return self._runner
 
     def _on_ready(self, runner: RunnerProcess) -> None:
@@ -278,6 +287,19 @@ class HostedClass:
         """Lets the next start wait, longer after each failure."""
         self._start_at_s = time.monotonic() + next(self._pauses)
 
+    def _restart(self) -> RunnerProcess:
+        """Starts the runner again.
+
+        Raises:
+            ModelFailed: it can't be started. The operator's log has the reason.
+        """
+        try:
+            return self._start()
+        except (PenstockError, OSError) as error:
+            facts = {"model": self._name, "reason": str(error)}
+            log.exception("a class could not be started again", extra=facts)
+            raise ModelFailed("the model could not be set up again") from error
+
     def _check(self, ready: Frame, sources: Sources) -> None:
         loaded = ModelInterface(**ready.message["ready"], sources_sha256=sources.sha256)
         if difference := self._interface.difference(loaded):
@@ -287,19 +309,41 @@ class HostedClass:
                 field="source",
             )
 
-    def _failed_start(self, frames: list[Frame] | None, limit_s: float) -> str:
-        """Why the class could not be set up in `limit_s` seconds. Ends the runner."""
-        reason = f"{self._folder}: setup took longer than {limit_s:g} s"
+    def _failed_start(self, frames: list[Frame] | None, limit_s: float) -> tuple[str, str]:
+        """Why the class was not set up in that time, and what it printed. Ends the runner."""
+        reason = f"setup took longer than {limit_s:g} s"
         if frames:
-            reason = f"{self._folder}: {frames[0].message.get('failed', 'it did not begin')}"
+            reason = str(frames[0].message.get("failed", "it did not begin"))
         runner, self._runner = self._runner, None
         assert runner is not None, "it was started just now; this is a bug"
         printed = runner.printed.take().after(0).strip()
         status = runner.close()
         if frames is None:
             how = f"was ended: {runner.killed_for};" if runner.killed_for else end_of(status)
-            reason = f"{self._folder}: its process {how} before it was set up"
-        return f"{reason}\n{printed}" if printed else reason
+            reason = f"its process {how} before it was set up"
+        return reason, printed
+
+    def _failed_restart(self, frames: list[Frame] | None) -> ModelFailed:
+        """Why the class could not be set up again. The operator's log has the details."""
+        reason, _ = self._failed_start(frames, self._setup_limit_s)
+        facts = {"model": self._name, "reason": reason}
+        log.error("a class could not be set up again", extra=facts)
+        return ModelFailed(f"the model could not be set up again: {self._paths.remove(reason)}")
+
+    def _add_traceback(self, logs: PrintedLogs, frame: Frame) -> PrintedLogs:
+        """Returns logs with the traceback of an answer, unless the author keeps it from callers."""
+        traceback = str(frame.message.get("log", ""))
+        if not self._shows_tracebacks:
+            pass_on(PrintedLogs(traceback))
+            return logs
+        return PrintedLogs(logs.text + self._paths.remove(traceback), logs.left_out)
+
+
+def paths_of(folder: Path, sources: Sources, runner: RunnerProcess) -> PathRemover:
+    """Returns what removes the paths that the class of a folder sees in its runner."""
+    named = sources.environment.get("COG_WEIGHTS") or os.environ.get("COG_WEIGHTS")
+    weights = [Path(named)] if named and named.startswith("/") else []
+    return PathRemover(runner.scratch_path, [folder, Path(SRC), *weights])
 
 
 class CustomModel(HostedClass):
@@ -347,7 +391,7 @@ class CustomModel(HostedClass):
             wakers = [self._wakes_on] if self._wakes_on is not None else []
             select.select(wakers, [], [], min(STEP_S, pause_s))
             return end
-        runner = self._runner or self._start()
+        runner = self._runner or self._restart()
         if not self._is_ready and time.monotonic() > self._setup_by_s:
             runner.kill_at_fault(f"setup took longer than {self._setup_limit_s:g} s")
         if self._is_ready:
@@ -391,25 +435,30 @@ class CustomModel(HostedClass):
         The output of a process belongs to a prediction only while no other runs. From the moment
         that a second one joins until none is left, nobody knows which tenant's data a line has.
         """
-        printed = runner.printed.take()
-        if self._alone is not None:
-            self._alone.printed = printed
-        else:
-            pass_on(printed)
+        self._give_to_alone(runner.printed.take())
+        joining.logs = PublicLogs(self._paths)
         self._alone = joining if is_only else None
         if is_only:
             self._logs_seen = 0
 
+    def _give_to_alone(self, printed: PrintedLogs) -> None:
+        """Takes output that ends now: the only prediction gets it, otherwise the operator."""
+        alone, self._alone = self._alone, None
+        if alone is not None:
+            alone.logs.add(printed, is_all=True)
+        else:
+            pass_on(printed)
+
     def _handle(self, frame: Frame, end: StepEnd) -> None:
         message = frame.message
         if "ready" in message:
-            assert self._runner is not None, "it has said so; this is a bug"
+            assert self._runner is not None, "it has answered; this is a bug"
             self._on_ready(self._runner)
         elif "failed" in message:
             self._on_failed_setup()
-            reason = self._failed_start([frame], self._setup_limit_s)
+            error = self._failed_restart([frame])
             for slot in list(self._items):
-                self._end(slot, ModelFailed(f"the model could not be set up again: {reason}"), end)
+                self._end(slot, error, end)
         elif "piece" in message:
             running = self._found(message["id"])
             if running is not None:
@@ -427,18 +476,13 @@ class CustomModel(HostedClass):
         self._dropped.pop(number, None)
         running = self._found(number)
         if running is not None:
-            logs = self._take_logs(running, self._runner.printed)
-            raised = str(frame.message.get("log", ""))
-            logs = PrintedLogs(logs.text + raised, logs.left_out)
-            outcome = outcome_of(frame, self._interface, running.item.length, running.files)
+            if self._alone is running:
+                self._give_to_alone(self._runner.printed.take())
+            logs = self._add_traceback(running.logs.printed, frame)
+            outcome = outcome_of(
+                frame, self._interface, running.item.length, self._paths, running.files
+            )
             self._end(running.slot, outcome, end, logs)
-
-    def _take_logs(self, running: _Running, printed: PrintedOutput) -> PrintedLogs:
-        """Returns what a prediction that has ended is known to have printed itself."""
-        if self._alone is not running:
-            return running.printed
-        self._alone = None
-        return printed.take()
 
     def _end(
         self,
@@ -460,12 +504,7 @@ class CustomModel(HostedClass):
         if not was_ready:
             self._on_failed_setup()
         self._dropped.clear()
-        alone, self._alone = self._alone, None
-        printed = runner.printed.take()
-        if alone is not None:
-            alone.printed = printed
-        else:
-            pass_on(printed)
+        self._give_to_alone(runner.printed.take())
         status = runner.close()
         inside = [one for one in self._items.values() if one.is_sent]
         for running in inside:
@@ -486,7 +525,7 @@ class CustomModel(HostedClass):
         failed = inside if was_ready else list(self._items.values())
         for running in failed:
             error = ModelFailed(f"the process of the model {how}")
-            self._end(running.slot, error, end, running.printed)
+            self._end(running.slot, error, end, running.logs.printed)
 
     def take_chunks(self) -> dict[int, TokenChunk]:
         """The pieces of each streamed item since the last call. A checksum stands for an id."""
@@ -509,7 +548,7 @@ class CustomModel(HostedClass):
         running = self._alone
         if running is None or self._runner is None or running.slot not in self._items:
             return {}
-        logs = self._runner.printed.look()
+        logs = running.logs.add(self._runner.printed.look())
         if logs.end <= self._logs_seen:
             return {}
         self._logs_seen = logs.end

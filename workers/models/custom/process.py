@@ -502,6 +502,11 @@ class RunnerProcess:
         return self._limits.is_above_memory() or self._limits.disk.is_half_full()
 
     @property
+    def scratch_path(self) -> Path:
+        """The folder below which it writes."""
+        return self._scratch.path
+
+    @property
     def has_ended(self) -> bool:
         """True if the process is over. It is waited for by `close`."""
         return bool(os.waitid(os.P_PID, self._process.pid, _LOOKS))

@@ -20,6 +20,8 @@ NAMED = (COG_YAML, REQUIREMENTS, OVERRIDES)
 MAX_FILES = 2000
 HONORED = frozenset({"build", "predict", "run", "concurrency", "environment"})
 HONORED_IN_BUILD = frozenset({"python_version", "python_packages", "python_requirements", "gpu"})
+TRACEBACKS = "PENSTOCK_TRACEBACKS"
+"""A variable that cog.yaml may set: `off` keeps tracebacks out of the logs that callers read."""
 _LEFT_OUT = ("__pycache__", "node_modules", "venv", "site-packages")
 _PORT = re.compile(
     r"""(?:localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1?\])["']?\s*[:,]\s*(?P<address>\d{2,5})\b"""
@@ -38,10 +40,12 @@ class Sources:
     """The sources of a class.
 
     `sha256`: of their names and bytes. `environment`: the variables that its cog.yaml sets.
+    `shows_tracebacks`: whether its callers see the traceback of an exception in `logs`.
     """
 
     sha256: str
     environment: dict[str, str]
+    shows_tracebacks: bool = True
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,8 @@ def read_sources(folder: Path) -> Sources:
     for path in files:
         name, data = path.relative_to(folder).as_posix(), path.read_bytes()
         whole.update(f"{name}\0{len(data)}\0".encode() + data)
-    return Sources(whole.hexdigest(), _environment(folder))
+    environment = _environment(folder)
+    return Sources(whole.hexdigest(), environment, _shows_tracebacks(folder, environment))
 
 
 def source_files(folder: Path) -> list[Path]:
@@ -167,6 +172,16 @@ def _environment(folder: Path) -> dict[str, str]:
     """The `environment` of cog.yaml: a list of NAME=VALUE."""
     lines = _lines(folder, _settings(folder), "environment", "NAME=VALUE")
     return dict(one.partition("=")[::2] for one in lines)
+
+
+def _shows_tracebacks(folder: Path, environment: dict[str, str]) -> bool:
+    value = environment.get(TRACEBACKS, "on")
+    if value not in ("on", "off"):
+        raise ConfigurationError(
+            f"{folder / COG_YAML}: environment: {TRACEBACKS} must be on or off, got {value!r}",
+            field="source",
+        )
+    return value == "on"
 
 
 def asked_packages(folder: Path) -> AskedPackages:

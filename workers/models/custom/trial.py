@@ -66,10 +66,10 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
         status = runner.close()
     if frame is None:
         raise ModelFailed(f"the process of the model {end_of(status)}")
+    print(frame.message.get("log", ""), end="", file=sys.stderr)
     if "batch_error" in frame.message:
         raise ModelFailed(frame.message["batch_error"])
     if "error" in frame.message:
-        print(frame.message.get("log", ""), end="", file=sys.stderr)
         kind = BadInput if frame.message["kind"] == "input" else ModelFailed
         raise kind(frame.message["error"])
     if interface.streams:

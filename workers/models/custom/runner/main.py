@@ -58,13 +58,15 @@ if TYPE_CHECKING:
 MAX_ERROR_CHARS = 2000
 MAX_LOG_CHARS = 8000
 MAX_SHOWN_CHARS = 80
+INVALID_INPUT = "InvalidInput"
+"""The name of an exception class, of any module, that blames the caller's input."""
 DISK_SETTING = "resources.disk_bytes"
 MAX_WORK = 2**53
 """What is far beyond any bound is as wrong as this."""
 
 
 class WrongInput(Exception):
-    """An input that the class does not take. The message begins with its name."""
+    """An input that the class does not take. The message begins with its name, if it has one."""
 
 
 def main(
@@ -278,24 +280,28 @@ class _Prediction:
             raise WrongOutput(f"output: {error}") from error
 
     def failure(self, error: BaseException) -> bytes:
-        """The frame of an error. What the code raised is printed, for the logs."""
-        error = self._named(error)
-        print(_traceback_of(error), end="", file=sys.stderr)
-        return encode_frame({"id": self.id, "error": words_of(error), "kind": _kind_of(error)})
+        """Encodes an error, with the traceback of what the class raised.
 
-    def failure_alone(self, error: BaseException) -> bytes:
-        """Encodes the error of a prediction that shares its process, with the traceback."""
-        error = self._named(error)
+        The traceback is not printed: others may run in this process, and its author may keep it
+        from callers.
+        """
+        error = self.blamed(error)
         log = _traceback_of(error)[-MAX_LOG_CHARS:]
         return encode_frame(
             {"id": self.id, "error": words_of(error), "kind": _kind_of(error), "log": log}
         )
 
-    def _named(self, error: BaseException) -> BaseException:
-        """The error. One whose attribute `field` names an input calls this wrong."""
+    def blamed(self, error: BaseException) -> BaseException:
+        """Returns the error, as a WrongInput if the class blames its caller's input.
+
+        A class does so by an attribute `field` that names an input, or by the name of the
+        exception's class, so it needs no import of ours.
+        """
         field = getattr(error, "field", None)
         if isinstance(field, str) and field in self._fields:
             return WrongInput(f"{field}: {text_of(error)}")
+        if any(one.__name__ == INVALID_INPUT for one in type(error).__mro__):
+            return WrongInput(text_of(error))
         return error
 
     def close(self) -> None:
@@ -464,7 +470,8 @@ class ListRunner(SyncRunner):
 
     def _compute_batch(self, frames: Sequence[Frame]) -> None:
         predictions = [_Prediction(frame, self._loaded.signature) for frame in frames]
-        self._answer_with(partial(self._answer_all, predictions), _batch_failure, predictions)
+        failure = partial(_batch_failure, predictions)
+        self._answer_with(partial(self._answer_all, predictions), failure, predictions)
 
     def _answer_all(self, predictions: Sequence[_Prediction]) -> bytes:
         batch = _Batch(predictions, self._element)
@@ -490,7 +497,7 @@ class _Batch:
                 self.inputs.append(_made(element, prediction.arguments()))
                 self._inside.append(prediction)
             except WrongInput as error:
-                self._answers.append(prediction.failure_alone(error))
+                self._answers.append(prediction.failure(error))
         self._recorded = scope.enter_scope()
         if len(predictions) == 1:
             self._recorded.context = predictions[0].scope.context
@@ -527,17 +534,20 @@ def _made(element: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 def _answered_alone(prediction: _Prediction, output: Any) -> bytes:
     """The frame of one output of a batch. An exception in its place fails its prediction."""
     if isinstance(output, BaseException):
-        return prediction.failure_alone(output)
+        return prediction.failure(output)
     try:
         return prediction.result(prediction.encoder.encode(output))
     except Exception as error:
         # The boundary to the code of the class, as everywhere here.
-        return prediction.failure_alone(error)
+        return prediction.failure(error)
 
 
-def _batch_failure(error: BaseException) -> bytes:
-    print(_traceback_of(error), end="", file=sys.stderr)
-    return encode_frame({"batch_error": words_of(error), "kind": _kind_of(error)})
+def _batch_failure(predictions: Sequence[_Prediction], error: BaseException) -> bytes:
+    """The frame of an error of a whole batch. The input of a batch of one may be to blame."""
+    if len(predictions) == 1 and isinstance(predictions[0].blamed(error), WrongInput):
+        return predictions[0].failure(error)
+    log = _traceback_of(error)[-MAX_LOG_CHARS:]
+    return encode_frame({"batch_error": words_of(error), "kind": _kind_of(error), "log": log})
 
 
 def _counted(outputs: Any) -> str:
@@ -606,9 +616,8 @@ class AsyncRunner:
         try:
             answer = await self._answer(prediction)
         except BaseException as error:
-            # The boundary to the code of the class, as above. Others may run in this process, so
-            # the traceback goes into the answer rather than into their common output.
-            answer = prediction.failure_alone(error)
+            # The boundary to the code of the class, as above.
+            answer = prediction.failure(error)
         prediction.close()
         _flush()
         await self._send_whole(answer)
@@ -676,7 +685,7 @@ class AsyncListRunner(AsyncRunner):
             answer = batch.answered(outputs)
         except BaseException as error:
             # The boundary to the code of the class, as above.
-            answer = _batch_failure(error)
+            answer = _batch_failure(predictions, error)
         for prediction in predictions:
             prediction.close()
         _flush()

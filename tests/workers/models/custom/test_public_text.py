@@ -1,0 +1,263 @@
+"""What the caller of a class reads of its errors and its output, and what the operator reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.errors import BadInput, ConfigurationError, ModelFailed
+from shared.messages import PrintedLogs
+from tests.limits import WAIT_LIMIT_S
+from tests.workers.models.custom.classes import compute, entry_of, prepared, write_class
+from workers.models.base import PreparedFile
+from workers.models.custom.__main__ import main
+from workers.models.custom.batches import CustomBatchModel
+from workers.models.custom.model import CustomModel
+from workers.models.custom.public_text import PathRemover, PublicLogs
+from workers.models.custom.trial import predict
+
+Start = Callable[..., CustomModel]
+
+
+@pytest.fixture
+def started() -> Iterator[Start]:
+    """Starts the class of a folder. It is closed after the test."""
+    models = []
+
+    def start(folder: Path) -> CustomModel:
+        models.append(CustomModel(entry_of(folder), folder, "cpu", 1))
+        models[-1].setup()
+        return models[-1]
+
+    yield start
+    for model in models:
+        model.close()
+
+
+def assert_names_no_path(text: str, folder: Path) -> None:
+    """Raises if a text has a path of this machine."""
+    for part in (str(folder), "penstock-scratch", "/prediction-", "site-packages", "/lib/python"):
+        assert part not in text, text
+
+
+LEAKS = """
+class Predictor(BasePredictor):
+    def predict(self, image: Path, how: str = "") -> str:
+        import json, warnings
+        print("image", image, "in", os.getcwd(), "of", __file__)
+        warnings.warn("old")
+        if how == "library":
+            json.loads("{")
+        if how == "pillow":
+            from PIL import Image
+            Image.open(image)
+        os.write(2, f"again {image}\\n".encode())
+        raise OSError(f"cannot read {image}, nor {__file__}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("", "OSError: cannot read cat.png, nor predict.py"),
+        ("library", "JSONDecodeError: Expecting property name enclosed in double quotes"),
+        ("pillow", "UnidentifiedImageError: cannot identify image file 'cat.png'"),
+    ],
+)
+def test_errors_and_logs_name_no_path_of_the_machine(
+    tmp_path: Path, started: Start, how: str, error: str
+) -> None:
+    model = started(write_class(tmp_path, LEAKS))
+    file = PreparedFile(["image"], "cat.png", b"not an image")
+    end = compute(model, {"image": None, "how": how}, [file])
+    failed = end.results[0]
+    assert isinstance(failed, ModelFailed)
+    assert failed.message.startswith(error)
+    logs = end.logs[0].text
+    assert logs.startswith("image cat.png in . of predict.py\n")
+    assert 'File "predict.py", line' in logs
+    for text in (failed.message, logs):
+        assert_names_no_path(text, tmp_path)
+
+
+def test_a_path_printed_in_two_parts_is_removed_too(tmp_path: Path, started: Start) -> None:
+    body = """
+    class Predictor(BasePredictor):
+        def predict(self, go: str) -> str:
+            half = len(__file__) // 2
+            os.write(1, f"at {__file__[:half]}".encode())
+            while not os.path.exists(go):
+                time.sleep(0.01)
+            os.write(1, f"{__file__[half:]} 3/4".encode())
+            return ""
+    """
+    model = started(write_class(tmp_path, body))
+    assert model._runner is not None
+    go = model._runner.scratch_path / "go"
+    model.admit(0, prepared({"go": str(go)}))
+    for _ in range(int(WAIT_LIMIT_S / 0.05)):
+        model.step()
+        if logs := model.look_at_logs():
+            break
+    assert logs == {0: PrintedLogs("at ")}
+    go.touch()
+    end = model.step()
+    while not end.results:
+        end = model.step()
+    assert end.logs[0] == PrintedLogs("at predict.py 3/4")
+
+
+def test_positions_in_logs_stay_when_paths_are_removed_and_the_begin_is_cut() -> None:
+    logs = PublicLogs(PathRemover(Path("/tmp/scratch"), [Path("/srv/class")]))
+    raw, read = "", ""
+    for number in range(3000):
+        raw += f"{number} /srv/class/predict.py and /tmp/scratch/src/out.png\n"
+        kept = raw[-32 * 1024 :]
+        public = logs.add(PrintedLogs(kept, len(raw) - len(kept)))
+        read += public.after(len(read))
+    assert read == "".join(f"{number} predict.py and out.png\n" for number in range(3000))
+
+
+@pytest.mark.parametrize(
+    ("text", "public"),
+    [
+        ("/srv/class", "."),
+        ("in /srv/class.", "in .."),
+        ("/srv/class/a/b.py", "a/b.py"),
+        ("/srv/classes/a", "/srv/classes/a"),
+        ("/srv/class-2 /srv/class.old", "/srv/class-2 /srv/class.old"),
+        ("Path('/opt/e/lib/python3.11/site-packages/x.py')", "Path('x.py')"),
+        ("/usr/bin/ffmpeg -i 1/2", "/usr/bin/ffmpeg -i 1/2"),
+    ],
+)
+def test_only_whole_folders_are_removed(text: str, public: str) -> None:
+    assert PathRemover(None, [Path("/srv/class")]).remove(text) == public
+
+
+QUIET = "environment: [PENSTOCK_TRACEBACKS=off]\n"
+RAISES = """
+class Predictor(BasePredictor):
+    def predict(self, a: int) -> str:
+        print("begin")
+        raise KeyError("secret table")
+"""
+
+
+def test_the_author_can_keep_tracebacks_from_callers(
+    tmp_path: Path, started: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = started(write_class(tmp_path, RAISES, QUIET))
+    end = compute(model, {"a": 1})
+    assert end.logs == {0: PrintedLogs("begin\n")}
+    operators = capfd.readouterr().err
+    assert "Traceback" in operators
+    assert '/predict.py", line' in operators, "with the whole path"
+
+
+def test_tracebacks_are_on_or_off(tmp_path: Path) -> None:
+    folder = write_class(tmp_path, RAISES, "environment: [PENSTOCK_TRACEBACKS=no]\n")
+    with pytest.raises(ConfigurationError, match="PENSTOCK_TRACEBACKS must be on or off, got 'no'"):
+        entry_of(folder)
+
+
+PRINTS_IN_SETUP = """
+print("imported")
+
+class Predictor(BasePredictor):
+    def setup(self) -> None:
+        print("weights are loaded")
+        if os.path.exists("once"):
+            raise OSError(f"no weights in {__file__}")
+
+    def predict(self, a: int) -> str:
+        print("computed", a)
+        if a == 2:
+            os._exit(3)
+        return ""
+"""
+
+
+def test_the_operator_sees_what_a_setup_that_succeeds_prints(
+    tmp_path: Path, started: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = started(write_class(tmp_path, PRINTS_IN_SETUP))
+    assert capfd.readouterr().err.endswith("imported\nweights are loaded\n")
+    assert compute(model, {"a": 1}).logs == {0: PrintedLogs("computed 1\n")}
+    assert compute(model, {"a": 2}).logs == {0: PrintedLogs("computed 2\n")}
+    assert compute(model, {"a": 1}).logs == {0: PrintedLogs("computed 1\n")}
+    assert capfd.readouterr().err.endswith("imported\nweights are loaded\n")
+
+
+def test_commands_show_what_the_class_prints(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_class(tmp_path, PRINTS_IN_SETUP)
+    assert main(["check", str(folder)]) == 0
+    assert "imported\n" in capfd.readouterr().err
+    predict(folder, ["a=1"], tmp_path)
+    assert capfd.readouterr().err.endswith("imported\nweights are loaded\ncomputed 1\n")
+
+
+def test_a_setup_that_fails_later_names_no_path_to_the_caller(
+    tmp_path: Path, started: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = started(write_class(tmp_path, PRINTS_IN_SETUP))
+    (tmp_path / "once").touch()
+    compute(model, {"a": 2})
+    failed = compute(model, {"a": 1}).results[0]
+    assert isinstance(failed, ModelFailed)
+    assert (
+        failed.message == "the model could not be set up again: OSError: no weights in predict.py"
+    )
+    assert "Traceback" in capfd.readouterr().err
+
+
+INVALID = """
+class InvalidInput(Exception):
+    pass
+
+class TooDark(InvalidInput):
+    pass
+
+class Predictor(BasePredictor):
+    def predict(self, image: str, kind: str) -> str:
+        raise {"own": InvalidInput, "below": TooDark, "other": ValueError}[kind]("too dark")
+"""
+INVALID_BATCH = INVALID.replace(
+    "def predict(self, image: str, kind: str) -> str:\n        raise",
+    "def predict_batch(self, inputs: list[Given]) -> list[str]:\n"
+    "        kind = inputs[0].kind\n        raise",
+).replace(
+    "class Predictor", "class Given(BaseModel):\n    image: str\n    kind: str\n\nclass Predictor"
+)
+
+
+@pytest.mark.parametrize("kind", ["own", "below"])
+def test_a_class_blames_the_input_without_an_import(
+    tmp_path: Path, started: Start, kind: str
+) -> None:
+    end = compute(started(write_class(tmp_path, INVALID)), {"image": "x", "kind": kind})
+    wrong = end.results[0]
+    assert isinstance(wrong, BadInput)
+    assert (wrong.field, wrong.message, end.logs) == (None, "too dark", {})
+
+
+def test_another_exception_is_a_failure_of_the_model(tmp_path: Path, started: Start) -> None:
+    end = compute(started(write_class(tmp_path, INVALID)), {"image": "x", "kind": "other"})
+    assert isinstance(end.results[0], ModelFailed)
+
+
+@pytest.mark.parametrize("kind", ["own", "below"])
+def test_a_batch_of_one_blames_its_input(tmp_path: Path, kind: str) -> None:
+    folder = write_class(tmp_path, INVALID_BATCH)
+    model = CustomBatchModel(entry_of(folder), folder, "cpu", 1)
+    try:
+        model.setup()
+        found: Any = model.predict([prepared({"image": "x", "kind": kind})], lambda *_: None)
+    finally:
+        model.close()
+    assert isinstance(found[0], BadInput)
+    assert found[0].message == "too dark"

@@ -1,0 +1,86 @@
+"""Removes paths of this machine from the errors and logs that the caller of a class reads.
+
+The author's own words stay as they are: only the folders in which we run the class are removed, and
+those of Python, so a traceback names `predict.py` and `PIL/Image.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from shared.messages import PrintedLogs
+from workers.models.custom.process import MAX_LOG_CHARS
+
+MAX_PATH_CHARS = 4096
+"""A longer word is not held back: it is not a path (PATH_MAX of Linux)."""
+_SEPARATORS = r"\s'\"`()\[\]{}<>|:,;="
+_PYTHON = rf"(?<![^{_SEPARATORS}])[^{_SEPARATORS}]*/lib/python\d\.\d+/(?:(?:site|dist)-packages/)?"
+"""Begins at the start of a word, so a long word is read once."""
+_BEGUN = re.compile(rf"(?:^|[{_SEPARATORS}])(/[^{_SEPARATORS}]*)\Z")
+_ENDED = r"(?![\w-]|\.\w)"
+"""Of a folder's name."""
+
+
+class PathRemover:
+    """Removes folders from texts.
+
+    Args:
+        scratch: the scratch folder of the class's process, or None if there is none. The folders
+            in it in which a class works, and those of its input files, are removed with it.
+        folders: other folders to remove, such as that of the class.
+    """
+
+    def __init__(self, scratch: Path | None, folders: Iterable[Path]) -> None:
+        known = {str(form) for folder in folders for form in (folder, folder.resolve())}
+        # The longest first: one may be inside of another.
+        known_forms = [re.escape(one) for one in sorted(known, key=len, reverse=True) if one != "/"]
+        if scratch is not None:
+            known_forms = [rf"{re.escape(str(scratch))}(?:/src|/prediction-\w+/\d+)?", *known_forms]
+        roots = rf"(?:{'|'.join(known_forms)})(/|{_ENDED})|" if known_forms else "()(?!)|"
+        self._paths = re.compile(f"{roots}{_PYTHON}")
+
+    def remove(self, text: str) -> str:
+        """Returns a text without the folders. A folder by itself becomes a point."""
+        return self._paths.sub(lambda found: "." if found[1] == "" else "", text)
+
+
+class PublicLogs:
+    """What one prediction printed, as its caller may read it. Positions count what is left of it.
+
+    Args:
+        paths: removes the paths of this machine.
+    """
+
+    def __init__(self, paths: PathRemover) -> None:
+        self._paths = paths
+        self._seen = 0
+        """Characters that were taken in, of those that were printed."""
+        self._held = ""
+        """The beginning of what may be a path, until the rest of it is there."""
+        self.printed = PrintedLogs()
+
+    def add(self, printed: PrintedLogs, *, is_all: bool = False) -> PrintedLogs:
+        """Takes in what the process has printed since the prediction began.
+
+        Args:
+            printed: all of it so far, or its end if it is long.
+            is_all: whether nothing follows. Otherwise a path that may go on is held back.
+
+        Returns:
+            What the caller may read so far.
+        """
+        text, left_out = self.printed.text, self.printed.left_out
+        if (missing := printed.left_out - self._seen) > 0:
+            left_out += len(text) + len(self._held) + missing
+            text, self._held = "", ""
+        new = self._held + printed.text[max(0, self._seen - printed.left_out) :]
+        self._seen = printed.end
+        begun = None if is_all else _BEGUN.search(new, max(0, len(new) - MAX_PATH_CHARS))
+        whole = len(new) if begun is None else begun.start(1)
+        self._held = new[whole:]
+        text += self._paths.remove(new[:whole])
+        extra = max(0, len(text) - MAX_LOG_CHARS)
+        self.printed = PrintedLogs(text[extra:], left_out + extra)
+        return self.printed
