@@ -134,6 +134,25 @@ async def test_an_input_that_the_class_calls_invalid_is_no_failure_of_the_servic
     assert [row.cost_usd for row in api.rows] == [0.0] * 3
 
 
+KILLED = """
+print("imported from", __file__)
+
+class Predictor(BasePredictor):
+    def predict(self, text: str) -> str:
+        os.kill(os.getpid(), 9)
+"""
+
+
+async def test_a_caller_never_reads_what_a_process_printed_before_it_died(serve: Any) -> None:
+    """Its last output may be another tenant's, and has paths of the machine."""
+    api = await serve(KILLED)
+    killed = await predict(api, text="a")
+    assert (killed["status"], killed["logs"]) == ("failed", "")
+    assert "model processes died over this item" in killed["error"]
+    for secret in ("imported", "predict.py", "/"):
+        assert secret not in killed["error"], killed["error"]
+
+
 async def test_a_loop_ends_at_its_deadline_or_when_it_is_canceled(serve: Any) -> None:
     api = await serve(CLASS)
     body = {"version": "mine", "input": {"text": "a", "mode": "loop"}}

@@ -274,7 +274,8 @@ class ModelClient:
     async def serve(self, on_end: Callable[[], None]) -> str:
         """Handles messages until the process ends.
 
-        Then fails the current batch and returns the reason.
+        Then fails the current batch, and returns the reason with the last output of the process.
+        Only operators may read that output: it has paths, and may be of any tenant.
         """
         try:
             while (message := await self._read()) is not None and not self._fault:
@@ -282,14 +283,11 @@ class ModelClient:
         finally:
             await self.close()
             fault = f": {self._fault}" if self._fault else ""
-            self._reason = (
-                f"the model process ended (status {self._process.returncode})"
-                f"{fault}{self._output.tail()}"
-            )
+            self._reason = f"the model process ended (status {self._process.returncode}){fault}"
             on_end()
             if (pending := self._end_turn()) is not None:
                 pending.set_exception(ModelProcessDied(self._reason))
-        return self._reason
+        return f"{self._reason}{self._output.tail()}"
 
     async def _read(self) -> ServerMessage | None:
         """The next message, or None if there will be none."""
