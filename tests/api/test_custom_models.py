@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from replicate.client import Client
+from replicate.helpers import FileOutput, transform_output
 
 from tests.api.harness import ApiUnderTest
 from tests.api.predicting import WAIT, until_over
@@ -416,6 +417,21 @@ async def test_replicates_client_gets_what_the_class_gives(serve: Any) -> None:
     output: Any = await client.async_run("me/mine", input={"text": "a", "times": 3})
     await client._async_client.aclose()
     assert list(output) == ["a 0", "a 1", "a 2"]
+
+
+async def test_replicates_client_gets_a_file_object_as_the_page_says(serve: Any) -> None:
+    """The client makes one of `https:` and `data:` only: docs/how-to/clients.md."""
+    api = await serve(FILES)
+    client = Client(api_token="any", base_url=api.url)
+    small: Any = await client.async_run("me/mine", input={"size": 3})
+    assert [await one.aread() for one in small] == [b"\0" * 3, b"\1" * 3]
+    large: Any = await client.async_run("me/mine", input={"size": 70_000})
+    assert all(type(one) is str and one.startswith("http://") for one in large)
+    wrapped = [FileOutput(one, client) for one in large]
+    assert [await one.aread() for one in wrapped] == [b"\0" * 70_000, b"\1" * 70_000]
+    secure: Any = transform_output([one.replace("http:", "https:") for one in large], client)
+    assert all(isinstance(one, FileOutput) for one in secure)
+    await client._async_client.aclose()
 
 
 async def test_a_schema_is_all_that_the_api_needs(serve: Any) -> None:
