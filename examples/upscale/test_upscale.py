@@ -137,13 +137,13 @@ def test_an_image_that_cant_be_used_is_the_callers_mistake(
     Image.new("RGB", (2000, 1000)).save(tmp_path / "given.png")
     with pytest.raises(
         module.InvalidInput, match="at most 1048576 pixels, got 2000 x 1000"
-    ) as found:
+    ) as raised:
         predictor.predict(image=tmp_path / "given.png", scale=4)
-    assert found.value.field == "image"
+    assert raised.value.field == "image"
     (tmp_path / "given.png").write_bytes(b"no image")
-    with pytest.raises(module.InvalidInput, match="must be a PNG, JPEG or WebP") as found:
+    with pytest.raises(module.InvalidInput, match="must be a PNG, JPEG or WebP") as raised:
         predictor.predict(image=tmp_path / "given.png", scale=4)
-    assert found.value.field == "image"
+    assert raised.value.field == "image"
 
 
 def test_files_that_are_not_the_weights_are_refused(module: ModuleType) -> None:

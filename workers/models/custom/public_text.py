@@ -43,7 +43,7 @@ class PathRemover:
 
     def remove(self, text: str) -> str:
         """Returns a text without the folders. A folder by itself becomes a point."""
-        return self._paths.sub(lambda found: "." if found[1] == "" else "", text)
+        return self._paths.sub(lambda match: "." if match[1] == "" else "", text)
 
 
 class PublicLogs:

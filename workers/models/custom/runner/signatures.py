@@ -143,5 +143,7 @@ def _is_none(default: ast.expr | None) -> bool:
     """True for `Input(None)` and `Input(default=None)`."""
     if not isinstance(default, ast.Call):
         return False
-    given = [*default.args[:1], *(one.value for one in default.keywords if one.arg == "default")]
-    return any(isinstance(one, ast.Constant) and one.value is None for one in given)
+    named = (one.value for one in default.keywords if one.arg == "default")
+    return any(
+        isinstance(one, ast.Constant) and one.value is None for one in (*default.args[:1], *named)
+    )

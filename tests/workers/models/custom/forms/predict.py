@@ -284,7 +284,7 @@ class Pydantic(BaseRunner):
 
 class Person(BaseModel):
     name: str
-    picture: Path
+    image: Path
 
 
 class Group(pydantic.BaseModel):
