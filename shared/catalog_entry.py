@@ -405,8 +405,9 @@ class CatalogEntry(EntryPart):
     canary: Canary | None = None
     """A new revision that gets a share of the requests. None: there is none."""
     interface: ModelInterface | None = None
-    """What a model of one's own takes and gives. In the file it is the path of its schema.json,
-    from the catalog's folder. Default: `schema.json` in the folder of a `local:` source.
+    """What a custom model takes and returns. In the file it is the path of its
+    penstock.schema.json, from the catalog's folder. Default: the one in the folder of a `local:`
+    source.
     """
 
     flow: FlowPlan | None = None

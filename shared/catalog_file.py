@@ -17,7 +17,7 @@ from shared.errors import ConfigurationError
 from shared.flow_types import FlowError
 from shared.image_flow import check_steps
 from shared.kubernetes_names import slug
-from shared.model_interface import FILE_NAME, read_interface
+from shared.model_interface import INTERFACE_FILE, read_interface
 from shared.tasks import TASKS
 
 log = logging.getLogger(__name__)
@@ -236,11 +236,11 @@ def _with_interface(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
     if "interface" in entry:
         file = path.parent / str(entry["interface"])
     elif source.startswith(LOCAL):
-        file = Path(source.removeprefix(LOCAL)).expanduser() / FILE_NAME
+        file = INTERFACE_FILE.find(Path(source.removeprefix(LOCAL)).expanduser())
     else:
         raise ConfigurationError(
             f"interface: {source} is not on this machine; give the path of a copy of its "
-            f"{FILE_NAME}, from the catalog's folder",
+            f"{INTERFACE_FILE.name}, from the catalog's folder",
             field="interface",
         )
     return {**entry, "interface": read_interface(file)}

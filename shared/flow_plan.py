@@ -421,7 +421,7 @@ class FlowPlan(_Part):
 
     @property
     def input_schema(self) -> dict[str, Any]:
-        """JSON Schema of the object with all inputs, as a class has it in its schema.json."""
+        """JSON Schema of the object with all inputs, as in a class's penstock.schema.json."""
         required = [name for name, shape in self.input.items() if "default" not in shape]
         properties = {
             name: {"title": name.replace("_", " ").capitalize(), "x-order": number} | shape

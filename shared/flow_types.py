@@ -1,7 +1,7 @@
 """Checks a flow against its models, when the catalog is read, and derives the type of its output.
 
-Types are JSON Schema, as far as schema.json of a class has it. What is not known (an object without
-properties, `Any`) fits everything, and the process that computes the item checks it.
+Types are JSON Schema, as far as a class's penstock.schema.json has it. What is not known (an object
+without properties, `Any`) fits everything, and the process that computes the item checks it.
 """
 
 from __future__ import annotations

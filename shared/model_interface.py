@@ -1,4 +1,4 @@
-"""What a model of one's own takes and gives: the content of `schema.json`.
+"""What a custom model takes and returns: the content of `penstock.schema.json`.
 
 `penstock models check FOLDER` writes it beside the class. API, console and reports read it, so none
 of them carries the code of a model. A worker whose code says something else refuses to start.
@@ -13,15 +13,19 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shared.class_files import ClassFile
 from shared.errors import ConfigurationError
 
-FILE_NAME = "schema.json"
+INTERFACE_FILE = ClassFile(
+    "penstock.schema.json", "schema.json", frozenset({"inputs", "cog_version", "sources_sha256"})
+)
 MAX_BYTES = 64 * 1024
 """A catalog entry travels to the model processes with it, as an argument of a program."""
 MAX_INPUTS = 100
 SECRET_FORMAT = "password"
 _UNCOMPARED = {"nullable"}
 """Keywords of inputs that release 0.1.0 left out where Cog has them now."""
+_FILE = INTERFACE_FILE.name
 _COMPARED = ("inputs", "output", "streams", "concurrency", "batches", "weighs", "compares")
 
 
@@ -68,16 +72,16 @@ class ModelInterface(BaseModel):
         for name in sorted({*self.properties, *other.properties}):
             ours, theirs = self.properties.get(name), other.properties.get(name)
             if ours is None or theirs is None:
-                return f"inputs.{name}: {_there(ours)} in {FILE_NAME}, {_there(theirs)} in the code"
+                return f"inputs.{name}: {_there(ours)} in {_FILE}, {_there(theirs)} in the code"
             for keyword in sorted({*ours, *theirs} - _UNCOMPARED):
                 if ours.get(keyword) != theirs.get(keyword):
                     return (
-                        f"inputs.{name}.{keyword}: {_short(ours.get(keyword))} in {FILE_NAME}, "
+                        f"inputs.{name}.{keyword}: {_short(ours.get(keyword))} in {_FILE}, "
                         f"{_short(theirs.get(keyword))} in the code"
                     )
         for field in _COMPARED:
             if (mine := getattr(self, field)) != (its := getattr(other, field)):
-                return f"{field}: {_short(mine)} in {FILE_NAME}, {_short(its)} in the code"
+                return f"{field}: {_short(mine)} in {_FILE}, {_short(its)} in the code"
         return ""
 
 
@@ -90,7 +94,7 @@ def _short(value: object) -> str:
 
 
 def read_interface(path: Path) -> ModelInterface:
-    """Reads a schema.json.
+    """Reads a penstock.schema.json.
 
     Raises:
         ConfigurationError: it is missing, or is something else.

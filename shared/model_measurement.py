@@ -1,4 +1,4 @@
-"""What a model of one's own takes in time and memory: the content of `measured.json`.
+"""The time and memory that a custom model takes: the content of `penstock.measured.json`.
 
 `penstock models measure FOLDER` writes it beside the class, and `penstock deploy plan` reads it.
 """
@@ -11,9 +11,14 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shared.class_files import ClassFile
 from shared.errors import ConfigurationError
 
-FILE_NAME = "measured.json"
+MEASUREMENT_FILE = ClassFile(
+    "penstock.measured.json",
+    "measured.json",
+    frozenset({"measured", "device", "batches", "sources_sha256"}),
+)
 CPU = "cpu"
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -59,7 +64,7 @@ def _words(name: str) -> list[str]:
 
 
 def read_measurement(path: Path) -> ModelMeasurement:
-    """Reads a measured.json.
+    """Reads a penstock.measured.json.
 
     Raises:
         ConfigurationError: it is missing, or is something else.

@@ -1,4 +1,4 @@
-"""Predictions of models of one's own: inputs as the schema.json of the model says."""
+"""Predictions of models of one's own: inputs as the penstock.schema.json of the model says."""
 
 from __future__ import annotations
 

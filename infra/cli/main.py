@@ -365,7 +365,7 @@ def install(context: typer.Context) -> None:
 
 @models.command(context_settings=_FORWARDED)
 def check(context: typer.Context) -> None:
-    """Inspect the class of a folder, and write its schema.json (FOLDER --if-changed)."""
+    """Inspect the class of a folder, and write its penstock.schema.json (FOLDER --if-changed)."""
     _become(CUSTOM_MODELS, {}, ["check", *context.args])
 
 

@@ -1,4 +1,4 @@
-"""Inspects models of one's own whose sources have changed, and writes their schema.json.
+"""Inspects custom models whose sources have changed, and writes their penstock.schema.json.
 
 The class runs in a process of its own, as for `penstock models check`, which also installs the
 packages that it brings.
@@ -19,7 +19,7 @@ import yaml
 
 from shared.catalog_file import LOCAL
 from shared.errors import ConfigurationError
-from shared.model_interface import FILE_NAME
+from shared.model_interface import INTERFACE_FILE
 from shared.tasks import TASKS
 
 CHECK = (sys.executable, "-m", "workers.models.custom", "check", "--if-changed")
@@ -81,10 +81,10 @@ def refresh_interfaces(models_file: Path, say: Callable[[str], None]) -> None:
         models_file: the catalog.
         say: gets each line for a person.
 
-    A class that can't be served is reported. Its worker refuses it if it has a schema.json.
+    A class that can't be served is reported. Its worker refuses it, if it was inspected before.
 
     Raises:
-        ConfigurationError: a class can't be served, and has no schema.json from an earlier
+        ConfigurationError: a class can't be served, and has no penstock.schema.json of an earlier
             inspection, without which the catalog can't be read.
     """
     for one in local_classes(models_file):
@@ -102,7 +102,7 @@ def refresh_interfaces(models_file: Path, say: Callable[[str], None]) -> None:
         try:
             notes = inspection.end()
         except ConfigurationError as error:
-            if not (Path(one.folder).expanduser() / FILE_NAME).is_file():
+            if not INTERFACE_FILE.find(Path(one.folder).expanduser()).is_file():
                 raise
             notes = [error.message]
         for line in notes:

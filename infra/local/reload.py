@@ -1,9 +1,9 @@
 """Reloads a model of one's own whose sources have changed, while everything else goes on.
 
 Its class is inspected first. If it can't be served, the reason is said and the old one goes on.
-Otherwise its schema.json is written, its worker stops as ever (what it has begun it ends, or hands
-back), and starts again with the new sources. Jobs wait at the broker meanwhile. API and runner of
-batches take the new schema by SIGHUP when the new worker starts.
+Otherwise its penstock.schema.json is written, its worker stops as ever (what it has begun it ends,
+or hands back), and starts again with the new sources. Jobs wait at the broker meanwhile. API and
+runner of batches take the new schema by SIGHUP when the new worker starts.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ class Task(ABC):
     is_compiled: ClassVar[bool] = False
     """True if GPU workers compile its models, whose kernels are worth keeping."""
     has_interface: ClassVar[bool] = False
-    """Whether each of its models has inputs and outputs of its own, which a schema.json says."""
+    """True if each model has its own inputs and outputs, listed in a penstock.schema.json."""
     shares_weights: ClassVar[bool] = False
     """Whether a step reads all weights once for all of its items, which is most of its time.
 

@@ -1,4 +1,4 @@
-"""Custom: a model of one's own, in the interface of Cog. Its schema.json says what it takes."""
+"""Custom models, in Cog's interface. A penstock.schema.json lists the inputs and the output."""
 
 from __future__ import annotations
 
@@ -428,7 +428,7 @@ class CustomTask(Task):
         return False
 
     def step_schema(self, entry: CatalogEntry) -> StepSchema:
-        """As its schema.json says. A text that is streamed is one text."""
+        """As its penstock.schema.json says. A text that is streamed is one text."""
         interface = interface_of(entry)
         output = {"type": "string"} if interface.streams == "text" else interface.output
         return StepSchema(interface.inputs, output)

@@ -27,7 +27,7 @@ def write_catalog(folder: Path, *flows: Any) -> Path:
     for model in (SPLIT, CHECK, JOIN):
         assert model.interface is not None
         (folder / model.name).mkdir(exist_ok=True)
-        (folder / model.name / "schema.json").write_text(model.interface.as_json)
+        (folder / model.name / "penstock.schema.json").write_text(model.interface.as_json)
         entries.append(
             {"name": model.name, "task": "custom", "source": f"local:{folder}/{model.name}"}
         )
@@ -104,7 +104,9 @@ def test_name_that_is_taken_is_refused(tmp_path: Path, name: str) -> None:
 def test_flow_among_the_models_is_refused(tmp_path: Path) -> None:
     path = write_catalog(tmp_path)
     entry = yaml.safe_load(path.read_text())["models"][0] | {"source": "flow:x"}
-    path.write_text(yaml.safe_dump({"models": [entry | {"interface": "split-words/schema.json"}]}))
+    path.write_text(
+        yaml.safe_dump({"models": [entry | {"interface": "split-words/penstock.schema.json"}]})
+    )
     with pytest.raises(ConfigurationError, match="flows have a list of their own"):
         read_catalog(path)
 

@@ -49,7 +49,7 @@ def write_catalog(folder: Path, image: dict[str, Any], **more: Any) -> Path:
     for name, model in CLASSES.items():
         assert model.interface is not None
         (folder / name).mkdir()
-        (folder / name / "schema.json").write_text(model.interface.as_json)
+        (folder / name / "penstock.schema.json").write_text(model.interface.as_json)
         entries.append({"name": name, "task": "custom", "source": f"local:{folder}/{name}"})
     path = folder / "models.yaml"
     path.write_text(yaml.safe_dump({"models": entries}))

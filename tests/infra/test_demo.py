@@ -62,13 +62,13 @@ def test_new_catalog_finds_interfaces_beside_the_old_one(tmp_path: Path) -> None
         cog_version="0.23.1",
         sources_sha256="0" * 64,
     )
-    (tmp_path / "schema.json").write_text(interface.as_json)
+    (tmp_path / "penstock.schema.json").write_text(interface.as_json)
     before = tmp_path / "models.yaml"
     entry = {
         "name": "mine",
         "task": "custom",
         "source": "gs://bucket/mine",
-        "interface": "schema.json",
+        "interface": "penstock.schema.json",
     }
     before.write_text(yaml.safe_dump({"models": [entry]}))
     wanted = read_catalog(before).models[0].interface

@@ -87,7 +87,7 @@ def test_a_change_restarts_the_worker_and_has_the_catalog_read_again(world: Worl
     world.file.write_text(CLASS.replace("text: str", "text: str, more: int = 1"))
     wait_until(lambda: world.look()[-1:] == ["back"], WAIT_LIMIT_S)
     assert world.worker.pid != first
-    assert "more" in (world.file.parent / "schema.json").read_text()
+    assert "more" in (world.file.parent / "penstock.schema.json").read_text()
     wait_until(lambda: "read again" in world.api.log_path.read_text(), WAIT_LIMIT_S)
 
 

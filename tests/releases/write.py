@@ -38,6 +38,7 @@ import yaml
 from infra.local.process import Process, answers, free_port, listens
 from infra.local.redis_server import RedisServer
 from shared.loopback import exempt_loopback_from_proxies
+from shared.model_interface import INTERFACE_FILE
 from shared.pubsub.admin import PubSubAdmin
 from shared.pubsub.client import PubSubTransport
 from shared.settings import environment_with
@@ -402,7 +403,7 @@ def write(release: str, commit: str, tree: Path, folder: Path) -> Path:
     (out / "catalog.yaml").write_text(text)
     if SPEAKER in models:
         (out / "models" / SPEAKER).mkdir(parents=True)
-        shutil.copy(folder / SPEAKER / "schema.json", out / "models" / SPEAKER)
+        shutil.copy(INTERFACE_FILE.find(folder / SPEAKER), out / "models" / SPEAKER)
     return out
 
 

@@ -17,10 +17,10 @@ from infra.planning.item_load import ItemLoad, check_work
 from shared.catalog import Catalog, Model
 from shared.catalog_file import LOCAL
 from shared.errors import ConfigurationError
-from shared.model_measurement import FILE_NAME, ModelMeasurement, read_measurement
+from shared.model_measurement import MEASUREMENT_FILE, ModelMeasurement, read_measurement
 
 FIELD = "measurement"
-"""In the rates of a model: the path of its measured.json, from the folder of the rates."""
+"""In the rates of a model: the path of its penstock.measured.json, from the folder of the rates."""
 
 
 def with_measurements(document: Any, catalog: Catalog, folder: Path) -> Any:
@@ -35,8 +35,8 @@ def with_measurements(document: Any, catalog: Catalog, folder: Path) -> Any:
         folder: of the file of rates.
 
     Raises:
-        ConfigurationError: a measured.json is wrong, or is not of this entry: of other sources, or
-            on another GPU.
+        ConfigurationError: a penstock.measured.json is wrong, or is not of this entry: of other
+            sources, or on another GPU.
     """
     models = document.get("models") if isinstance(document, dict) else None
     if not isinstance(models, dict):
@@ -77,12 +77,12 @@ def _seconds(model: Model, measurement: ModelMeasurement) -> dict[str, float]:
 
 
 def _path_of(model: Model, rate: dict[str, Any], folder: Path) -> Path | None:
-    """The measured.json of a model. None: rates name none, and its class has none beside it."""
+    """The measurement of a model. None: rates name none, and its class's folder has none."""
     if isinstance(named := rate.get(FIELD), str):
         return folder / named
     if not model.source.startswith(LOCAL):
         return None
-    path = Path(model.source.removeprefix(LOCAL)).expanduser() / FILE_NAME
+    path = MEASUREMENT_FILE.find(Path(model.source.removeprefix(LOCAL)).expanduser())
     return path if path.exists() else None
 
 

@@ -33,7 +33,7 @@ MEASURED: dict[str, Any] = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "schema.json").write_text(INTERFACE.as_json)
+    (tmp_path / "mine" / "penstock.schema.json").write_text(INTERFACE.as_json)
     return tmp_path
 
 
@@ -67,7 +67,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_a_measured_model_needs_no_seconds(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_measured(folder / "mine" / "measured.json")
+    write_measured(folder / "mine" / "penstock.measured.json")
     words = ["--models", str(catalog(folder)), "--rate", "mine=2:8"]
     (found,) = plan(capsys, *words)["models"]
     # Four items take a second.
@@ -79,7 +79,7 @@ def test_a_measured_model_needs_no_seconds(
 
 
 def test_what_rates_say_goes_before(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_measured(folder / "mine" / "measured.json")
+    write_measured(folder / "mine" / "penstock.measured.json")
     words = ["--rate", "mine=2", "--seconds", "mine=0.1"]
     (found,) = plan(capsys, "--models", str(catalog(folder)), *words)["models"]
     assert (found["service_s"], found["rate"]["measured"]) == (0.1, "given on the command line")
@@ -89,7 +89,7 @@ def test_a_model_that_is_elsewhere_has_its_figures_beside_the_rates(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_measured(folder / "mine.json", batches={1: 0.125})
-    models = catalog(folder, source="gs://bucket/mine", interface="mine/schema.json")
+    models = catalog(folder, source="gs://bucket/mine", interface="mine/penstock.schema.json")
     rates = folder / "rates.yaml"
     rates.write_text("models: {mine: {mean_per_s: 2, measurement: mine.json, output_bytes: 7}}")
     (found,) = plan(capsys, "--models", str(models), "--rates", str(rates))["models"]
@@ -120,7 +120,7 @@ def test_figures_of_something_else_are_refused(
     measured: dict[str, Any],
     reason: str,
 ) -> None:
-    write_measured(folder / "mine" / "measured.json", **measured)
+    write_measured(folder / "mine" / "penstock.measured.json", **measured)
     models = catalog(folder, gpu={"type": gpu})
     said = refusal(capsys, "--models", str(models), "--rate", "mine=2")
     assert reason in said
@@ -146,15 +146,15 @@ def test_a_gpu_is_known_by_its_name(gpu: str, device: str) -> None:
 def test_a_file_that_is_something_else_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "mine" / "measured.json").write_text('{"device": "cpu"}')
+    (folder / "mine" / "penstock.measured.json").write_text('{"device": "cpu"}')
     said = refusal(capsys, "--models", str(catalog(folder)), "--rate", "mine=2")
-    assert "measured.json: measured: Field required" in said
+    assert "penstock.measured.json: measured: Field required" in said
 
 
 def test_more_memory_than_a_worker_has_is_noted(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_measured(folder / "mine" / "measured.json", peak_memory_bytes=3 * 2**30)
+    write_measured(folder / "mine" / "penstock.measured.json", peak_memory_bytes=3 * 2**30)
     words = ["--models", str(catalog(folder)), "--rate", "mine=2"]
     notes = plan(capsys, *words)["notes"]
     assert any("mine: 2 processes of a worker take up to 6,144 MiB" in note for note in notes)
@@ -165,8 +165,8 @@ def weighing(folder: Path) -> Path:
     """A class that says what an input weighs: 4 at a time take a second, and weigh 10 each."""
     changed = INTERFACE.model_dump() | {"weighs": True, "batches": True}
     interface = ModelInterface.model_validate(changed)
-    (folder / "mine" / "schema.json").write_text(interface.as_json)
-    write_measured(folder / "mine" / "measured.json", work_per_item=10)
+    (folder / "mine" / "penstock.schema.json").write_text(interface.as_json)
+    write_measured(folder / "mine" / "penstock.measured.json", work_per_item=10)
     return folder
 
 

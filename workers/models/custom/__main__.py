@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shared.errors import ConfigurationError, PenstockError
-from shared.model_measurement import FILE_NAME
 from workers.models.custom.checking import (
     inspect_folder,
     is_current,
@@ -84,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="penstock", description="Models of one's own.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    check = commands.add_parser("check", help="inspect a class and write its schema.json")
+    check = commands.add_parser("check", help="inspect a class and write its penstock.schema.json")
     check.add_argument("folder", type=Path, metavar="FOLDER")
     check.add_argument(
         "--if-changed", action="store_true", help="only if the sources are others than before"
@@ -123,7 +122,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_measure(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     usual = Conditions()
-    timed = commands.add_parser("measure", help="time a class, and write its measured.json")
+    timed = commands.add_parser(
+        "measure", help="time a class, and write its penstock.measured.json"
+    )
     timed.add_argument("folder", type=Path, metavar="FOLDER")
     inputs = timed.add_mutually_exclusive_group()
     inputs.add_argument(
@@ -160,8 +161,7 @@ def _measure(arguments: argparse.Namespace) -> None:
     inputs = read_inputs(interface, arguments.input, arguments.inputs)
     conditions = Conditions(arguments.repeats, arguments.threads, uses_gpu=not arguments.cpu)
     measurement = measure(arguments.folder, interface, inputs, conditions)
-    path = arguments.folder.expanduser() / FILE_NAME
-    write_measurement(measurement, path)
+    path = write_measurement(arguments.folder, measurement)
     print(f"{path}:\n{report(measurement)}")
 
 

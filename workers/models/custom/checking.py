@@ -1,18 +1,22 @@
-"""Inspects the class of a folder in a process of its own, and writes its schema.json."""
+"""Inspects the class of a folder in another process, and writes its penstock.schema.json."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import ValidationError
 
 from shared.errors import ConfigurationError
-from shared.model_interface import FILE_NAME, MAX_BYTES, MAX_INPUTS, ModelInterface, read_interface
+from shared.model_interface import (
+    INTERFACE_FILE,
+    MAX_BYTES,
+    MAX_INPUTS,
+    ModelInterface,
+    read_interface,
+)
 from workers.models.custom.environments import python_for, unmet
 from workers.models.custom.process import RunnerProcess, end_of
 from workers.models.custom.runner.confinement import SRC
@@ -142,32 +146,25 @@ def _check_size(folder: Path, interface: ModelInterface) -> None:
         )
     if (size := len(interface.as_json.encode())) > MAX_BYTES:
         raise ConfigurationError(
-            f"{folder}: {FILE_NAME} would have {size} bytes; at most {MAX_BYTES} are allowed",
+            f"{folder}: {INTERFACE_FILE.name} would have {size} bytes; at most {MAX_BYTES} are "
+            "allowed",
             field="source",
         )
 
 
 def is_current(folder: Path) -> bool:
-    """Returns whether the schema.json of a folder was written for its sources as they are."""
+    """Returns whether a folder's penstock.schema.json was written for its present sources."""
     folder = folder.expanduser()
     with contextlib.suppress(ConfigurationError):
-        return read_interface(folder / FILE_NAME).sources_sha256 == read_sources(folder).sha256
+        known = read_interface(INTERFACE_FILE.find(folder))
+        return known.sources_sha256 == read_sources(folder).sha256
     return False
 
 
 def write_interface(folder: Path, interface: ModelInterface) -> Path:
-    """Writes schema.json as a whole. Returns its path.
+    """Writes penstock.schema.json as a whole. Returns its path.
 
     Raises:
-        ConfigurationError: it can't be written.
+        ConfigurationError: it can't be written, or its author has such a file.
     """
-    path = folder.expanduser() / FILE_NAME
-    try:
-        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{FILE_NAME}")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(interface.as_json)
-        Path(partial).chmod(0o644)
-        Path(partial).replace(path)
-    except OSError as error:
-        raise ConfigurationError(f"{path}: {error.strerror}", field="source") from error
-    return path
+    return INTERFACE_FILE.write(folder.expanduser(), interface.as_json)

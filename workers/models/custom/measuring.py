@@ -1,4 +1,4 @@
-"""`penstock models measure`: times a class, and writes measured.json for `penstock deploy plan`."""
+"""`penstock models measure`: times a class, and writes the figures for `penstock deploy plan`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from shared.blob import FILE_FORMAT
 from shared.catalog import Model
 from shared.catalog_entry import MAX_WORK
 from shared.catalog_file import LOCAL
-from shared.errors import BadInput, ConfigurationError, PenstockError
+from shared.errors import BadInput, PenstockError
 from shared.messages import PrintedLogs
 from shared.model_interface import ModelInterface
-from shared.model_measurement import CPU, ModelMeasurement
+from shared.model_measurement import CPU, MEASUREMENT_FILE, ModelMeasurement
 from shared.tasks import Result
 from shared.tasks.custom import CUSTOM, CustomResult
 from workers.models.base import PreparedCustom, PreparedFile
@@ -356,16 +356,14 @@ def _rounded(seconds: float) -> float:
     return float(f"{seconds:.3g}")
 
 
-def write_measurement(measurement: ModelMeasurement, path: Path) -> None:
-    """Writes measured.json.
+def write_measurement(folder: Path, measurement: ModelMeasurement) -> Path:
+    """Writes penstock.measured.json. Returns its path.
 
     Raises:
-        ConfigurationError: it can't be written.
+        ConfigurationError: it can't be written, or its author has such a file.
     """
-    try:
-        path.write_text(measurement.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    text = measurement.model_dump_json(indent=2) + "\n"
+    return MEASUREMENT_FILE.write(folder.expanduser(), text)
 
 
 def report(measurement: ModelMeasurement) -> str:

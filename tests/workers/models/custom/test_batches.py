@@ -12,7 +12,7 @@ import pytest
 from shared.catalog import Model
 from shared.errors import BadInput, ConfigurationError
 from shared.messages import PrintedLogs
-from shared.model_interface import FILE_NAME
+from shared.model_interface import INTERFACE_FILE
 from shared.tasks.custom import CustomInput, CustomResult
 from tests.workers.models.custom.classes import entry_of, prepared, write_class
 from workers.models.base import PreparedFile
@@ -342,7 +342,7 @@ def test_check_says_that_a_class_batches_and_the_worker_compares(
     folder = write_class(tmp_path, simple("return [1] * len(inputs)"))
     assert main(["check", str(folder)]) == 0
     assert "in batches" in capsys.readouterr().out
-    assert '"batches": true' in (folder / FILE_NAME).read_text()
+    assert '"batches": true' in (folder / INTERFACE_FILE.name).read_text()
     entry = entry_of(folder)
     write_class(
         tmp_path, "class Predictor(BasePredictor):\n    def predict(self, a: int) -> int: ..."

@@ -13,7 +13,7 @@ import pytest
 from shared.blob import Blob
 from shared.errors import BadInput, ConfigurationError, ModelFailed
 from shared.messages import PrintedLogs
-from shared.model_interface import FILE_NAME, read_interface
+from shared.model_interface import INTERFACE_FILE, read_interface
 from shared.tasks.custom import (
     CustomResult,
     StreamedElement,
@@ -67,7 +67,7 @@ QUICK_FORMS = {"Text", "Typed", "Files", "Hidden", "Unions", "Pydantic", "AsyncP
 def test_output_is_that_of_the_class(tmp_path: Path, started: Any, name: str) -> None:
     """Called here, for each of its inputs. The clients get the same (tests/end_to_end)."""
     folder = write_form(tmp_path / "served", name)
-    model = started(folder, interface=read_interface(folder / FILE_NAME))
+    model = started(folder, interface=read_interface(folder / INTERFACE_FILE.name))
     for form in FORMS:
         if form.name == name:
             assert served(model, form) == form.output(tmp_path)

@@ -137,7 +137,7 @@ def test_the_command_writes_the_file_that_the_plan_reads(tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stderr
     assert "1 at a time" in done.stdout
-    assert read_measurement(tmp_path / "measured.json").batches[1] > 0
+    assert read_measurement(tmp_path / "penstock.measured.json").batches[1] > 0
 
 
 def test_a_failure_names_the_input_and_shows_the_traceback(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ def _concurrency(settings: dict[str, Any], compute: Callable[..., Any]) -> int:
 
 
 def interface_of(loaded: Loaded) -> dict[str, Any]:
-    """What a class takes and gives, as schema.json has it, without the digest of its sources."""
+    """What a class takes and returns: penstock.schema.json without the digest of its sources."""
     fields = loaded.signature.inputs.values()
     output = loaded.signature.output
     return {

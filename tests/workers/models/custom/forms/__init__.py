@@ -213,7 +213,7 @@ FORMS = (
 
 
 def write_form(folder: Path, name: str) -> Path:
-    """Makes a folder for the class of this name, with its schema.json.
+    """Makes a folder for the class of this name, with its penstock.schema.json.
 
     The class is inspected in this process: `penstock models check` starts one for each, of 0.3 s of
     CPU time. Whatever serves it inspects it again, and refuses one that is not as this says.

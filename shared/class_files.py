@@ -1,0 +1,64 @@
+"""The files that we write into the folder of a custom class, among the author's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.errors import ConfigurationError
+
+MAX_BYTES = 1024 * 1024
+"""A larger file is not one of ours."""
+
+
+@dataclass(frozen=True)
+class ClassFile:
+    """A JSON file of ours, of which each class has at most one.
+
+    `name`: of the file. `old_name`: until release 0.1.0, which an author may use for something
+    else. `marks`: fields that each of our files has.
+    """
+
+    name: str
+    old_name: str
+    marks: frozenset[str]
+
+    def find(self, folder: Path) -> Path:
+        """Returns the path of the file in a folder, whether it is there or not.
+
+        That is the old one if there is no other and we wrote it.
+        """
+        path, old = folder / self.name, folder / self.old_name
+        return old if not path.exists() and self._is_ours(old) else path
+
+    def write(self, folder: Path, text: str) -> Path:
+        """Writes the whole file at once. Returns its path.
+
+        Raises:
+            ConfigurationError: it can't be written, or there is a file that we did not write.
+        """
+        path = folder / self.name
+        if path.exists() and not self._is_ours(path):
+            raise ConfigurationError(
+                f"{path} was not written by Penstock; rename or remove it", field="source"
+            )
+        try:
+            handle, partial = tempfile.mkstemp(dir=folder, prefix=f".{self.name}")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            Path(partial).chmod(0o644)
+            Path(partial).replace(path)
+        except OSError as error:
+            raise ConfigurationError(f"{path}: {error.strerror}", field="source") from error
+        return path
+
+    def _is_ours(self, path: Path) -> bool:
+        try:
+            with path.open("rb") as file:
+                document = json.loads(file.read(MAX_BYTES))
+        except (OSError, ValueError, RecursionError):
+            return False
+        return isinstance(document, dict) and self.marks <= document.keys()

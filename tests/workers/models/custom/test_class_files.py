@@ -1,0 +1,86 @@
+"""Our files in the folder of a class, beside files of the author's that have other purposes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from infra.local.interfaces import refresh_interfaces
+from shared.catalog_file import read_catalog
+from shared.errors import ConfigurationError
+from shared.model_interface import INTERFACE_FILE
+from shared.model_measurement import MEASUREMENT_FILE, read_measurement
+from tests.workers.models.custom.classes import write_class
+from workers.models.custom.__main__ import main
+
+BODY = """
+class Predictor(BasePredictor):
+    def predict(self, a: int) -> str:
+        return open("schema.json").read()
+"""
+AUTHORS = '{"type": "object", "properties": {"name": {"type": "string"}}}'
+
+
+def write_catalog(folder: Path) -> Path:
+    """A catalog with the class of a folder."""
+    path = folder.parent / "models.yaml"
+    entry = {"name": "mine", "task": "custom", "source": f"local:{folder}"}
+    path.write_text(yaml.safe_dump({"models": [entry]}))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of a class."""
+    (tmp_path / "class").mkdir()
+    return write_class(tmp_path / "class", BODY)
+
+
+def test_an_authors_files_stay_as_they_are(folder: Path) -> None:
+    for name in ("schema.json", "measured.json"):
+        (folder / name).write_text(AUTHORS)
+    assert main(["check", str(folder)]) == 0
+    assert main(["measure", str(folder), "-i", "a=1", "--repeats", "1", "--cpu"]) == 0
+    for name in ("schema.json", "measured.json"):
+        assert (folder / name).read_text() == AUTHORS
+    (model,) = read_catalog(write_catalog(folder)).models
+    assert model.interface is not None
+    assert list(model.interface.properties) == ["a"]
+    assert read_measurement(MEASUREMENT_FILE.find(folder)).batches[1] > 0
+
+
+@pytest.mark.parametrize("file", [INTERFACE_FILE, MEASUREMENT_FILE])
+@pytest.mark.parametrize("text", [AUTHORS, "", "no JSON", "[1]"])
+def test_a_file_that_we_did_not_write_is_never_overwritten(
+    folder: Path, capsys: pytest.CaptureFixture[str], file: object, text: str
+) -> None:
+    assert isinstance(file, type(INTERFACE_FILE))
+    (folder / file.name).write_text(text)
+    with pytest.raises(ConfigurationError, match="was not written by Penstock"):
+        file.write(folder, "{}")
+    assert (folder / file.name).read_text() == text
+
+
+def test_a_folder_that_an_earlier_release_checked_still_loads(folder: Path) -> None:
+    assert main(["check", str(folder)]) == 0
+    INTERFACE_FILE.find(folder).rename(folder / "schema.json")
+    catalog = write_catalog(folder)
+    (model,) = read_catalog(catalog).models
+    assert model.interface is not None
+    refresh_interfaces(catalog, print)
+    assert not (folder / INTERFACE_FILE.name).exists(), "it is current under its old name"
+    (folder / "helper.py").write_text("")
+    refresh_interfaces(catalog, print)
+    old = json.loads((folder / "schema.json").read_text())
+    (model,) = read_catalog(catalog).models
+    assert model.interface is not None
+    assert model.interface.sources_sha256 != old["sources_sha256"], "the new file comes first"
+
+
+def test_an_authors_schema_is_not_taken_for_an_interface(folder: Path) -> None:
+    (folder / "schema.json").write_text(AUTHORS)
+    with pytest.raises(ConfigurationError, match=r"penstock\.schema\.json: No such file"):
+        read_catalog(write_catalog(folder))
