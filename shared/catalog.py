@@ -14,6 +14,7 @@ from pydantic import ValidationInfo, field_validator, model_validator
 
 from shared.catalog_entry import (
     MAX_DEADLINE_S,
+    Batch,
     CatalogEntry,
     Deadline,
     FlowEntry,
@@ -315,7 +316,7 @@ class Catalog:
             new = newer._deployed_by_name.get(old.name) or newer._by_name.get(old.name)
             if new is None or new.interface == old.interface:
                 continue
-            if old.model_copy(update={"interface": new.interface}) == new:
+            if _with_interface(old, new.interface) == new:
                 changed.append(old.name)
                 self._replace(new)
         if changed:
@@ -366,6 +367,20 @@ class Catalog:
             if model.api == api:
                 return model
         raise UnknownModel(f"no model for {api} is served here", field="model")
+
+
+def _with_interface(model: Model, interface: ModelInterface | None) -> Model:
+    """An entry as it would be with another interface, from which its batches may follow."""
+    batch = model.batch
+    if batch.max_items == _usual_items(model, model.interface):
+        batch = batch.model_copy(update={"max_items": _usual_items(model, interface)})
+    return model.model_copy(update={"interface": interface, "batch": batch})
+
+
+def _usual_items(model: Model, interface: ModelInterface | None) -> int:
+    """The items of a batch if the entry does not set their number."""
+    defaults = model.definition.entry_defaults({"interface": interface}).get("batch", {})
+    return Batch(**defaults).max_items
 
 
 def unknown_model(name: str) -> UnknownModel:

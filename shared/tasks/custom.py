@@ -382,10 +382,11 @@ class CustomTask(Task):
     has_interface = True
 
     def entry_defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """One item at a time, unless the class computes batches."""
+        """As many items at a time as the class computes. One with `predict_batch` takes any."""
         interface = fields.get("interface")
-        has_batches = isinstance(interface, ModelInterface) and interface.batches
-        return {"batch": {} if has_batches else {"max_items": 1}}
+        if not isinstance(interface, ModelInterface):
+            return {"batch": {"max_items": 1}}
+        return {"batch": {} if interface.batches else {"max_items": interface.concurrency}}
 
     def check_entry(self, entry: CatalogEntry) -> None:
         """The class decides how many items it computes at a time."""

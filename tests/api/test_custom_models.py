@@ -154,6 +154,27 @@ async def test_a_caller_never_reads_what_a_process_printed_before_it_died(serve:
         assert secret not in killed["error"], killed["error"]
 
 
+TOGETHER = """
+inside = set()
+
+class Predictor(BasePredictor):
+    @cog.concurrent(max=4)
+    async def predict(self, number: int) -> int:
+        inside.add(number)
+        while len(inside) < 4:
+            await asyncio.sleep(0.01)
+        return number
+"""
+
+
+async def test_as_many_are_computed_at_a_time_as_the_class_allows(serve: Any) -> None:
+    """Each waits for the others, so none ends if fewer run at a time."""
+    api = await serve(TOGETHER)
+    limit = {"cancel-after": f"{WAIT_LIMIT_S:g}s"}
+    found = await asyncio.gather(*(predict(api, limit, number=number) for number in range(4)))
+    assert [one["output"] for one in found] == [0, 1, 2, 3]
+
+
 async def test_a_loop_ends_at_its_deadline_or_when_it_is_canceled(serve: Any) -> None:
     api = await serve(CLASS)
     body = {"version": "mine", "input": {"text": "a", "mode": "loop"}}

@@ -380,6 +380,33 @@ def test_an_entry_that_changed_otherwise_is_not_taken(tmp_path: Path) -> None:
     assert shown(catalog.find("mine")) == "string"
 
 
+def read_concurrent(folder: Path, concurrency: int, entry: str = "") -> Catalog:
+    told = INTERFACE | {"concurrency": concurrency}
+    (folder / "mine.json").write_text(json.dumps(told))
+    text = 'models: [{name: mine, task: custom, source: "local:.", interface: mine.json%s}]'
+    (folder / "models.yaml").write_text(text % entry)
+    return read_catalog(folder / "models.yaml")
+
+
+def test_a_class_computes_as_many_at_a_time_as_it_can_unless_the_entry_lowers_it(
+    tmp_path: Path,
+) -> None:
+    assert read_concurrent(tmp_path, 1).find("mine").batch.max_items == 1
+    assert read_concurrent(tmp_path, 8).find("mine").batch.max_items == 8
+    lowered = read_concurrent(tmp_path, 8, ", batch: {max_items: 2}")
+    assert lowered.find("mine").batch.max_items == 2
+    with pytest.raises(ConfigurationError, match="the class computes 8 at a time"):
+        read_concurrent(tmp_path, 8, ", batch: {max_items: 9}")
+
+
+def test_an_interface_that_computes_more_at_a_time_is_taken_with_its_number(tmp_path: Path) -> None:
+    catalog = read_concurrent(tmp_path, 1)
+    assert catalog.take_interfaces(read_concurrent(tmp_path, 4)) == ["mine"]
+    assert catalog.find("mine").batch.max_items == 4
+    newer = read_concurrent(tmp_path, 4, ", batch: {max_items: 3}")
+    assert catalog.take_interfaces(newer) == [], "the entry itself has changed"
+
+
 def test_memory_is_bounded_for_models_of_ones_own_only(tmp_path: Path) -> None:
     text = CLASSES.replace("aliases: [own]", "resources: {memory_bytes: 1000000}")
     found = read_classes(tmp_path, text).find("mine")

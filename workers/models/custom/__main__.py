@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shared.errors import ConfigurationError, PenstockError
+from shared.model_interface import ModelInterface
+from shared.model_measurement import MEASUREMENT_FILE, read_measurement
 from workers.models.custom.checking import (
     inspect_folder,
     is_current,
@@ -175,6 +178,22 @@ def _check(arguments: argparse.Namespace) -> None:
     streams = {"": "as a whole", "text": "as a stream of text", "items": "element by element"}
     comes = "in batches" if interface.batches else streams[interface.streams]
     print(f"{path}: inputs {names}; the output comes {comes}")
+    print(_capacity(arguments.folder.expanduser(), interface))
+
+
+def _capacity(folder: Path, interface: ModelInterface) -> str:
+    """How many predictions a process computes at a time, and the memory that this takes."""
+    many = f"up to {interface.concurrency} predictions at a time (concurrency.max)"
+    count = "batches, by default of up to 64 items" if interface.batches else many
+    if not interface.batches and interface.concurrency == 1:
+        return "each process computes one prediction at a time"
+    memory = f"to find out how much memory this takes: penstock models measure {folder}"
+    with contextlib.suppress(ConfigurationError):
+        measured = read_measurement(MEASUREMENT_FILE.find(folder))
+        if measured.sources_sha256 == interface.sources_sha256:
+            peak_mib = measured.peak_memory_bytes / 2**20
+            memory = f"with {max(measured.batches)} at a time it took {peak_mib:,.0f} MiB of memory"
+    return f"each process computes {count}; batch.max_items in the entry changes that; {memory}"
 
 
 def _install(arguments: argparse.Namespace) -> None:

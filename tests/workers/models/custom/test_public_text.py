@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,29 @@ def test_commands_show_what_the_class_prints(
     assert "imported\n" in capfd.readouterr().err
     predict(folder, ["a=1"], tmp_path)
     assert capfd.readouterr().err.endswith("imported\nweights are loaded\ncomputed 1\n")
+
+
+ASYNC = """
+class Predictor(BasePredictor):
+    async def predict(self, a: int) -> int:
+        return a
+"""
+
+
+def test_check_prints_how_many_run_at_a_time_and_their_memory(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_class(tmp_path, ASYNC)
+    assert main(["check", str(folder)]) == 0
+    assert "each process computes one prediction at a time\n" in capfd.readouterr().out
+    write_class(tmp_path, ASYNC, "concurrency: {max: 3}\n")
+    assert main(["check", str(folder)]) == 0
+    said = capfd.readouterr().out
+    assert "up to 3 predictions at a time (concurrency.max); batch.max_items in the entry" in said
+    assert f"how much memory this takes: penstock models measure {folder}\n" in said
+    assert main(["measure", str(folder), "-i", "a=1", "--repeats", "1", "--cpu"]) == 0
+    assert main(["check", str(folder)]) == 0
+    assert re.search(r"with 3 at a time it took [1-9]\d* MiB of memory\n", capfd.readouterr().out)
 
 
 def test_a_setup_that_fails_later_names_no_path_to_the_caller(
