@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import getpass
 import json
 import re
 import socket
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from infra.current_user import current_user
 from shared.errors import BadInput, ConfigurationError
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ def _administer(act: Callable[[Administration, KeyStore], Awaitable[Done]]) -> D
 
     async def run() -> Done:
         async with key_store(url, is_writable=True) as store:
-            who, where = f"user {getpass.getuser()}", socket.gethostname()
+            who, where = current_user(), socket.gethostname()
             admin = Administration(store, actor=who, address=where, served=served)
             return await act(admin, store)
 

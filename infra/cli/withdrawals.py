@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import time
 from collections.abc import Awaitable, Callable
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from infra.cli.records_redis import run_on
+from infra.current_user import current_user
 from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def withdraw(
 
         async def act(store: WithdrawalStore, catalog: Catalog) -> bool:
             _check_served(catalog, name, revision)
-            by = f"user {getpass.getuser()}"
+            by = current_user()
             return await store.withdraw(Withdrawal(name, revision, time.time(), by))
 
         then = "withdrawn; processes stop it within 3 s" if _run(act) else "it is withdrawn already"

@@ -7,7 +7,6 @@ other machines can reach the API, it needs keys and sends no webhooks to private
 from __future__ import annotations
 
 import asyncio
-import getpass
 import json
 import socket
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from infra.current_user import current_user
 from infra.local.interfaces import local_classes, refresh_interfaces
 from infra.local.ports import Ports
 from infra.local.reload import Reloader
@@ -90,9 +90,7 @@ async def _ensure_directory(url: str) -> None:
 async def _first_key(url: str, say: Callable[[str], None], *, may_show_key: bool) -> None:
     await _ensure_directory(url)
     async with key_store(url, is_writable=True) as store:
-        admin = Administration(
-            store, actor=f"user {getpass.getuser()}", address=socket.gethostname()
-        )
+        admin = Administration(store, actor=current_user(), address=socket.gethostname())
         if (await admin.read()).keys:
             return
         if may_show_key:

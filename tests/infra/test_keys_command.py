@@ -1,6 +1,7 @@
 """`penstock keys`, `tenants` and `plans`, as operators type them."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,19 @@ def operator(
     return made
 
 
+NAMELESS_USER = 2**31 - 7
 MODEL = "all-MiniLM-L6-v2"
 CREATE = ("keys", "create", "--tenant", "acme", "--name", "ci")
+
+
+def test_a_user_without_a_name_is_logged_by_number(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: NAMELESS_USER)
+    operator.types("keys", "init")
+    assert operator.reads("keys", "audit")[0]["actor"] == f"user {NAMELESS_USER}"
 
 
 def test_life_of_a_key(operator: Operator) -> None:

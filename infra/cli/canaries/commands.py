@@ -6,7 +6,6 @@ A canary becomes the revision of its model in the text of models.yaml. Comments 
 from __future__ import annotations
 
 import asyncio
-import getpass
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import typer
 import yaml
 
 from infra.cli.records_redis import run_on
+from infra.current_user import current_user
 from shared.errors import ConfigurationError
 
 
@@ -133,7 +133,7 @@ def take_back(name: Name) -> None:
     """Give a canary no requests any more. Its jobs are done by the other revision."""
 
     async def act(canary_store: CanaryStore, catalog: Catalog) -> bool:
-        return await canary_store.take_back(_find(catalog, name), f"by user {getpass.getuser()}")
+        return await canary_store.take_back(_find(catalog, name), f"by {current_user()}")
 
     typer.echo(f"{name}: taken back" if _run(act) else f"{name}: it was taken back before")
 
