@@ -204,7 +204,7 @@ def test_a_worker_compares_whether_the_class_weighs(tmp_path: Path) -> None:
     entry = entry_of(folder, work={"max": 9})
     write_class(folder, usual.replace(WORK, ""))
     model = CustomModel(entry, folder, "cpu", 1)
-    with pytest.raises(ConfigurationError, match=r"weighs: true in schema\.json, false in the"):
+    with pytest.raises(ConfigurationError, match=r"weighs: true in penstock\.schema\.json, false"):
         model.setup()
     model.close()
 
