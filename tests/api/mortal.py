@@ -109,14 +109,19 @@ class Mortal(Generic[T]):
 
     async def _close(self) -> None:
         self._stop.set()
-        await asyncio.wait_for(self._life, WAIT_LIMIT_S)
+        # Not canceled if it is late: a CancelledError would end the loop of all tests.
+        await asyncio.wait([self._life], timeout=WAIT_LIMIT_S)
+        assert self._life.done(), f"{self._name} did not stop within {WAIT_LIMIT_S:g} s"
+        self._life.result()
 
     async def die(self, asked: Sequence[asyncio.Task[Any]]) -> None:
         """Kills it, with the requests whose callers wait for it, and starts the next one."""
         self._links.cut(self._name)
         await self._door.shut()
         lists = self._ledger.row_lists
-        lists[next(at for at, one in enumerate(lists) if one is self._rows)] = list(self._rows)
+        places = [at for at, one in enumerate(lists) if one is self._rows]
+        assert places, f"{self._name} is dead already"
+        lists[places[0]] = list(self._rows)
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)

@@ -750,7 +750,7 @@ def _own(number: int) -> str:
 @pytest.mark.many(about_s=80)
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")
 @settings(
-    max_examples=examples(100) if settings().max_examples > QUICK_EXAMPLES else 2,
+    max_examples=examples(100) if settings().max_examples > QUICK_EXAMPLES else 1,
     phases=[Phase.explicit, Phase.generate],  # a large mix takes minutes to shrink
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
