@@ -46,8 +46,8 @@ def pid_of(up: Up, part: str) -> int:
     (found,) = [
         child.pid
         for child in psutil.Process(up.process.pid).children()
-        # Redis writes its address behind its name, into the same word.
-        if any(Path(given.partition(" ")[0]).name == word for given in child.cmdline())
+        # Redis writes its address behind its name, into the same word. Folders may have spaces.
+        if any(Path(given).name.partition(" ")[0] == word for given in child.cmdline())
     ]
     return found
 

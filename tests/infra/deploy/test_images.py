@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import venv
@@ -174,7 +175,8 @@ def test_programs_of_ours_run_in_the_python_that_has_the_packages(
         if command.split()[:3] == ["python", "-m", "pip"]:
             for path in ("/app", "/opt/venv", "/wheels"):
                 command = command.replace(f" {path}", f" {tmp_path / Path(path).name}")
-            done = run("sh", "-c", f"cd {tree} && {command.replace('python', sys.executable, 1)}")
+            command = command.replace("python", shlex.quote(sys.executable), 1)
+            done = run("sh", "-c", f"cd {tree} && {command}")
             assert done.returncode == 0, done.stderr
     programs = [file for file in (tmp_path / "app/bin").iterdir() if file.name != "__pycache__"]
     assert "penstock" in {program.name for program in programs}

@@ -348,9 +348,7 @@ def test_check_says_that_a_class_batches_and_the_worker_compares(
         tmp_path, "class Predictor(BasePredictor):\n    def predict(self, a: int) -> int: ..."
     )
     model = CustomBatchModel(entry, folder, "cpu", 1)
-    with pytest.raises(
-        ConfigurationError, match=r"batches: true in schema\.json, false in the code"
-    ):
+    with pytest.raises(ConfigurationError, match=r"batches: true in penstock\.schema\.json, false"):
         model.setup()
     model.close()
 
