@@ -258,7 +258,7 @@ def write_gpu_class(
 def _buffer_patches(
     gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]
 ) -> list[dict[str, Any]]:
-    """A placeholder pod is as large as a worker, and runs on its nodes, but for overflow nodes."""
+    """Placeholder pods as large as a worker, on the worker's nodes but not on overflow nodes."""
     share = share_of(gpu, gpu_types) | {"nvidia.com/gpu": "1"}
     pod: dict[str, Any] = {"tolerations": [{"operator": "Exists", "effect": "NoSchedule"}]}
     if deployment.compute_classes:
