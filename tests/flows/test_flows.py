@@ -207,6 +207,8 @@ async def events_of(flows: World, run_id: str, last_id: str = "") -> list[tuple[
     events = []
     for block in answer.text.strip().split("\n\n"):
         fields = dict(line.split(": ", 1) for line in block.splitlines())
+        if "event" not in fields:
+            continue  # a comment that keeps a slow stream alive
         kind = fields["event"]
         data = json.loads(fields["data"]) if kind in ("output", "done") else fields["data"]
         events.append((fields["id"], kind, data))

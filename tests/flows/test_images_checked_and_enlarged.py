@@ -331,7 +331,7 @@ async def test_other_formats_are_links_to_each_image(images: World) -> None:
 
 async def events_of(images: World, shown: Mapping[str, Any]) -> list[tuple[str, str]]:
     answer = await images.http.get(shown["urls"]["stream"], headers=bearer("one"))
-    events = [event for event in answer.text.split("\n\n") if event]
+    events = [event for event in answer.text.split("\n\n") if event and not event.startswith(":")]
     fields = [dict(line.split(": ", 1) for line in event.splitlines()) for event in events]
     return [(one["event"], one["data"]) for one in fields]
 
