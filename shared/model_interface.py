@@ -26,7 +26,7 @@ SECRET_FORMAT = "password"
 _UNCOMPARED = {"nullable"}
 """Keywords of inputs that release 0.1.0 left out where Cog has them now."""
 _FILE = INTERFACE_FILE.name
-_COMPARED = ("inputs", "output", "streams", "concurrency", "batches", "weighs", "compares")
+_COMPARED = ("output", "streams", "concurrency", "batches", "weighs", "compares")
 
 
 class ModelInterface(BaseModel):
@@ -67,8 +67,16 @@ class ModelInterface(BaseModel):
         properties: dict[str, dict[str, Any]] = self.inputs.get("properties", {})
         return properties
 
+    @property
+    def required(self) -> frozenset[str]:
+        """Names of the inputs that must be given."""
+        return frozenset(self.inputs.get("required", ()))
+
     def difference(self, other: ModelInterface) -> str:
-        """Names the first field that another interface has otherwise. Empty: there is none."""
+        """Names the first field that another interface has otherwise. Empty: there is none.
+
+        An input that the code does not require may be required here, as in files of release 0.1.0.
+        """
         for name in sorted({*self.properties, *other.properties}):
             ours, theirs = self.properties.get(name), other.properties.get(name)
             if ours is None or theirs is None:
@@ -79,6 +87,8 @@ class ModelInterface(BaseModel):
                         f"inputs.{name}.{keyword}: {_short(ours.get(keyword))} in {_FILE}, "
                         f"{_short(theirs.get(keyword))} in the code"
                     )
+        if missing := sorted(other.required - self.required):
+            return f"inputs.required: {missing[0]} is missing in {_FILE}, there in the code"
         for field in _COMPARED:
             if (mine := getattr(self, field)) != (its := getattr(other, field)):
                 return f"{field}: {_short(mine)} in {_FILE}, {_short(its)} in the code"

@@ -28,6 +28,8 @@ class _Running:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.began_s = time.monotonic()
         self.pieces: list[Any] = []
+        self.has_files = False
+        """True if pieces have files, which the last frame does not repeat."""
         self.pieces_s: list[float] = []
         self.ended: asyncio.Future[Outcome] = loop.create_future()
 
@@ -151,6 +153,7 @@ class PenstockRunner:
         running = self._running[number]
         if "piece" in message:
             running.pieces.append(_with_files(frame, "piece"))
+            running.has_files |= bool(frame.blobs)
             running.pieces_s.append(now_s - running.began_s)
             return
         runner.ended(number)
@@ -176,7 +179,7 @@ def _outcome_of(frame: Frame, running: _Running) -> Outcome:
         # A caller that cancels gets no error text, whatever the class raised.
         words = "" if status == "canceled" else str(error)
         return shown._replace(status=status, error=words)
-    output = running.pieces or _with_files(frame, "output")
+    output = running.pieces if running.has_files else _with_files(frame, "output")
     return shown._replace(status="succeeded", output=output, metrics=message["metrics"])
 
 

@@ -95,6 +95,13 @@ def streamed_file(at: list[str | int], number: int, digest: str, file: Blob) -> 
     return StreamedFile(at, file.media_type, number, digest, uri)
 
 
+def written_piece(piece: Any) -> str:
+    """Returns a piece as the text of its stream has it: None is empty, other values are JSON."""
+    if isinstance(piece, str):
+        return piece
+    return "" if piece is None else json.dumps(piece, ensure_ascii=False)
+
+
 def file_digest(data: bytes) -> str:
     """Returns the digest of a streamed file: 128 bits of BLAKE2b (RFC 7693)."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
@@ -240,14 +247,14 @@ class CustomResult(TaskResult, tag="custom"):
     def step_value(self) -> Any:
         """The output, with a Blob for each file. A text that was streamed is one text."""
         if self.streams == "text":
-            return "".join(self.output)
+            return self.text
         return _with_files(self.output, [place.at for place in self.places], self.files)
 
     @property
     def text(self) -> str:
         """A streamed output as its stream has it: a text, or a line of JSON for each element."""
         if self.streams == "text":
-            return "".join(self.output)
+            return "".join(map(written_piece, self.output))
         files: dict[int, list[StreamedFile]] = {}
         for number, (place, file) in enumerate(zip(self.places, self.files, strict=True)):
             element, *at = place.at

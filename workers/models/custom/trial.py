@@ -12,6 +12,7 @@ from typing import Any
 from shared.blob import FILE_FORMAT
 from shared.errors import BadInput, ConfigurationError, ModelFailed
 from shared.model_interface import ModelInterface
+from shared.tasks.custom import written_piece
 from workers.models.custom.checking import show_inspection
 from workers.models.custom.environments import python_for
 from workers.models.custom.process import RunnerProcess, end_of, show
@@ -132,7 +133,7 @@ def _with_files(frame: Frame, field: str, out: Path, count: int = 0) -> Any:
 def _text_of(output: Any, interface: ModelInterface) -> str:
     """An output as a file has it: a text as it is, and anything else as JSON."""
     if interface.streams == "text":
-        return "".join(output)
+        return "".join(map(written_piece, output))
     return output if isinstance(output, str) else json.dumps(output, ensure_ascii=False) + "\n"
 
 

@@ -264,6 +264,106 @@ def test_unusual_inputs_are_passed_on(both_inputs: Both, given: dict[str, Any]) 
     assert result.output == server.predict(given).output
 
 
+PLAIN = """
+import enum
+
+class Mode(enum.Enum):
+    ONE = "one"
+    TWO = "two"
+
+class Predictor(BasePredictor):
+    def predict(
+        self,
+        speed: Literal["fast", "slow"],
+        ratio: float,
+        ratios: List[float] = [1],
+        count: int | float = 1,
+        share: Union[float, str] = 1,
+        scale: float = Input(default=1, ge=0, le=2),
+        level: Literal[1, 2] = Input(default=2, description="how many"),
+        either: Literal["auto", 1] = "auto",
+        both: Union[Literal["auto"], Literal[1]] = 1,
+        open: Union[Literal["auto"], int] = 3,
+        maybe: Optional[Literal["a", "b"]] = None,
+        only: Literal["a", None] = None,
+        several: List[Literal["a", "b"]] = ["a"],
+        mode: Mode = "two",
+        seed: int = Input(default=None, ge=0),
+        word: str = None,
+        words: List[str] = Input(None),
+        picked: str = Input(default=None, choices=["a", "b"]),
+        file: Path = Input(default=None),
+    ):
+        return {name: repr(value) for name, value in locals().items() if name != "self"}
+"""
+
+
+@pytest.fixture(scope="module")
+def both_plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    """A class with plain inputs and no return type."""
+    yield from serve(tmp_path_factory.mktemp("plain"), PLAIN)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"ratio": 2.0, "ratios": [2, 0.5], "count": 2, "share": 2, "scale": 2, "open": 4},
+        {"ratio": 0.5, "ratios": [], "count": 2.5, "share": "2", "scale": 0.5, "open": "auto"},
+        {"level": 1, "either": 1, "both": "auto", "maybe": "b", "only": "a", "several": ["b"]},
+        {"mode": "one", "seed": 3, "word": "w", "words": ["w"], "picked": "a"},
+    ],
+)
+def test_plain_values_and_defaults_reach_the_class_unchanged(
+    both_plain: Both, given: dict[str, Any]
+) -> None:
+    model, server = both_plain
+    given = {"speed": "fast", "ratio": 2} | given
+    (result,) = compute(model, given).results.values()
+    assert isinstance(result, CustomResult), result
+    assert result.output == server.predict(given).output
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("speed", "other"),
+        ("level", 3),
+        ("either", 2),
+        ("both", "other"),
+        ("maybe", "c"),
+        ("several", ["c"]),
+        ("mode", "three"),
+        ("seed", -1),
+        ("picked", "c"),
+    ],
+)
+def test_values_that_a_type_does_not_list_are_refused(
+    both_plain: Both, field: str, value: Any
+) -> None:
+    model, server = both_plain
+    given = {"speed": "fast", "ratio": 2, field: value}
+    (result,) = compute(model, given).results.values()
+    assert isinstance(result, BadInput), result
+    assert result.field == field
+    assert server.predict(given).error
+
+
+CONCATENATES = """
+class Predictor(BasePredictor):
+    def predict(self) -> ConcatenateIterator[str]:
+        yield from ["a", None, 3, 1.5, True, {"a": [None, "gr\u00fcn"]}, [1], "", "b"]
+"""
+
+
+def test_pieces_of_a_concatenation_stay_as_they_are(tmp_path: Path) -> None:
+    for model, server in serve(tmp_path, CONCATENATES):
+        (result,) = compute(model, {}).results.values()
+        assert isinstance(result, CustomResult), result
+        assert result.output == server.predict({}).output
+        assert result.text == 'a31.5true{"a": [null, "gr\u00fcn"]}[1]b'
+
+
 @pytest.mark.parametrize("given", [{"either": "a"}, {"keyword": 1}])
 def test_inputs_without_a_default_are_required(both_inputs: Both, given: dict[str, Any]) -> None:
     model, server = both_inputs

@@ -13,8 +13,10 @@ from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
 from shared.model_interface import INTERFACE_FILE
 from shared.model_measurement import MEASUREMENT_FILE, read_measurement
-from tests.workers.models.custom.classes import write_class
+from tests.workers.models.custom.classes import entry_of, write_class
 from workers.models.custom.__main__ import main
+from workers.models.custom.checking import inspect_folder
+from workers.models.custom.model import CustomModel
 
 BODY = """
 class Predictor(BasePredictor):
@@ -22,6 +24,13 @@ class Predictor(BasePredictor):
         return open("schema.json").read()
 """
 AUTHORS = '{"type": "object", "properties": {"name": {"type": "string"}}}'
+
+
+OPTIONAL = """
+class Predictor(BasePredictor):
+    def predict(self, a: int = Input(default=None), b: int = 1) -> str:
+        return repr((a, b))
+"""
 
 
 def write_catalog(folder: Path) -> Path:
@@ -84,3 +93,28 @@ def test_an_authors_schema_is_not_taken_for_an_interface(folder: Path) -> None:
     (folder / "schema.json").write_text(AUTHORS)
     with pytest.raises(ConfigurationError, match=r"penstock\.schema\.json: No such file"):
         read_catalog(write_catalog(folder))
+
+
+@pytest.mark.parametrize("required", [["a"], [], ["a", "b"]])
+def test_a_file_may_require_inputs_that_the_code_does_not(
+    folder: Path, required: list[str]
+) -> None:
+    """Release 0.1.0 took no default of None for a type that is not optional."""
+    write_class(folder, OPTIONAL)
+    inspected = inspect_folder(folder).interface
+    assert inspected.inputs["required"] == []
+    older = {**inspected.inputs, "required": required}
+    entry = entry_of(folder, interface=inspected.model_copy(update={"inputs": older}))
+    model = CustomModel(entry, folder, "cpu", 1)
+    model.setup()
+    model.close()
+
+
+def test_a_file_must_require_what_the_code_does(folder: Path) -> None:
+    inspected = inspect_folder(folder).interface
+    older = {**inspected.inputs, "required": []}
+    entry = entry_of(folder, interface=inspected.model_copy(update={"inputs": older}))
+    model = CustomModel(entry, folder, "cpu", 1)
+    with pytest.raises(ConfigurationError, match=r"inputs.required: a is missing in"):
+        model.setup()
+    model.close()

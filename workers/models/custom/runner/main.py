@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from workers.models.custom.runner import confinement, loading, scope
 from workers.models.custom.runner.batch_form import METHOD
-from workers.models.custom.runner.cog_import import adt, cog, inspector
+from workers.models.custom.runner.cog_import import adt, cog
 from workers.models.custom.runner.frames import (
     BATCH,
     Frame,
@@ -50,7 +50,7 @@ from workers.models.custom.runner.outputs import (
     OutputEncoder,
     WrongOutput,
 )
-from workers.models.custom.runner.signatures import Signature
+from workers.models.custom.runner.signatures import Signature, check_values
 
 if TYPE_CHECKING:
     import asyncio
@@ -190,6 +190,7 @@ class _Prediction:
 
     def __init__(self, frame: Frame, signature: Signature) -> None:
         self.id: int = frame.message["id"]
+        self._signature = signature
         self._fields = signature.inputs
         self._folder: Path | None = None
         self._opened: list[Any] = []
@@ -210,10 +211,9 @@ class _Prediction:
         for at, path in self._written_files():
             _put(values, at, self._file_of(at, path))
         try:
-            arguments: dict[str, Any] = inspector().check_input(self._fields, values)
+            return check_values(self._signature, values)
         except (ValueError, TypeError) as error:
             raise WrongInput(str(error)) from error
-        return arguments
 
     def outputs(self) -> list[Any] | None:
         """The two outputs to compare, with the paths of their files. None: it is an input."""
@@ -258,7 +258,8 @@ class _Prediction:
             )
         self.pieces.append(encoded)
         files, blobs = self.encoder.take_files()
-        return encode_frame({"id": self.id, "piece": encoded, "files": files}, blobs)
+        piece = self.encoder.shown_in_stream(encoded)
+        return encode_frame({"id": self.id, "piece": piece, "files": files}, blobs)
 
     def result(self, output: Any) -> bytes:
         """The frame of the whole output.

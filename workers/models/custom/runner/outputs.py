@@ -73,22 +73,23 @@ class OutputEncoder:
         Raises:
             WrongOutput: it can't be sent.
         """
+        count = self._count
         try:
-            if self._output.streams == "text":
-                return self._write_piece(value, at)
-            return self._plain(_find_paths(value, self._output.piece), at)
+            plain = self._plain(_find_paths(value, self._output.piece), at)
         except RecursionError as error:
             raise WrongOutput(f"{_name_place(at)}: it contains itself") from error
-
-    def _write_piece(self, value: Any, at: Place) -> str:
-        """A piece of a text. Readers join the pieces: None is empty, other values are JSON."""
-        count = self._count
-        plain = self._plain(value, at)
-        if self._count > count:
+        if self._output.streams == "text" and self._count > count:
             raise WrongOutput(f"{_name_place(at)}: a file can't be part of a text")
-        if plain is None:
-            return ""
-        return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
+        return plain
+
+    def shown_in_stream(self, piece: Any) -> Any:
+        """An encoded piece as its stream has it. In a text, None is empty and others are JSON.
+
+        `written_piece` in shared/tasks/custom.py does the same for the whole output.
+        """
+        if self._output.streams != "text" or isinstance(piece, str):
+            return piece
+        return "" if piece is None else json.dumps(piece, ensure_ascii=False)
 
     def _plain(self, value: Any, at: Place) -> Any:
         if len(at) > MAX_DEPTH:

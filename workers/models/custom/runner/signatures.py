@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
+import enum
 import inspect
 import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
-from workers.models.custom.runner.cog_import import FieldInfo, adt, cog, inspector
+from workers.models.custom.runner.cog_import import FieldInfo, adt, inspector
 from workers.models.custom.runner.output_types import Output, read_output
 
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_CONVERTED = {adt.PrimitiveType.PATH, adt.PrimitiveType.FILE, adt.PrimitiveType.SECRET}
+"""Types whose values come as texts."""
 
 
 class Signature(NamedTuple):
@@ -27,6 +33,8 @@ class Signature(NamedTuple):
 
     inputs: dict[str, adt.InputField]
     output: Output
+    defaults: Mapping[str, Any] = types.MappingProxyType({})
+    """Defaults as they are written, of inputs that are neither files nor secrets."""
 
 
 def read_signature(function: Callable[..., Any], name: str) -> Signature:
@@ -45,12 +53,31 @@ def read_signature(function: Callable[..., Any], name: str) -> Signature:
     for one in parameters:
         if one.name not in hints:
             raise ValueError(f"missing type annotation for input: {one.name}")
-    if hints.get("return", types.NoneType) is types.NoneType:
-        raise ValueError(f"{name}() must have a return type annotation")
     fields = {one.name: (hints[one.name], _read_default(one)) for one in parameters}
     yields = inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain)
-    optional = _find_optional_secrets(plain, fields)
-    return Signature(read_inputs(fields, optional), read_output(hints["return"], yields=yields))
+    inputs = read_inputs(fields, _find_optional_inputs(plain))
+    returned = hints.get("return", types.NoneType)
+    # Cog's server passes on what such a function returns.
+    output = read_output(Any if returned is types.NoneType else returned, yields=yields)
+    return Signature(inputs, output, _read_plain_defaults(fields, inputs))
+
+
+def check_values(signature: Signature, values: dict[str, Any]) -> dict[str, Any]:
+    """Checks the inputs of one prediction, and adds defaults.
+
+    As in Cog, numbers reach the class as they were given and defaults as they are written: the
+    value of a `float` may be an `int`.
+
+    Raises:
+        ValueError, TypeError: a value is not valid. The message names the input.
+    """
+    checked: dict[str, Any] = inspector().check_input(signature.inputs, values)
+    for name, field in signature.inputs.items():
+        if name not in values:
+            checked[name] = signature.defaults.get(name, checked[name])
+        elif field.type.primitive not in _CONVERTED and values[name] == checked[name]:
+            checked[name] = values[name]
+    return checked
 
 
 def read_inputs(
@@ -67,11 +94,64 @@ def read_inputs(
     """
     inputs: dict[str, adt.InputField] = {}
     for order, (name, (hint, default)) in enumerate(fields.items()):
-        hint = inspector()._strip_non_opaque_annotated(hint)
-        if name in optional:
+        hint, choices = _read_choices(inspector()._strip_non_opaque_annotated(hint))
+        if name in optional and not isinstance(hint, str):
             hint = hint | None
-        inputs[name] = inspector()._create_input_field(order, name, hint, default)
+        field = inspector()._create_input_field(order, name, hint, _simplify_default(default))
+        inputs[name] = dataclasses.replace(field, choices=choices) if choices else field
     return inputs
+
+
+def _read_choices(hint: Any) -> tuple[Any, list[Any]]:
+    """A type with plain ones in place of each Literal and Enum, and the values that it allows.
+
+    No values: it allows more than they list. Cog passes values of such types on unchecked.
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        origin, arguments = typing.Literal, tuple(hint)
+    if origin is typing.Literal:
+        values = [one.value if isinstance(one, enum.Enum) else one for one in arguments]
+        kind = reduce(or_, dict.fromkeys(map(type, values)))
+        return kind, [one for one in values if one is not None]
+    if origin is list and arguments:
+        element, choices = _read_choices(arguments[0])
+        return (types.GenericAlias(list, element), choices) if choices else (hint, [])
+    if origin in (typing.Union, types.UnionType):
+        variants = [_read_choices(one) for one in arguments if one is not types.NoneType]
+        if not any(choices for _, choices in variants):
+            return hint, []
+        kinds = [kind for kind, _ in variants] + [types.NoneType] * (types.NoneType in arguments)
+        is_complete = all(choices for _, choices in variants)
+        choices = [value for _, choices in variants for value in choices]
+        return reduce(or_, kinds), choices if is_complete else []
+    return hint, []
+
+
+def _simplify_default(default: Any) -> Any:
+    """A default, or what `cog.Input` returned, with the value in place of a member of an Enum.
+
+    Values that callers give are plain, too. Cog passes the member.
+    """
+    if isinstance(default, FieldInfo):
+        return dataclasses.replace(default, default=_simplify_default(default.default))
+    return default.value if isinstance(default, enum.Enum) else default
+
+
+def _read_plain_defaults(
+    fields: Mapping[str, tuple[Any, Any]], inputs: Mapping[str, adt.InputField]
+) -> dict[str, Any]:
+    simple = {name: _simplify_default(default) for name, (_, default) in fields.items()}
+    defaults = {
+        name: default.default if isinstance(default, FieldInfo) else default
+        for name, default in simple.items()
+        if inputs[name].type.primitive not in _CONVERTED
+    }
+    return {
+        name: default
+        for name, default in defaults.items()
+        if default is not None and not isinstance(default, dataclasses.Field)
+    }
 
 
 def read_hints(function: Callable[..., Any]) -> dict[str, Any]:
@@ -105,29 +185,22 @@ def _read_default(parameter: inspect.Parameter) -> Any:
     return None if parameter.default is inspect.Parameter.empty else parameter.default
 
 
-def _find_optional_secrets(
-    function: Callable[..., Any], fields: Mapping[str, tuple[Any, Any]]
-) -> set[str]:
-    """The inputs that Cog takes for optional secrets: `key: Secret = Input(default=None)`.
+def _find_optional_inputs(function: Callable[..., Any]) -> set[str]:
+    """The inputs whose default is None, whatever their type: `seed: int = Input(default=None)`.
 
     `Input(description=...)` makes an equal object and is required, so the source code decides.
     """
-    secrets = {
-        name
-        for name, (hint, default) in fields.items()
-        if hint is cog.Secret and isinstance(default, FieldInfo) and default.default is None
-    }
-    if not secrets:
-        return set()
+    parameters = inspect.signature(function).parameters.values()
+    raw = {one.name for one in parameters if one.default is None}
+    if not any(isinstance(one.default, FieldInfo) for one in parameters):
+        return raw
     try:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except (OSError, SyntaxError, TypeError, ValueError):
-        return set()
+        return raw
     if not isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef):
-        return set()
-    return {
-        name for name, default in _list_defaults(definition.args) if _is_none(default)
-    } & secrets
+        return raw
+    return raw | {name for name, default in _list_defaults(definition.args) if _is_none(default)}
 
 
 def _list_defaults(arguments: ast.arguments) -> list[tuple[str, ast.expr | None]]:
