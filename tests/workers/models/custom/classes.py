@@ -1,4 +1,4 @@
-"""Folders with classes of one's own, and what runs them in the tests."""
+"""Folders with custom classes, their catalog entries, and predictions of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 from shared.catalog import Model
 from shared.model_interface import ModelInterface
 from shared.tasks.custom import CustomResult
-from tests.limits import WAIT_LIMIT_S
+from tests.workers.models.custom.started import StartedClass
 from workers.models.base import PreparedCustom, PreparedFile, StepEnd
 from workers.models.custom.checking import inspect_folder
 from workers.models.custom.environments import python_for
-from workers.models.custom.model import CustomModel
 from workers.models.custom.sources import read_sources
 
 HEAD = """
@@ -66,19 +65,15 @@ def prepared(
 
 
 def compute(
-    model: CustomModel, values: dict[str, Any], files: list[PreparedFile] | None = None
+    model: StartedClass, values: dict[str, Any], files: list[PreparedFile] | None = None
 ) -> StepEnd:
-    """Runs one prediction in slot 0, to its end."""
+    """Runs prediction 0 to its end."""
     model.admit(0, prepared(values, files))
-    for _ in range(int(WAIT_LIMIT_S / 0.05)):
-        end = model.step()
-        if end.results:
-            return end
-    raise AssertionError("no result in time")
+    return model.steps_until(0)
 
 
-def output_of(end: StepEnd) -> Any:
-    """The output of the prediction in slot 0."""
-    result = end.results[0]
+def output_of(end: StepEnd, number: int = 0) -> Any:
+    """Output of the prediction with this number."""
+    result = end.results[number]
     assert isinstance(result, CustomResult), result
     return result.output

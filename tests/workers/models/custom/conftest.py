@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
+
+from tests.workers.models.custom.classes import entry_of
+from tests.workers.models.custom.started import OperatorsLog, StartClass, StartedClass
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +21,23 @@ def _no_service_has_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setenv("PENSTOCK_REDIS_URL", "unix:///run/redis.sock")
     monkeypatch.setenv("PENSTOCK_PUBSUB_ENDPOINT", "unix:///run/pubsub.sock")
+
+
+@pytest.fixture
+def start_class() -> Iterator[StartClass]:
+    """Starts the class of a folder, as a worker does. It ends after the test."""
+    classes: list[StartedClass] = []
+
+    def start(folder: Path, **more: Any) -> StartedClass:
+        classes.append(StartedClass(entry_of(folder, **more), folder))
+        return classes[-1]
+
+    yield start
+    for started in classes:
+        started.close()
+
+
+@pytest.fixture
+def operators_log(capfd: pytest.CaptureFixture[str]) -> OperatorsLog:
+    """What this test's workers write to their log."""
+    return OperatorsLog(capfd)

@@ -72,6 +72,9 @@ class Predictor(BasePredictor):
             except BaseException:
                 pass
 
+    def name_itself(self):
+        return os.getpid()
+
     def leak(self):
         KEPT.append(b"x" * 2**30)
         time.sleep(30)
@@ -119,7 +122,7 @@ class Predictor(BasePredictor):
         return [os.getpid(), *map(int, told.split())]
 
     def fork_on(self):
-        for _ in range(40):
+        for _ in range(600):
             if not os.fork():
                 time.sleep(600)
                 os._exit(0)

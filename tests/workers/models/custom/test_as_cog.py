@@ -18,24 +18,22 @@ from tests.workers.models.custom.classes import (
     write_class,
 )
 from tests.workers.models.custom.cog_server import CogServer, serve_by_cog
+from tests.workers.models.custom.started import StartedClass
 from workers.models.custom.checking import inspect_folder
-from workers.models.custom.model import CustomModel
 
 pytestmark = pytest.mark.slow(about_s=10)
 
-Both = tuple[CustomModel, CogServer]
+Both = tuple[StartedClass, CogServer]
 
 
 def serve(folder: Path, body: str) -> Iterator[Both]:
     """Serves a class by a worker's model and by Cog."""
     write_class(folder, body)
-    model = CustomModel(entry_of(folder), folder, "cpu", 1)
-    try:
-        model.setup()
-        with serve_by_cog(folder, inspect_folder(folder).interface) as server:
-            yield model, server
-    finally:
-        model.close()
+    with (
+        StartedClass(entry_of(folder), folder) as model,
+        serve_by_cog(folder, inspect_folder(folder).interface) as server,
+    ):
+        yield model, server
 
 
 RETURNS = """
@@ -379,9 +377,7 @@ def test_context_of_a_prediction_is_in_its_scope(both_inputs: Both) -> None:
     item = prepared(given)
     item.context = context
     model.admit(0, item)
-    while not (results := model.step().results):
-        pass
-    (result,) = results.values()
+    (result,) = model.steps_until(0).results.values()
     assert isinstance(result, CustomResult), result
     assert result.output["context"] == context
     assert server.predict(given, context=context).output["context"] == context

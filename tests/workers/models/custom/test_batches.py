@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shared.catalog import Model
-from shared.errors import BadInput, ConfigurationError
+from shared.errors import BadInput, ConfigurationError, ModelFailed
 from shared.messages import PrintedLogs
 from shared.model_interface import INTERFACE_FILE
 from shared.tasks.custom import CustomInput, CustomResult
 from tests.workers.models.custom.classes import entry_of, prepared, write_class
+from tests.workers.models.custom.started import StartClass, StartedClass
 from workers.models.base import PreparedFile
 from workers.models.custom.__main__ import main
-from workers.models.custom.batches import CustomBatchModel
 from workers.models.custom.checking import inspect_folder
 from workers.models.custom.preparation import CustomPreparer
-from workers.runtime.execution import BatchExecution, StepReporter
-from workers.runtime.protocol import Failure, encode_cancel
+from workers.runtime.pool import ModelProcessDied
+from workers.runtime.protocol import BatchResult
 
 pytestmark = pytest.mark.slow(about_s=30)
 
@@ -61,6 +60,7 @@ class Predictor(BasePredictor):
 """
 
 
+Start = Callable[[str], StartedClass]
 KINDS = ["def", "async def"]
 
 
@@ -77,39 +77,22 @@ class Predictor(BasePredictor):
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Any:
-    """Makes models that are set up, and ends them."""
-    models: list[CustomBatchModel] = []
-
-    def start(body: str) -> CustomBatchModel:
-        folder = write_class(tmp_path, body)
-        models.append(CustomBatchModel(entry_of(folder), folder, "cpu", 1))
-        models[-1].setup()
-        return models[-1]
-
-    yield start
-    for model in models:
-        model.close()
+def started(tmp_path: Path, start_class: StartClass) -> Start:
+    """Starts the class with this body."""
+    return lambda body: start_class(write_class(tmp_path, body))
 
 
-def compute(model: CustomBatchModel, *inputs: dict[str, Any], cancels: bool = False) -> list[Any]:
-    """Computes a batch as a model process does. Returns the output or the failure of each."""
-    return outcomes(run(model, *inputs, cancels=cancels))
+def compute(model: StartedClass, *inputs: dict[str, Any], cancels: bool = False) -> list[Any]:
+    """Computes a batch. Returns the output or the error of each item."""
+    return outputs(run(model, *inputs, cancels=cancels))
 
 
-def run(model: CustomBatchModel, *inputs: dict[str, Any], cancels: bool = False) -> BatchExecution:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        if cancels:
-            ours.sendall(encode_cancel(1))
-        execution = BatchExecution(model, StepReporter(theirs, 1))
-        execution.compute([prepared(values) for values in inputs])
-    return execution
+def run(model: StartedClass, *inputs: dict[str, Any], cancels: bool = False) -> BatchResult:
+    return model.run(*(prepared(values) for values in inputs), cancels=cancels)
 
 
-def outcomes(execution: BatchExecution) -> list[Any]:
-    found = [one for _, one in sorted(execution.results.items())]
-    return [one.output if isinstance(one, CustomResult) else one for one in found]
+def outputs(done: BatchResult) -> list[Any]:
+    return [one.output if isinstance(one, CustomResult) else one for one in done.outcomes]
 
 
 @pytest.mark.parametrize("body", [PYDANTIC, COG, ASYNC])
@@ -135,7 +118,7 @@ def test_the_fields_of_the_element_are_the_inputs(tmp_path: Path, body: str) -> 
 
 
 @pytest.mark.parametrize("body", [PYDANTIC, COG, ASYNC])
-def test_a_batch_has_an_output_for_each_input_in_order(started: Any, body: str) -> None:
+def test_a_batch_has_an_output_for_each_input_in_order(started: Start, body: str) -> None:
     model = started(body)
     assert compute(model, {"text": "a"}, {"text": "b", "times": 3}, {"text": "c"}) == [
         "a",
@@ -145,14 +128,14 @@ def test_a_batch_has_an_output_for_each_input_in_order(started: Any, body: str) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_one_call_of_the_class(started: Any, kind: str) -> None:
+def test_it_is_one_call_of_the_class(started: Start, kind: str) -> None:
     model = started(simple("return [len(inputs)] * len(inputs)", kind))
     assert compute(model, *({"a": one} for one in range(5))) == [5] * 5
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exception_in_the_list_fails_its_item_alone_with_its_own_log(
-    started: Any, kind: str
+    started: Start, kind: str
 ) -> None:
     body = (
         simple("return [self.tried(one.a) for one in inputs]", kind)
@@ -165,59 +148,59 @@ def test_an_exception_in_the_list_fails_its_item_alone_with_its_own_log(
             return error
 """
     )
-    execution = run(started(body), {"a": 1}, {"a": 0}, {"a": 2})
-    first, failed, last = outcomes(execution)
+    done = run(started(body), {"a": 1}, {"a": 0}, {"a": 2})
+    first, failed, last = outputs(done)
     assert (first, last) == (10, 5)
-    assert isinstance(failed, Failure)
+    assert isinstance(failed, ModelFailed)
     assert "by zero" in failed.message
-    assert list(execution.logs) == [1]
-    assert "ZeroDivisionError" in execution.logs[1].text
-    assert "seen by all" not in execution.logs[1].text, "others may be in the batch"
+    assert list(done.logs) == [1]
+    assert "ZeroDivisionError" in done.logs[1].text
+    assert "seen by all" not in done.logs[1].text, "others may be in the batch"
 
 
 @pytest.mark.parametrize("body", [PYDANTIC, ASYNC], ids=KINDS)
 @pytest.mark.parametrize(
     ("mode", "reason"), [("raise", "not with these"), ("exit", "ended with exit status 4")]
 )
-def test_what_breaks_a_batch_fails_alone(started: Any, mode: str, reason: str, body: str) -> None:
+def test_what_breaks_a_batch_fails_alone(started: Start, mode: str, reason: str, body: str) -> None:
     model = started(body)
     given = [{"text": str(one), "mode": mode if one == 5 else "say"} for one in range(8)]
-    execution = run(model, *given)
-    found = outcomes(execution)
-    assert isinstance(found[5], Failure)
+    done = run(model, *given)
+    found = outputs(done)
+    assert isinstance(found[5], ModelFailed)
     assert reason in found[5].message
     assert [one for at, one in enumerate(found) if at != 5] == list("0123467")
     if mode == "raise":
-        assert "RuntimeError: not with these" in execution.logs[5].text
+        assert "RuntimeError: not with these" in done.logs[5].text
 
 
 WRONG_NUMBERS = {
-    "[1]": "returned 1 outputs for 2 inputs",
-    "[1] * 3": "returned 3 outputs for 2 inputs",
-    "None": "returned a value of type NoneType for 2 inputs",
-    "(one.a for one in inputs)": "returned a value of type generator for 2",
-    "'ab'": "returned a value of type str for 2 inputs",
+    "[]": "returned 0 outputs for 1 inputs",
+    "[1] * 3": "returned 3 outputs for 1 inputs",
+    "None": "returned a value of type NoneType for 1 inputs",
+    "(one.a for one in inputs)": "returned a value of type generator for 1",
+    "'ab'": "returned a value of type str for 1 inputs",
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wrong_number_of_outputs_fails_with_its_reason(started: Any, kind: str) -> None:
+def test_a_wrong_number_of_outputs_fails_with_its_reason(started: Start, kind: str) -> None:
     model = started(simple(f"return [{', '.join(WRONG_NUMBERS)}][inputs[0].a]", kind))
     for number, reason in enumerate(WRONG_NUMBERS.values()):
-        batch = [prepared({"a": number})] * 2
-        with pytest.raises(Exception, match=reason):
-            model.predict(batch, lambda step, steps: None)
+        (wrong,) = compute(model, {"a": number})
+        assert isinstance(wrong, ModelFailed)
+        assert reason in wrong.message
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wrong_output_fails_its_item_alone(started: Any, kind: str) -> None:
+def test_a_wrong_output_fails_its_item_alone(started: Start, kind: str) -> None:
     model = started(simple("return [one.a if one.a else object() for one in inputs]", kind))
     first, wrong, last = compute(model, {"a": 1}, {"a": 0}, {"a": 2})
     assert (first, last) == (1, 2)
     assert "a value of type object can't be sent as JSON" in wrong.message
 
 
-def test_an_input_that_only_the_element_refuses_names_its_field(started: Any) -> None:
+def test_an_input_that_only_the_element_refuses_names_its_field(started: Start) -> None:
     body = PYDANTIC.replace(
         "class Predictor",
         "    @pydantic.field_validator('text')\n"
@@ -228,12 +211,12 @@ def test_an_input_that_only_the_element_refuses_names_its_field(started: Any) ->
     )
     good, bad = compute(started(body), {"text": "a"}, {"text": "1"})
     assert good == "a"
-    assert isinstance(bad, Failure)
-    assert (bad.code, bad.field) == (BadInput.code, "text")
+    assert isinstance(bad, BadInput)
+    assert bad.field == "text"
     assert "no digits" in bad.message
 
 
-def test_files_go_in_and_out(tmp_path: Path, started: Any) -> None:
+def test_files_go_in_and_out(tmp_path: Path, started: Start) -> None:
     body = """
     class Given(BaseModel):
         file: Path
@@ -251,25 +234,26 @@ def test_files_go_in_and_out(tmp_path: Path, started: Any) -> None:
     batch = [
         prepared({"file": None}, [PreparedFile(["file"], "a.txt", data)]) for data in (b"a", b"b")
     ]
-    found = model.predict(batch, lambda step, steps: None)
+    found: list[Any] = model.run(*batch).outcomes
     assert [one.files[0].data for one in found] == [b"aa", b"bb"]
 
 
 @pytest.mark.parametrize("body", [PYDANTIC, ASYNC], ids=KINDS)
-def test_a_canceled_batch_is_stopped_and_the_next_one_computed(started: Any, body: str) -> None:
+def test_a_canceled_batch_is_stopped_and_the_next_one_computed(started: Start, body: str) -> None:
     """Its process is the same: it need not be set up again."""
+    body = body.replace("one.text * one.times", "f'{one.text} {os.getpid()}'")
     model = started(body)
+    before = compute(model, {"text": "c"}, {"text": "d"})
     for _ in range(2):
         found = compute(model, {"text": "a", "mode": "loop"}, {"text": "b"}, cancels=True)
         assert [one.code for one in found] == ["canceled", "canceled"]
-        assert compute(model, {"text": "c"}, {"text": "d"}) == ["c", "d"]
-    assert model.take_restart_s() == 0.0
+        assert compute(model, {"text": "c"}, {"text": "d"}) == before
 
 
 @pytest.mark.parametrize(
     ("kind", "sleep"), [("def", "time.sleep"), ("async def", "await asyncio.sleep")], ids=KINDS
 )
-def test_a_batch_that_does_not_stop_is_killed(started: Any, kind: str, sleep: str) -> None:
+def test_a_batch_that_does_not_stop_is_killed(started: Start, kind: str, sleep: str) -> None:
     body = simple(
         f"while inputs[0].a:\n            try: {sleep}(0.01)\n"
         "            except BaseException: pass\n        return [os.getpid()] * len(inputs)",
@@ -285,7 +269,7 @@ def test_a_batch_that_does_not_stop_is_killed(started: Any, kind: str, sleep: st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_large_batches_go_through(started: Any, kind: str) -> None:
+def test_large_batches_go_through(started: Start, kind: str) -> None:
     """64 inputs and outputs near their bound of 1 MiB are more than one message may have."""
     body = f"""
     class Given(BaseModel):
@@ -300,15 +284,15 @@ def test_large_batches_go_through(started: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_one_alone_printed_and_recorded_is_its_own(started: Any, kind: str) -> None:
+def test_what_one_alone_printed_and_recorded_is_its_own(started: Start, kind: str) -> None:
     records = "print(len(inputs)); self.record_metric('n', len(inputs)); return [1] * len(inputs)"
     model = started(simple(records, kind))
     alone = run(model, {"a": 1})
     assert alone.logs == {0: PrintedLogs("1\n")}
-    assert alone.results[0].metrics == {"n": 1}  # type: ignore[union-attr]
+    assert [one.metrics for one in alone.outcomes] == [{"n": 1}]  # type: ignore[union-attr]
     both = run(model, {"a": 1}, {"a": 2})
     assert both.logs == {}
-    assert [one.metrics for one in both.results.values()] == [{}, {}]  # type: ignore[union-attr]
+    assert [one.metrics for one in both.outcomes] == [{}, {}]  # type: ignore[union-attr]
 
 
 WRONG_FORMS = [
@@ -347,10 +331,8 @@ def test_check_says_that_a_class_batches_and_the_worker_compares(
     write_class(
         tmp_path, "class Predictor(BasePredictor):\n    def predict(self, a: int) -> int: ..."
     )
-    model = CustomBatchModel(entry, folder, "cpu", 1)
     with pytest.raises(ConfigurationError, match=r"batches: true in penstock\.schema\.json, false"):
-        model.setup()
-    model.close()
+        StartedClass(entry, folder)
 
 
 def test_predict_runs_a_batch_of_one_here(
@@ -419,22 +401,20 @@ def test_equal_values_share_a_key_and_a_default_is_a_value(tmp_path: Path) -> No
     assert len(found.key) == 64  # type: ignore[union-attr]
 
 
-def test_a_runner_that_the_system_kills_takes_the_model_process_with_it(tmp_path: Path) -> None:
-    folder = write_class(tmp_path, simple("os.kill(os.getpid(), 9)"))
-    entry = entry_of(folder)
-    child = os.fork()
-    if child == 0:
-        model = CustomBatchModel(entry, folder, "cpu", 1)
-        model.setup()
-        run(model, {"a": 1}, {"a": 2})
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 70
+def test_a_batch_whose_process_the_system_kills_is_to_be_tried_again(started: Start) -> None:
+    """The worker computes it again in halves (tests/api/test_custom_batches.py)."""
+    model = started(simple("if inputs[0].a < 0: os.kill(os.getpid(), 9)\n        return [1, 2]"))
+    with pytest.raises(ModelProcessDied):
+        run(model, {"a": -1}, {"a": 2})
+    assert compute(model, {"a": 1}, {"a": 2}) == [1, 2]
 
 
 @pytest.mark.parametrize(
     "frame", ['{"id": 0, "output": 7, "files": [], "metrics": {}, "blobs": []}', '{"blobs": []}']
 )
-def test_an_answer_that_the_class_makes_up_is_not_given_to_others(started: Any, frame: str) -> None:
+def test_an_answer_that_the_class_makes_up_is_not_given_to_others(
+    started: Start, frame: str
+) -> None:
     """It has the socket, so it could send what the next batch would get."""
     body = (
         simple("return self.tried(inputs)")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.workers.models.custom.classes import compute, entry_of, output_of, write_class
+from tests.workers.models.custom.started import StartedClass
 from tests.workers.models.custom.wheels import make_wheel
 from workers.models.custom.environments import python_for
-from workers.models.custom.model import CustomModel
 
 RUNS = """
 import subprocess
@@ -25,12 +25,8 @@ SAYS_WHERE = "import sys; print(sys.prefix)"
 
 
 def outputs(folder: Path, *commands: list[str]) -> list[Any]:
-    model = CustomModel(entry_of(folder), folder, "cpu", 1)
-    try:
-        model.setup()
+    with StartedClass(entry_of(folder), folder) as model:
         return [output_of(compute(model, {"command": command})) for command in commands]
-    finally:
-        model.close()
 
 
 def test_python_is_that_of_the_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.workers.models.custom.classes import compute, entry_of, output_of, write_class
-from workers.models.custom.model import CustomModel
+from tests.workers.models.custom.started import StartedClass
 from workers.models.custom.runner.confinement import abi_version
 
 ROOT = Path(__file__).parents[4]
@@ -250,6 +250,8 @@ from near import four
 
 class Predictor(BasePredictor):
     def predict(self, path: str) -> str:
+        if path == "mounts":
+            return os.readlink("/proc/self/ns/mnt")
         if path:
             return os.listdir(path).__repr__() if os.path.exists(path) else "not there"
         with open("large") as file:
@@ -306,6 +308,12 @@ def linked_class(below_tmp: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
     return below_tmp / "way" / "class"
 
 
+def put_temporary_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moves temporary files of this process and of those that it starts."""
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+
+
 @pytest.mark.parametrize("temporary", ["usual", "linked", "above the class"])
 def test_a_class_below_tmp_has_what_its_links_lead_to(
     linked_class: Path, below_tmp: Path, temporary: str, monkeypatch: pytest.MonkeyPatch
@@ -313,19 +321,14 @@ def test_a_class_below_tmp_has_what_its_links_lead_to(
     if temporary == "linked":
         (below_tmp / "of-runners").mkdir()
         (below_tmp / "t").symlink_to("of-runners")
-        monkeypatch.setattr(tempfile, "tempdir", str(below_tmp / "t"))
+        put_temporary_files(below_tmp / "t", monkeypatch)
     elif temporary == "above the class":
         (below_tmp / "real" / "near" / "above").symlink_to(below_tmp)
-        monkeypatch.setattr(tempfile, "tempdir", str(below_tmp))
-    model = CustomModel(entry_of(linked_class), linked_class, "cpu", 1)
-    try:
-        model.setup()
+        put_temporary_files(below_tmp, monkeypatch)
+    with StartedClass(entry_of(linked_class), linked_class) as model:
         words = output_of(compute(model, {"path": ""}))
         assert words == "one two three four large weights written written"
         assert (linked_class / "one.py").read_text() == "WORD = 'one'"
-        assert model._runner is not None
-        if not any("namespace" in one for one in model._runner.unconfined or ()):
+        if output_of(compute(model, {"path": "mounts"})) != os.readlink("/proc/self/ns/mnt"):
             with tempfile.TemporaryDirectory(dir="/tmp") as others:
                 assert output_of(compute(model, {"path": others})) == "not there"
-    finally:
-        model.close()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.workers.models.custom.classes import compute, entry_of, output_of, write_class
-from workers.models.custom.model import CustomModel
+from tests.workers.models.custom.started import StartedClass
 
 pytestmark = [
     pytest.mark.slow(about_s=60),
@@ -66,33 +66,21 @@ class Predictor(BasePredictor):
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_it_computes_on_the_gpu_what_the_cpu_does(tmp_path: Path, how: str) -> None:
     folder = write_class(tmp_path, COMPUTES)
-    model = CustomModel(entry_of(folder), folder, "cuda", 1)
-    model.setup()
-    try:
+    with StartedClass(entry_of(folder), folder, "cuda") as model:
         on_gpu, on_cpu = output_of(compute(model, {"how": how}))
-    finally:
-        model.close()
     assert on_gpu == pytest.approx(on_cpu, rel=1e-3)
 
 
 @pytest.mark.parametrize(("gib", "says"), [(1, "equal"), (4096, "out of memory")])
 def test_memory_of_the_gpu_and_of_the_host_work(tmp_path: Path, gib: int, says: str) -> None:
     folder = write_class(tmp_path, MEMORY)
-    model = CustomModel(entry_of(folder), folder, "cuda", 1)
-    model.setup()
-    try:
+    with StartedClass(entry_of(folder), folder, "cuda") as model:
         assert output_of(compute(model, {"gib": gib})) == says
-    finally:
-        model.close()
 
 
 def test_with_a_gpu_it_still_writes_nowhere_else(tmp_path: Path) -> None:
     """In a folder outside of /tmp, of which a class has its own."""
     folder, other = write_class(tmp_path, WRITES), Path(__file__).parent
-    model = CustomModel(entry_of(folder), folder, "cuda", 1)
-    model.setup()
-    try:
+    with StartedClass(entry_of(folder), folder, "cuda") as model:
         assert output_of(compute(model, {"folder": str(other)})) == "refused"
-    finally:
-        model.close()
     assert not (other / "written-by-a-class").exists()

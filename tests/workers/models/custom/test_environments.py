@@ -18,10 +18,10 @@ import pytest
 from shared.errors import ConfigurationError
 from tests.limits import START_LIMIT_S
 from tests.workers.models.custom.classes import compute, entry_of, output_of, write_class
+from tests.workers.models.custom.started import StartedClass
 from tests.workers.models.custom.wheels import make_wheel
 from workers.models.custom.checking import inspect_folder
 from workers.models.custom.environments import python_for
-from workers.models.custom.model import CustomModel
 
 pytestmark = pytest.mark.slow(about_s=40)
 VERSIONS = """
@@ -52,12 +52,8 @@ def class_with(folder: Path, requirements: str, cog_yaml: str = "", body: str = 
 
 
 def run_once(folder: Path, **given: Any) -> Any:
-    model = CustomModel(entry_of(folder), folder, "cpu", 1)
-    model.setup()
-    try:
+    with StartedClass(entry_of(folder), folder) as model:
         return output_of(compute(model, given))
-    finally:
-        model.close()
 
 
 def whole(environments_dir: Path) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,38 +18,16 @@ from shared.tasks.custom import (
     StreamedElement,
     StreamedFile,
     file_digest,
-    interface_of,
     read_elements,
 )
-from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import compute, entry_of, output_of, prepared, write_class
 from tests.workers.models.custom.forms import FORMS, Form, write_form
+from tests.workers.models.custom.started import StartClass, StartedClass
 from workers.models.base import PreparedFile
-from workers.models.custom.batches import CustomBatchModel
 from workers.models.custom.checking import inspect_folder, is_current, write_interface
-from workers.models.custom.model import CustomModel
-from workers.models.custom.process import KILL_AFTER_S
 from workers.models.custom.runner.scope import RecordedMetrics
 
 pytestmark = pytest.mark.slow(about_s=30)
-
-
-@pytest.fixture
-def started() -> Any:
-    """Makes models that are set up, and ends them."""
-    models: list[CustomModel | CustomBatchModel] = []
-
-    def start(folder: Path, **more: Any) -> CustomModel | CustomBatchModel:
-        entry = entry_of(folder, **more)
-        kind = CustomBatchModel if interface_of(entry).batches else CustomModel
-        model = kind(entry, folder, "cpu", 1)
-        models.append(model)
-        model.setup()
-        return model
-
-    yield start
-    for model in models:
-        model.close()
 
 
 QUICK_FORMS = {"Text", "Typed", "Files", "Hidden", "Unions", "Pydantic", "AsyncPages", "say"}
@@ -64,16 +41,16 @@ QUICK_FORMS = {"Text", "Typed", "Files", "Hidden", "Unions", "Pydantic", "AsyncP
         for name in dict.fromkeys(one.name for one in FORMS)
     ],
 )
-def test_output_is_that_of_the_class(tmp_path: Path, started: Any, name: str) -> None:
+def test_output_is_that_of_the_class(tmp_path: Path, start_class: StartClass, name: str) -> None:
     """Called here, for each of its inputs. The clients get the same (tests/end_to_end)."""
     folder = write_form(tmp_path / "served", name)
-    model = started(folder, interface=read_interface(folder / INTERFACE_FILE.name))
+    model = start_class(folder, interface=read_interface(folder / INTERFACE_FILE.name))
     for form in FORMS:
         if form.name == name:
             assert served(model, form) == form.output(tmp_path)
 
 
-def served(model: CustomModel | CustomBatchModel, form: Form) -> Any:
+def served(model: StartedClass, form: Form) -> Any:
     """The output of a model, with files as the form has them."""
     values, files = dict(form.values), []
     for field, texts in form.files.items():
@@ -84,8 +61,8 @@ def served(model: CustomModel | CustomBatchModel, form: Form) -> Any:
             where: list[str | int] = [field] if is_one else [field, at]
             files.append(PreparedFile(where, f"{field}-{at}.txt", text.encode()))
     result: Any
-    if isinstance(model, CustomBatchModel):
-        (result,) = model.predict([prepared(values, files)], lambda step, steps: None)
+    if "Batches" in form.name:
+        (result,) = model.run(prepared(values, files)).results
     else:
         result = compute(model, values, files).results[0]
     assert isinstance(result, CustomResult), result
@@ -103,7 +80,7 @@ def served(model: CustomModel | CustomBatchModel, form: Form) -> Any:
 
 @pytest.mark.parametrize("is_used", [False, True])
 def test_large_packages_are_there_for_who_imports_them(
-    tmp_path: Path, started: Any, is_used: bool
+    tmp_path: Path, start_class: StartClass, is_used: bool
 ) -> None:
     """Cog itself has them then, and a process without them starts in a third of the time."""
     names = ["asyncio", "pydantic", "requests", "urllib.request", "yaml"]
@@ -122,12 +99,12 @@ def test_large_packages_are_there_for_who_imports_them(
             assert callable(urllib.request.urlopen)
             return loaded
     """
-    assert output_of(compute(started(write_class(tmp_path, body)), {"a": 1})) == names * is_used
+    assert output_of(compute(start_class(write_class(tmp_path, body)), {"a": 1})) == names * is_used
 
 
 @pytest.mark.parametrize("name", ["queue", "logging", "requests"])
 def test_files_that_hide_modules_do_so_for_the_class_alone(
-    tmp_path: Path, started: Any, name: str
+    tmp_path: Path, start_class: StartClass, name: str
 ) -> None:
     """A loop of asyncio needs two of them, and Cog's HTTP client the third."""
     body = """
@@ -137,10 +114,10 @@ def test_files_that_hide_modules_do_so_for_the_class_alone(
     """
     folder = write_class(tmp_path, body)
     (folder / f"{name}.py").write_text("")
-    assert output_of(compute(started(folder), {"a": 1})) is True
+    assert output_of(compute(start_class(folder), {"a": 1})) is True
 
 
-def test_files_go_in_and_out_in_lists_and_objects(tmp_path: Path, started: Any) -> None:
+def test_files_go_in_and_out_in_lists_and_objects(tmp_path: Path, start_class: StartClass) -> None:
     folder = write_class(
         tmp_path,
         """
@@ -156,7 +133,7 @@ def test_files_go_in_and_out_in_lists_and_objects(tmp_path: Path, started: Any) 
         """,
     )
     files = [PreparedFile(["parts", at], f"{at}.txt", text) for at, text in enumerate((b"a", b"b"))]
-    found = compute(started(folder), {"parts": [None, None]}, files).results[0]
+    found = compute(start_class(folder), {"parts": [None, None]}, files).results[0]
     assert isinstance(found, CustomResult)
     assert found.output == {"whole": None, "size": 2}
     assert (found.files, found.places[0].at) == ([Blob("text/plain", b"ab")], ["whole"])
@@ -177,15 +154,14 @@ class Predictor(BasePredictor):
 @pytest.mark.parametrize(
     ("kind", "output"), [("def", "Iterator[Path]"), ("async def", "AsyncIterator[Path]")]
 )
-def test_files_are_pieces_of_a_stream(tmp_path: Path, started: Any, kind: str, output: str) -> None:
+def test_files_are_pieces_of_a_stream(
+    tmp_path: Path, start_class: StartClass, kind: str, output: str
+) -> None:
     """Each is taken when it is yielded: the class may use the same path again."""
-    model = started(write_class(tmp_path, YIELDS_FILES.format(kind=kind, output=output)))
+    model = start_class(write_class(tmp_path, YIELDS_FILES.format(kind=kind, output=output)))
     model.admit(0, prepared({"sizes": [2, 70_000, 1]}, is_streamed=True))
     text, large = "", []
-    for _ in range(int(WAIT_LIMIT_S / 0.05)):
-        end = model.step()
-        if end.results:
-            break
+    while not (end := model.step()).results:
         text += "".join(chunk.text for chunk in model.take_chunks().values())
         large += model.take_files().get(0, [])
     result = end.results[0]
@@ -202,7 +178,7 @@ def test_files_are_pieces_of_a_stream(tmp_path: Path, started: Any, kind: str, o
     assert result.blob_suffix(1) == f".1-{big.files[0].digest}"
 
 
-def test_files_of_an_output_have_a_bound_together(tmp_path: Path, started: Any) -> None:
+def test_files_of_an_output_have_a_bound_together(tmp_path: Path, start_class: StartClass) -> None:
     body = """
     class Predictor(BasePredictor):
         def predict(self, a: int) -> Iterator[Path]:
@@ -212,13 +188,13 @@ def test_files_of_an_output_have_a_bound_together(tmp_path: Path, started: Any) 
             for _ in range(a):
                 yield path
     """
-    model = started(write_class(tmp_path, body))
+    model = start_class(write_class(tmp_path, body))
     failed = compute(model, {"a": 4}).results[0]
     assert isinstance(failed, ModelFailed)
     assert failed.message.startswith("output: its files together have more than")
 
 
-def test_metrics_and_what_was_printed(tmp_path: Path, started: Any) -> None:
+def test_metrics_and_what_was_printed(tmp_path: Path, start_class: StartClass) -> None:
     body = """
     class Predictor(BasePredictor):
         def setup(self) -> None:
@@ -233,7 +209,7 @@ def test_metrics_and_what_was_printed(tmp_path: Path, started: Any) -> None:
             current_scope().record_metric("calls", 1, mode="incr")
             return a
     """
-    model = started(write_class(tmp_path, body))
+    model = start_class(write_class(tmp_path, body))
     for value in (1, 2):
         end = compute(model, {"a": value})
         found = end.results[0]
@@ -284,27 +260,29 @@ def test_wrong_names_of_metrics_are_refused_with_their_reason(name: str, reason:
     ],
 )
 def test_an_error_ends_its_prediction_and_not_the_model(
-    tmp_path: Path, started: Any, method: str, reason: str
+    tmp_path: Path, start_class: StartClass, method: str, reason: str
 ) -> None:
     head, _, tail = method.rpartition(": ")
     silent = "class Silent(Exception):\n    def __str__(self): raise ValueError\n"
     folder = write_class(
         tmp_path, f"{silent}class Predictor(BasePredictor):\n    {head}:\n        {tail}\n"
     )
-    model = started(folder)
+    model = start_class(folder)
     for _ in range(2):
         found = compute(model, {"a": 1}).results[0]
         assert isinstance(found, ModelFailed)
         assert reason in found.message
 
 
-def test_the_traceback_is_in_the_logs_without_our_frames(tmp_path: Path, started: Any) -> None:
+def test_the_traceback_is_in_the_logs_without_our_frames(
+    tmp_path: Path, start_class: StartClass
+) -> None:
     body = """
     class Predictor(BasePredictor):
         def predict(self, a: int) -> str:
             return {}[a]
     """
-    model = started(write_class(tmp_path, body))
+    model = start_class(write_class(tmp_path, body))
     end = compute(model, {"a": 7})
     assert isinstance(end.results[0], ModelFailed)
     assert "KeyError: 7" in end.logs[0].text
@@ -312,21 +290,25 @@ def test_the_traceback_is_in_the_logs_without_our_frames(tmp_path: Path, started
     assert "penstock" not in end.logs[0].text.lower()
 
 
-def test_an_input_that_only_the_class_refuses_names_its_field(tmp_path: Path, started: Any) -> None:
+def test_an_input_that_only_the_class_refuses_names_its_field(
+    tmp_path: Path, start_class: StartClass
+) -> None:
     # Python's look-behind is beyond the engine that the API uses.
     body = """
     class Predictor(BasePredictor):
         def predict(self, a: str = Input(regex="(?!b).*")) -> str:
             return a
     """
-    model = started(write_class(tmp_path, body))
+    model = start_class(write_class(tmp_path, body))
     found = compute(model, {"a": "bad"}).results[0]
     assert isinstance(found, BadInput)
     assert found.field == "a"
     assert output_of(compute(model, {"a": "good"})) == "good"
 
 
-def test_an_exception_with_a_field_calls_that_input_wrong(tmp_path: Path, started: Any) -> None:
+def test_an_exception_with_a_field_calls_that_input_wrong(
+    tmp_path: Path, start_class: StartClass
+) -> None:
     body = """
     class Predictor(BasePredictor):
         def predict(self, a: str, b: str, ab: str = "") -> str:
@@ -334,7 +316,7 @@ def test_an_exception_with_a_field_calls_that_input_wrong(tmp_path: Path, starte
             error.field = b
             raise error
     """
-    model = started(write_class(tmp_path, body))
+    model = start_class(write_class(tmp_path, body))
     wrong = compute(model, {"a": "x", "b": "a"}).results[0]
     assert isinstance(wrong, BadInput)
     assert (wrong.field, wrong.message) == ("a", "a: too dark")
@@ -346,10 +328,11 @@ def test_an_exception_with_a_field_calls_that_input_wrong(tmp_path: Path, starte
     assert other.message == "ValueError: too dark"
 
 
-def test_a_loop_is_killed_and_others_are_served(tmp_path: Path, started: Any) -> None:
+def test_a_loop_is_killed_and_others_are_served(tmp_path: Path, start_class: StartClass) -> None:
     body = """
     class Predictor(BasePredictor):
         def predict(self, a: str) -> str:
+            print("begin")
             while a == "loop":
                 try:
                     time.sleep(0.01)
@@ -357,10 +340,10 @@ def test_a_loop_is_killed_and_others_are_served(tmp_path: Path, started: Any) ->
                     pass
             return f"{a} {os.getpid()}"
     """
-    model = started(write_class(tmp_path, body))
+    model = start_class(write_class(tmp_path, body))
     first = compute(model, {"a": "x"}).results[0]
     model.admit(1, prepared({"a": "loop"}))
-    model.step()
+    model.wait_for_logs(1)
     model.drop(1)
     second = compute(model, {"a": "x"}).results[0]
     assert isinstance(first, CustomResult)
@@ -369,12 +352,13 @@ def test_a_loop_is_killed_and_others_are_served(tmp_path: Path, started: Any) ->
     assert first.output != second.output, "the process is another one"
 
 
-def test_a_cancellation_raises_cogs_exception(tmp_path: Path, started: Any) -> None:
+def test_a_cancellation_raises_cogs_exception(tmp_path: Path, start_class: StartClass) -> None:
     body = """
     class Predictor(BasePredictor):
         stopped = 0
 
         def predict(self, a: str) -> str:
+            print("begin")
             try:
                 while a == "loop":
                     time.sleep(0.01)
@@ -383,10 +367,10 @@ def test_a_cancellation_raises_cogs_exception(tmp_path: Path, started: Any) -> N
                 raise
             return f"{self.stopped} {os.getpid()}"
     """
-    model = started(write_class(tmp_path, body))
+    model = start_class(write_class(tmp_path, body))
     first = compute(model, {"a": "x"}).results[0]
     model.admit(1, prepared({"a": "loop"}))
-    model.step()
+    model.wait_for_logs(1)
     model.drop(1)
     second = compute(model, {"a": "x"}).results[0]
     assert isinstance(first, CustomResult)
@@ -395,7 +379,9 @@ def test_a_cancellation_raises_cogs_exception(tmp_path: Path, started: Any) -> N
     assert (first.output, second.output) == (f"0 {pid}", f"1 {pid}")
 
 
-def test_asynchronous_classes_run_several_at_a_time(tmp_path: Path, started: Any) -> None:
+def test_asynchronous_classes_run_several_at_a_time(
+    tmp_path: Path, start_class: StartClass
+) -> None:
     body = """
     class Runner(BaseRunner):
         def setup(self) -> None:
@@ -409,7 +395,7 @@ def test_asynchronous_classes_run_several_at_a_time(tmp_path: Path, started: Any
             return a
     """
     folder = write_class(tmp_path, body, "concurrency: {max: 2}")
-    model = started(folder, batch={"max_items": 2})
+    model = start_class(folder, batch={"max_items": 2})
     model.admit(0, prepared({"a": 1}))
     model.admit(1, prepared({"a": 2}))
     found: dict[int, Any] = {}
@@ -419,7 +405,7 @@ def test_asynchronous_classes_run_several_at_a_time(tmp_path: Path, started: Any
 
 
 def test_a_cancellation_that_comes_with_its_prediction_is_heard(
-    tmp_path: Path, started: Any
+    tmp_path: Path, start_class: StartClass
 ) -> None:
     """Otherwise it has no answer, and after 2 s the process is killed with all others in it."""
     body = """
@@ -431,24 +417,19 @@ def test_a_cancellation_that_comes_with_its_prediction_is_heard(
             await asyncio.sleep(a)
             return os.getpid()
     """
-    model = started(write_class(tmp_path, body), batch={"max_items": 3})
+    model = start_class(write_class(tmp_path, body), batch={"max_items": 3})
     before = output_of(compute(model, {"a": 0.0}))
     model.admit(1, prepared({"a": 0.5, "blocks": True}))
-    model.step()
     model.admit(2, prepared({"a": 600.0}))
-    model.step()
     model.drop(2)
-    while 1 not in (ended := model.step().results):
-        assert not ended
+    assert output_of(model.steps_until(1), 1) == before
     assert output_of(compute(model, {"a": 0.0})) == before
-    model.admit(1, prepared({"a": KILL_AFTER_S}))  # until the cancellation is over for sure
-    while 1 not in (ended := model.step().results):
-        assert not ended
-    assert ended[1].output == before
+    # A process in which a cancellation was not heard would be killed meanwhile.
+    assert output_of(compute(model, {"a": 3.0})) == before
 
 
 def test_the_class_sees_no_key_and_no_process_of_ours(
-    tmp_path: Path, started: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, start_class: StartClass, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_URL_SECRET", "do-not-tell")
     body = """
@@ -461,25 +442,25 @@ def test_the_class_sees_no_key_and_no_process_of_ours(
                 theirs = type(error).__name__
             return {"own": dict(os.environ), "theirs": theirs, "modules": sorted(sys.modules)}
     """
-    found = compute(started(write_class(tmp_path, body)), {"pid": os.getpid()}).results[0]
+    found = compute(start_class(write_class(tmp_path, body)), {"pid": os.getpid()}).results[0]
     assert isinstance(found, CustomResult)
     assert "do-not-tell" not in str(found.output)
     assert found.output["theirs"] == "PermissionError"
     assert not {"shared", "msgspec", "torch", "workers"} & set(found.output["modules"])
 
 
-def test_what_runs_on_in_a_fork_answers_nobody(tmp_path: Path, started: Any) -> None:
+def test_what_runs_on_in_a_fork_answers_nobody(tmp_path: Path, start_class: StartClass) -> None:
     body = """
     class Predictor(BasePredictor):
         def predict(self, a: int) -> str:
             os.fork()
             return f"{a}"
     """
-    model = started(write_class(tmp_path, body))
+    model = start_class(write_class(tmp_path, body))
     assert [output_of(compute(model, {"a": one})) for one in (1, 2, 3)] == ["1", "2", "3"]
 
 
-def test_much_output_is_cut_at_its_begin(tmp_path: Path, started: Any) -> None:
+def test_much_output_is_cut_at_its_begin(tmp_path: Path, start_class: StartClass) -> None:
     body = """
     class Predictor(BasePredictor):
         def predict(self, a: int) -> int:
@@ -488,7 +469,7 @@ def test_much_output_is_cut_at_its_begin(tmp_path: Path, started: Any) -> None:
             print("the end")
             return a
     """
-    end = compute(started(write_class(tmp_path, body)), {"a": 1})
+    end = compute(start_class(write_class(tmp_path, body)), {"a": 1})
     logs = end.logs[0]
     assert logs.end == 40_000 * 100 + len("the end\n")
     assert len(logs.text) == 32 * 1024
@@ -497,7 +478,9 @@ def test_much_output_is_cut_at_its_begin(tmp_path: Path, started: Any) -> None:
     assert logs.after(logs.end - 4) == "end\n"
 
 
-def test_what_is_printed_is_there_while_it_computes(tmp_path: Path, started: Any) -> None:
+def test_what_is_printed_is_there_while_it_computes(
+    tmp_path: Path, start_class: StartClass
+) -> None:
     body = """
     class Predictor(BasePredictor):
         def predict(self, a: int) -> int:
@@ -505,19 +488,14 @@ def test_what_is_printed_is_there_while_it_computes(tmp_path: Path, started: Any
             while True:
                 time.sleep(0.01)
     """
-    model = started(write_class(tmp_path, body))
+    model = start_class(write_class(tmp_path, body))
     model.admit(0, prepared({"a": 1}))
-    assert model.look_at_logs() == {}
-    for _ in range(int(WAIT_LIMIT_S / 0.05)):
-        model.step()
-        if logs := model.look_at_logs():
-            break
-    assert logs == {0: PrintedLogs("gr")}  # without half of a character
-    assert model.look_at_logs() == {}
-    model.drop(0)
+    assert model.wait_for_logs(0) == PrintedLogs("gr")  # without half of a character
 
 
-def test_concurrent_predictions_never_get_each_others_output(tmp_path: Path, started: Any) -> None:
+def test_concurrent_predictions_never_get_each_others_output(
+    tmp_path: Path, start_class: StartClass
+) -> None:
     """1,000 predictions of two tenants print, raise, log and stream, eight at a time."""
     body = """
     class Predictor(BasePredictor):
@@ -532,7 +510,7 @@ def test_concurrent_predictions_never_get_each_others_output(tmp_path: Path, sta
                 raise ValueError(f"{tenant} raises {number}")
     """
     folder = write_class(tmp_path, body, "predict: predict.py:Predictor\nconcurrency: {max: 8}\n")
-    model = started(folder)
+    model = start_class(folder)
     waiting = [(number, ("acme", "globex")[number % 2]) for number in range(1000)]
     inside: dict[int, str] = {}
     tracebacks = 0
@@ -561,7 +539,7 @@ def assert_names_only(tenant: str, text: str) -> None:
 
 
 def test_output_before_a_second_prediction_joins_stays_with_the_first(
-    tmp_path: Path, started: Any
+    tmp_path: Path, start_class: StartClass
 ) -> None:
     body = """
     class Predictor(BasePredictor):
@@ -575,22 +553,13 @@ def test_output_before_a_second_prediction_joins_stays_with_the_first(
             return name
     """
     folder = write_class(tmp_path, body, "predict: predict.py:Predictor\nconcurrency: {max: 2}\n")
-    model = started(folder)
+    model = start_class(folder)
     model.admit(0, prepared({"name": "first"}))
-    for _ in range(int(WAIT_LIMIT_S / 0.05)):
-        model.step()
-        if logs := model.look_at_logs():
-            break
-    assert logs == {0: PrintedLogs("begin first\n")}
+    assert model.wait_for_logs(0) == PrintedLogs("begin first\n")
     model.admit(1, prepared({"name": "second"}))
-    for _ in range(int(WAIT_LIMIT_S / 0.05)):
-        end = model.step()
-        if end.results:
-            break
-    assert list(end.results) == [1]
+    end = model.steps_until(1)
     assert end.logs == {}
     assert model.look_at_logs() == {}
-    model.drop(0)
 
 
 @pytest.mark.parametrize(
@@ -626,7 +595,7 @@ def test_setup_that_raises_refuses_with_its_traceback(tmp_path: Path) -> None:
     """
     folder = write_class(tmp_path, body)
     with pytest.raises(ModelFailed, match=r"(?s)no weights here.*Traceback"):
-        CustomModel(entry_of(folder), folder, "cpu", 1).setup()
+        StartedClass(entry_of(folder), folder)
 
 
 @pytest.mark.parametrize(
@@ -643,10 +612,8 @@ def test_code_that_disagrees_with_the_schema_is_refused(
     usual = "def predict(self, a: int = Input(le=5)) -> int: return a"
     entry = entry_of(write_class(tmp_path, f"class Predictor(BasePredictor):\n    {usual}"))
     write_class(tmp_path, f"class Predictor(BasePredictor):\n    {changed}")
-    model = CustomModel(entry, tmp_path, "cpu", 1)
     with pytest.raises(ConfigurationError) as refused:
-        model.setup()
-    model.close()
+        StartedClass(entry, tmp_path)
     assert field in refused.value.message
     assert "penstock models check" in refused.value.message
 
@@ -679,21 +646,22 @@ def test_what_cog_yaml_asks_for_in_vain_is_named(tmp_path: Path) -> None:
     ]
 
 
-def test_a_step_ends_when_there_is_something_to_admit(
-    tmp_path: Path, started: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_prediction_that_joins_need_not_wait_for_others(
+    tmp_path: Path, start_class: StartClass
 ) -> None:
-    """Otherwise an item that comes while others are computed waits for the end of a step."""
     body = """
     class Runner(BaseRunner):
+        def setup(self) -> None:
+            self.joined = asyncio.Event()
+
         async def run(self, a: int) -> int:
-            await asyncio.sleep(a)
+            if a == 2:
+                self.joined.set()
+            await self.joined.wait()
             return a
     """
-    model = started(write_class(tmp_path, body))
-    monkeypatch.setattr("workers.models.custom.model.STEP_S", 600.0)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        model.wake_on(theirs)
-        model.admit(0, prepared({"a": 20}))
-        ours.send(b"x")
-        assert model.step().results == {}, "it waited until the item was computed"
+    folder = write_class(tmp_path, body, "concurrency: {max: 2}")
+    model = start_class(folder)
+    model.admit(1, prepared({"a": 1}))
+    model.admit(2, prepared({"a": 2}))
+    assert output_of(model.steps_until(2), 2) == 2

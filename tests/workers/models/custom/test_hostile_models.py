@@ -1,17 +1,19 @@
-"""Classes that hold up their model process, in its steps."""
+"""Classes that hold up others or take too much, and what is served after them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shared.errors import ModelFailed
+from tests.anywhere.launcher import SKIPPED
+from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import (
     compute,
-    entry_of,
     output_of,
     prepared,
     write_class,
@@ -22,20 +24,28 @@ from tests.workers.models.custom.hostile import (
     MEMORY_BYTES,
     hostile_class,
 )
+from tests.workers.models.custom.started import StartClass, StartedClass
 from workers.models.base import PreparedFile
-from workers.models.custom import limits, process
-from workers.models.custom.model import CustomModel
 
 pytestmark = pytest.mark.slow(about_s=20)
-LOADED = "from workers.models.custom.runner.main import main\n"
-WITHOUT_NAMESPACE = """
-from workers.models.custom.runner import confinement
-confinement.take_private_tmp = lambda *paths: False
+ROOT = Path(__file__).parents[4]
+LAUNCHER = ROOT / "tests" / "anywhere" / "launcher.py"
+FILLS_DISK = """
+import sys
+from pathlib import Path
+from tests.workers.models.custom.classes import compute, entry_of, output_of
+from tests.workers.models.custom.started import StartedClass
+
+folder, mode, disk_bytes = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+with StartedClass(entry_of(folder, resources={"disk_bytes": disk_bytes}), folder) as model:
+    print(compute(model, {"mode": mode}).results[0].message)
+    print(output_of(compute(model, {"mode": "behave"})))
 """
 READS_NOTHING = """
 class Runner(BaseRunner):
     @concurrent(max=4)
     async def run(self, mode: str, file: Path | None = None) -> str:
+        print(mode)
         while mode == "block":
             try:
                 time.sleep(600)
@@ -45,97 +55,75 @@ class Runner(BaseRunner):
 """
 
 
-def model_of(folder: Path, body: str) -> Iterator[CustomModel]:
-    model = CustomModel(entry_of(write_class(folder, body)), folder, "cpu", 1)
-    model.setup()
-    yield model
-    model.close()
-
-
 @pytest.fixture
-def reads_nothing(tmp_path: Path) -> Iterator[CustomModel]:
-    yield from model_of(tmp_path, READS_NOTHING)
+def hostile(tmp_path: Path, start_class: StartClass) -> StartedClass:
+    return start_class(write_class(tmp_path, hostile_class([])))
 
 
-@pytest.fixture
-def hostile(tmp_path: Path) -> Iterator[CustomModel]:
-    yield from model_of(tmp_path, hostile_class([]))
-
-
-def test_one_that_reads_nothing_holds_up_no_step(reads_nothing: CustomModel) -> None:
+def test_one_that_reads_nothing_holds_up_no_other(tmp_path: Path, start_class: StartClass) -> None:
+    model = start_class(write_class(tmp_path, READS_NOTHING))
     file = PreparedFile(["file"], "large", bytes(20 * 2**20))
-    model = reads_nothing
     model.admit(0, prepared({"mode": "block"}))
-    model.step()
+    assert model.wait_for_logs(0).text == "block\n"
     model.admit(1, prepared({"mode": "read", "file": None}, [file]))
-    for _ in range(5):
-        assert not model.step().results
     model.drop(0)
-    ended: dict[int, Any] = {}
-    while 1 not in ended:
-        ended |= model.step().results
-    assert ended[1].output == f"read {20 * 2**20}"
+    assert output_of(model.steps_until(1), 1) == f"read {20 * 2**20}"
 
 
-def test_what_prints_without_end_holds_up_no_step(hostile: CustomModel) -> None:
-    hostile.admit(0, prepared({"mode": "print_on"}))
-    for _ in range(20):
-        assert not hostile.step().results
-    hostile.drop(0)
+def test_one_that_prints_without_end_can_be_canceled(hostile: StartedClass) -> None:
+    hostile.admit(1, prepared({"mode": "print_on"}))
+    hostile.wait_for_logs(1)
+    hostile.drop(1)
     assert output_of(compute(hostile, {"mode": "behave"})) == "well"
 
 
-def test_what_leaks_is_restarted_between_two_predictions(tmp_path: Path) -> None:
+def test_what_leaks_is_restarted_between_two_predictions(
+    tmp_path: Path, start_class: StartClass
+) -> None:
     folder = write_class(tmp_path, hostile_class([]))
-    entry = entry_of(folder, resources={"memory_bytes": MEMORY_BYTES})
-    model = CustomModel(entry, folder, "cpu", 1)
-    model.setup()
-    try:
-        for _ in range(6):  # with 300 MiB each, which is above the limit at the third
-            compute(model, {"mode": "leak_less"})  # one that is looked at in time fails
-            assert output_of(compute(model, {"mode": "behave"})) == "well"
-    finally:
-        model.close()
+    model = start_class(folder, resources={"memory_bytes": MEMORY_BYTES})
+    for _ in range(6):  # with 300 MiB each, which is above the limit at the third
+        compute(model, {"mode": "leak_less"})  # one that is looked at in time fails
+        assert output_of(compute(model, {"mode": "behave"})) == "well"
 
 
-def test_files_that_predictions_left_are_removed_between_two(tmp_path: Path) -> None:
+def test_files_that_predictions_left_are_removed_between_two(
+    tmp_path: Path, start_class: StartClass
+) -> None:
     """600 MiB together, which is twice the bound, and none of them fails."""
     folder = write_class(tmp_path, hostile_class([]))
-    entry = entry_of(folder, resources={"disk_bytes": DISK_BYTES})
-    model = CustomModel(entry, folder, "cpu", 1)
-    model.setup()
-    try:
-        outputs = [output_of(compute(model, {"mode": "leave_files"})) for _ in range(30)]
-    finally:
-        model.close()
+    model = start_class(folder, resources={"disk_bytes": DISK_BYTES})
+    before = output_of(compute(model, {"mode": "name_itself"}))
+    outputs = [output_of(compute(model, {"mode": "leave_files"})) for _ in range(30)]
     assert outputs == ["left"] * 30
-    assert model.take_restart_s() > 0
+    assert output_of(compute(model, {"mode": "name_itself"})) != before, "it was set up again"
 
 
 @pytest.mark.parametrize("mode", ["fill_disk", "fill_tmp_by_open_files", "fill_what_is_removed"])
-def test_disk_is_bounded_without_a_namespace_of_mounts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
+def test_disk_is_bounded_without_a_namespace_of_mounts(tmp_path: Path, mode: str) -> None:
     """Then it shares /tmp, and the files count that it was seen to write there."""
-    program = process._PROGRAM.replace(LOADED, LOADED + WITHOUT_NAMESPACE)
-    monkeypatch.setattr(process, "_PROGRAM", program)
     folder = write_class(tmp_path, hostile_class([]).replace("/tmp", str(tmp_path)))
-    model = CustomModel(entry_of(folder, resources={"disk_bytes": DISK_BYTES}), folder, "cpu", 1)
-    model.setup()
-    try:
-        failed = compute(model, {"mode": mode}).results[0]
-        assert isinstance(failed, ModelFailed)
-        assert failed.message.startswith(FILLED)
-        assert output_of(compute(model, {"mode": "behave"})) == "well"
-    finally:
-        model.close()
-        for path in tmp_path.glob("*.bin"):
-            path.unlink()
+    options = json.dumps({"refuses": ["namespaces"]})
+    command = [sys.executable, str(LAUNCHER), options, sys.executable, "-c", FILLS_DISK]
+    done = subprocess.run(
+        [*command, str(folder), mode, str(DISK_BYTES)],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_LIMIT_S,
+        check=False,
+        cwd=ROOT,
+    )
+    for path in tmp_path.glob("*.bin"):
+        path.unlink()
+    if done.returncode == SKIPPED:
+        pytest.skip(done.stdout.strip())
+    error, output = done.stdout.splitlines()
+    assert error.startswith(FILLED), done.stderr
+    assert output == "well"
 
 
-def test_processes_are_bounded(hostile: CustomModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_PROCESSES", 20)
+def test_processes_are_bounded(hostile: StartedClass) -> None:
     found = compute(hostile, {"mode": "fork_on"}).results[0]
     assert isinstance(found, ModelFailed)
-    assert "processes; at most 20 are allowed" in found.message
+    assert "processes; at most 512 are allowed" in found.message
     assert output_of(compute(hostile, {"mode": "behave"})) == "well"

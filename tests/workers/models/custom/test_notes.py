@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.workers.models.custom.classes import compute, entry_of, output_of, write_class
+from tests.workers.models.custom.started import StartedClass
 from workers.models.custom.__main__ import main
 from workers.models.custom.checking import inspect_folder
-from workers.models.custom.model import CustomModel
 from workers.models.custom.sources import source_files
 
 OWN_METHODS = """
@@ -42,12 +42,8 @@ def test_methods_of_the_author_are_left_alone(tmp_path: Path) -> None:
         "work is not called",
         "is_close is not called",
     ]
-    model = CustomModel(entry_of(folder), folder, "cpu", 1)
-    model.setup()
-    try:
+    with StartedClass(entry_of(folder), folder) as model:
         assert output_of(compute(model, {"text": "several words"})) == "several  1"
-    finally:
-        model.close()
 
 
 COG_YAML = """

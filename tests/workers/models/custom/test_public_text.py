@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shared.errors import BadInput, ConfigurationError, ModelFailed
 from shared.messages import PrintedLogs
-from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import compute, entry_of, prepared, write_class
+from tests.workers.models.custom.started import OperatorsLog, StartClass, StartedClass
 from workers.models.base import PreparedFile
 from workers.models.custom.__main__ import main
-from workers.models.custom.batches import CustomBatchModel
-from workers.models.custom.model import CustomModel
 from workers.models.custom.public_text import PathRemover, PublicLogs
 from workers.models.custom.trial import predict
-
-Start = Callable[..., CustomModel]
-
-
-@pytest.fixture
-def started() -> Iterator[Start]:
-    """Starts the class of a folder. It is closed after the test."""
-    models = []
-
-    def start(folder: Path) -> CustomModel:
-        models.append(CustomModel(entry_of(folder), folder, "cpu", 1))
-        models[-1].setup()
-        return models[-1]
-
-    yield start
-    for model in models:
-        model.close()
 
 
 def assert_names_no_path(text: str, folder: Path) -> None:
@@ -69,9 +48,9 @@ class Predictor(BasePredictor):
     ],
 )
 def test_errors_and_logs_name_no_path_of_the_machine(
-    tmp_path: Path, started: Start, how: str, error: str
+    tmp_path: Path, start_class: StartClass, how: str, error: str
 ) -> None:
-    model = started(write_class(tmp_path, LEAKS))
+    model = start_class(write_class(tmp_path, LEAKS))
     file = PreparedFile(["image"], "cat.png", b"not an image")
     end = compute(model, {"image": None, "how": how}, [file])
     failed = end.results[0]
@@ -84,7 +63,9 @@ def test_errors_and_logs_name_no_path_of_the_machine(
         assert_names_no_path(text, tmp_path)
 
 
-def test_a_path_printed_in_two_parts_is_removed_too(tmp_path: Path, started: Start) -> None:
+def test_a_path_printed_in_two_parts_is_removed_too(
+    tmp_path: Path, start_class: StartClass
+) -> None:
     body = """
     class Predictor(BasePredictor):
         def predict(self, go: str) -> str:
@@ -95,19 +76,13 @@ def test_a_path_printed_in_two_parts_is_removed_too(tmp_path: Path, started: Sta
             os.write(1, f"{__file__[half:]} 3/4".encode())
             return ""
     """
-    model = started(write_class(tmp_path, body))
-    assert model._runner is not None
-    go = model._runner.scratch_path / "go"
+    (tmp_path / "class").mkdir()
+    model = start_class(write_class(tmp_path / "class", body))
+    go = tmp_path / "class" / "go"
     model.admit(0, prepared({"go": str(go)}))
-    for _ in range(int(WAIT_LIMIT_S / 0.05)):
-        model.step()
-        if logs := model.look_at_logs():
-            break
-    assert logs == {0: PrintedLogs("at ")}
+    assert model.wait_for_logs(0) == PrintedLogs("at ")
     go.touch()
-    end = model.step()
-    while not end.results:
-        end = model.step()
+    end = model.steps_until(0)
     assert end.logs[0] == PrintedLogs("at predict.py 3/4")
 
 
@@ -148,14 +123,13 @@ class Predictor(BasePredictor):
 
 
 def test_the_author_can_keep_tracebacks_from_callers(
-    tmp_path: Path, started: Start, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, start_class: StartClass, operators_log: OperatorsLog
 ) -> None:
-    model = started(write_class(tmp_path, RAISES, QUIET))
+    model = start_class(write_class(tmp_path, RAISES, QUIET))
     end = compute(model, {"a": 1})
     assert end.logs == {0: PrintedLogs("begin\n")}
-    operators = capfd.readouterr().err
-    assert "Traceback" in operators
-    assert '/predict.py", line' in operators, "with the whole path"
+    operators_log.wait_for("Traceback")
+    operators_log.wait_for('/predict.py", line')  # with the whole path
 
 
 def test_tracebacks_are_on_or_off(tmp_path: Path) -> None:
@@ -182,14 +156,17 @@ class Predictor(BasePredictor):
 
 
 def test_the_operator_sees_what_a_setup_that_succeeds_prints(
-    tmp_path: Path, started: Start, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, start_class: StartClass, operators_log: OperatorsLog
 ) -> None:
-    model = started(write_class(tmp_path, PRINTS_IN_SETUP))
-    assert capfd.readouterr().err.endswith("imported\nweights are loaded\n")
+    model = start_class(write_class(tmp_path, PRINTS_IN_SETUP))
+    operators_log.wait_for("imported\nweights are loaded\n")
     assert compute(model, {"a": 1}).logs == {0: PrintedLogs("computed 1\n")}
     assert compute(model, {"a": 2}).logs == {0: PrintedLogs("computed 2\n")}
     assert compute(model, {"a": 1}).logs == {0: PrintedLogs("computed 1\n")}
-    assert capfd.readouterr().err.endswith("imported\nweights are loaded\n")
+    model.close()
+    said = operators_log.look()
+    assert said.count("imported\nweights are loaded\n") == 2, "of the second process, too"
+    assert "computed" not in said, "what a prediction prints is its own"
 
 
 def test_commands_show_what_the_class_prints(
@@ -226,9 +203,9 @@ def test_check_prints_how_many_run_at_a_time_and_their_memory(
 
 
 def test_a_setup_that_fails_later_names_no_path_to_the_caller(
-    tmp_path: Path, started: Start, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, start_class: StartClass, operators_log: OperatorsLog
 ) -> None:
-    model = started(write_class(tmp_path, PRINTS_IN_SETUP))
+    model = start_class(write_class(tmp_path, PRINTS_IN_SETUP))
     (tmp_path / "once").touch()
     compute(model, {"a": 2})
     failed = compute(model, {"a": 1}).results[0]
@@ -236,7 +213,7 @@ def test_a_setup_that_fails_later_names_no_path_to_the_caller(
     assert (
         failed.message == "the model could not be set up again: OSError: no weights in predict.py"
     )
-    assert "Traceback" in capfd.readouterr().err
+    operators_log.wait_for("Traceback")
 
 
 INVALID = """
@@ -261,27 +238,25 @@ INVALID_BATCH = INVALID.replace(
 
 @pytest.mark.parametrize("kind", ["own", "below"])
 def test_a_class_blames_the_input_without_an_import(
-    tmp_path: Path, started: Start, kind: str
+    tmp_path: Path, start_class: StartClass, kind: str
 ) -> None:
-    end = compute(started(write_class(tmp_path, INVALID)), {"image": "x", "kind": kind})
+    end = compute(start_class(write_class(tmp_path, INVALID)), {"image": "x", "kind": kind})
     wrong = end.results[0]
     assert isinstance(wrong, BadInput)
     assert (wrong.field, wrong.message, end.logs) == (None, "too dark", {})
 
 
-def test_another_exception_is_a_failure_of_the_model(tmp_path: Path, started: Start) -> None:
-    end = compute(started(write_class(tmp_path, INVALID)), {"image": "x", "kind": "other"})
+def test_another_exception_is_a_failure_of_the_model(
+    tmp_path: Path, start_class: StartClass
+) -> None:
+    end = compute(start_class(write_class(tmp_path, INVALID)), {"image": "x", "kind": "other"})
     assert isinstance(end.results[0], ModelFailed)
 
 
 @pytest.mark.parametrize("kind", ["own", "below"])
 def test_a_batch_of_one_blames_its_input(tmp_path: Path, kind: str) -> None:
     folder = write_class(tmp_path, INVALID_BATCH)
-    model = CustomBatchModel(entry_of(folder), folder, "cpu", 1)
-    try:
-        model.setup()
-        found: Any = model.predict([prepared({"image": "x", "kind": kind})], lambda *_: None)
-    finally:
-        model.close()
-    assert isinstance(found[0], BadInput)
-    assert found[0].message == "too dark"
+    with StartedClass(entry_of(folder), folder) as model:
+        (wrong,) = model.run(prepared({"image": "x", "kind": kind})).outcomes
+    assert isinstance(wrong, BadInput)
+    assert wrong.message == "too dark"

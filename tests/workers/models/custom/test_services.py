@@ -9,7 +9,7 @@ import pytest
 
 from shared.settings import Settings, read_settings
 from tests.workers.models.custom.classes import compute, entry_of, output_of, write_class
-from workers.models.custom.model import CustomModel
+from tests.workers.models.custom.started import StartedClass
 from workers.models.custom.runner.confinement import abi_version
 from workers.models.custom.services import service_ports
 
@@ -65,12 +65,8 @@ def test_a_class_reaches_other_ports_only(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         monkeypatch.setenv("PENSTOCK_REDIS_URL", f"redis://127.0.0.1:{ours.getsockname()[1]}/0")
         folder = write_class(tmp_path, CONNECTS)
-        model = CustomModel(entry_of(folder), folder, "cpu", 1)
-        model.setup()
-        try:
+        with StartedClass(entry_of(folder), folder) as model:
             found = [
                 output_of(compute(model, {"port": one.getsockname()[1]})) for one in (ours, other)
             ]
-        finally:
-            model.close()
     assert found == ["PermissionError", "connected"]

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from shared.errors import ConfigurationError, ModelFailed
+from shared.errors import Canceled, ConfigurationError, ModelFailed
 from shared.tasks.custom import CustomResult
+from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import compute, entry_of, output_of, prepared, write_class
-from workers.models.base import StepEnd
-from workers.models.custom import model as module
-from workers.models.custom.batches import CustomBatchModel
-from workers.models.custom.model import CustomModel
-from workers.models.custom.process import (
-    MAX_SHOWN_BYTES,
-    SHOWN_BYTES_PER_S,
-    BoundedShow,
-    RunnerProcess,
-)
+from tests.workers.models.custom.started import OperatorsLog, StartClass, StartedClass
 
 LOADS = """
 class Predictor(BasePredictor):
@@ -36,56 +29,60 @@ class Predictor(BasePredictor):
 
 
 def test_what_setup_prints_is_shown_and_is_in_no_prediction(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, start_class: StartClass, operators_log: OperatorsLog
 ) -> None:
-    folder = write_class(tmp_path, LOADS)
-    model = CustomModel(entry_of(folder), folder, "cpu", 1)
-    try:
-        model.setup()
-        shown = capfd.readouterr().err
-        assert "loading shard 1 of 2" in shown
-        assert "loading shard 2 of 2" in shown
-        end = compute(model, {"a": 1})
-        assert end.logs[0].text == "computing\n"
-        assert "loading" not in capfd.readouterr().err, "it is shown once"
-    finally:
-        model.close()
+    model = start_class(write_class(tmp_path, LOADS))
+    operators_log.wait_for("loading shard 1 of 2")
+    operators_log.wait_for("loading shard 2 of 2")
+    assert compute(model, {"a": 1}).logs[0].text == "computing\n"
+    model.close()
+    assert operators_log.look().count("loading shard") == 2, "each line is shown once"
 
 
-def test_setup_is_shown_while_it_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_setup_is_shown_while_it_runs(tmp_path: Path, operators_log: OperatorsLog) -> None:
+    go = tmp_path / "class" / "go-on"
     body = (
         LOADS
         + f"""
 class Predictor(Predictor):
     def setup(self) -> None:
         print("downloading", flush=True)
-        while not os.path.exists({str(tmp_path / "go-on")!r}):
+        while not os.path.exists({str(go)!r}):
             time.sleep(0.01)
 """
     )
     (tmp_path / "class").mkdir()
     folder = write_class(tmp_path / "class", body)
-    runner = RunnerProcess(folder, shows=BoundedShow())
-    try:
-        shown = ""
-        while "downloading" not in shown:
-            assert runner.receive(0.01) == [], "it is not set up"
-            shown += capfd.readouterr().err
-    finally:
-        runner.kill("the test is over")
-        runner.close()
+    entry = entry_of(folder)
+    with ThreadPoolExecutor(1) as threads:
+        starting = threads.submit(StartedClass, entry, folder)
+        try:
+            operators_log.wait_for("downloading")
+            assert not starting.done(), "it is not set up"
+        finally:
+            go.touch()
+        with starting.result(WAIT_LIMIT_S) as model:
+            assert output_of(compute(model, {"a": 3})) == 3
 
 
-def test_shown_output_is_bounded(capfd: pytest.CaptureFixture[str]) -> None:
-    now_s = 0.0
-    show = BoundedShow(lambda: now_s)
-    for _ in range(100):
-        show("x" * MAX_SHOWN_BYTES)
-    assert capfd.readouterr().err == "x" * MAX_SHOWN_BYTES
-    now_s = 1.0
-    show("y" * MAX_SHOWN_BYTES)
-    left_out = f"\n[{99 * MAX_SHOWN_BYTES} characters left out]\n"
-    assert capfd.readouterr().err == left_out + "y" * SHOWN_BYTES_PER_S
+def test_output_of_setup_is_bounded(
+    tmp_path: Path, start_class: StartClass, operators_log: OperatorsLog
+) -> None:
+    body = """
+    class Predictor(BasePredictor):
+        def setup(self) -> None:
+            for number in range(100):
+                print("x" * 65535)
+
+        def predict(self, a: int) -> int:
+            return a
+    """
+    began_s = time.monotonic()
+    model = start_class(write_class(tmp_path, body))
+    assert output_of(compute(model, {"a": 3})) == 3
+    model.close()
+    most = 64 * 1024 + 16 * 1024 * (time.monotonic() - began_s)
+    assert 60_000 < operators_log.look().count("x" * 100) * 100 <= most
 
 
 PREDICT = """
@@ -96,6 +93,8 @@ PREDICT = """
 """
 PREDICT_BATCH = """
     def predict_batch(self, inputs: list[One]) -> list[int]:
+        if inputs[0].a < 0:
+            os._exit(3)
         return [one.a for one in inputs]
 """
 
@@ -113,6 +112,7 @@ class One:
 class Predictor(BasePredictor):
     def setup(self) -> None:
         beside = pathlib.Path({str(folder.parent)!r})
+        print("setting up")
         if (beside / "hangs").exists():
             time.sleep(600)
         if (beside / "broken").exists():
@@ -128,96 +128,65 @@ def outside() -> Iterator[Path]:
         yield Path(folder)
 
 
-def steps_until_one_ends(model: CustomModel) -> StepEnd:
-    while not (end := model.step()).results:
-        pass
-    return end
-
-
-def children() -> set[str]:
-    """The processes that this one has started and that run."""
-    tasks = Path("/proc/self/task").glob("*/children")
-    return {one for task in tasks for one in task.read_text().split()}
-
-
-def fail_again(model: CustomModel, outside: Path) -> None:
-    """Sets a class up, ends its process, and has it fail to be set up again."""
-    model.setup()
+def fail_again(model: StartedClass, outside: Path) -> None:
+    """Ends the process of a class, and has it fail to be set up again."""
     compute(model, {"a": -1})
     (outside / "broken").touch()
-    model.admit(0, prepared({"a": 1}))
-    error = steps_until_one_ends(model).results[0]
+    error = compute(model, {"a": 1}).results[0]
     assert isinstance(error, ModelFailed)
     assert "could not be set up again" in error.message
     assert "no weights just now" in error.message
 
 
-def test_a_class_that_cant_be_set_up_again_is_not_started_at_once(
-    outside: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow(about_s=5)
+def test_a_class_that_cant_be_set_up_again_is_tried_until_it_can(
+    outside: Path, start_class: StartClass, operators_log: OperatorsLog
 ) -> None:
-    monkeypatch.setattr(module, "backoff", lambda first_s, longest_s: itertools.repeat(600.0))
-    folder = breaks_later(outside / "class")
-    before = children()
-    model = CustomModel(entry_of(folder), folder, "cpu", 1)
-    try:
-        fail_again(model, outside)
-        model.admit(1, prepared({"a": 2}))
-        for _ in range(5):
-            assert not model.step().results, "it waits for the next try"
-            assert children() <= before
-        model.drop(1)
-        assert not model.step().results
-    finally:
-        model.close()
+    model = start_class(breaks_later(outside / "class"))
+    fail_again(model, outside)
+    assert isinstance(compute(model, {"a": 1}).results[0], ModelFailed)
+    (outside / "broken").unlink()
+    assert output_of(compute(model, {"a": 2})) == 2
+    assert output_of(compute(model, {"a": 3})) == 3
+    model.close()
+    assert operators_log.look().count("setting up") == 4, "once for each of the first three"
 
 
-def test_what_waits_for_the_next_try_is_computed_then(
-    outside: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow(about_s=5)
+def test_what_waits_for_the_next_try_can_be_canceled(
+    outside: Path, start_class: StartClass
 ) -> None:
-    monkeypatch.setattr(module, "backoff", lambda first_s, longest_s: itertools.repeat(0.2))
-    folder = breaks_later(outside / "class")
-    model = CustomModel(entry_of(folder), folder, "cpu", 1)
-    try:
-        fail_again(model, outside)
-        (outside / "broken").unlink()
-        assert output_of(compute(model, {"a": 2})) == 2
-    finally:
-        model.close()
+    model = start_class(breaks_later(outside / "class"))
+    fail_again(model, outside)
+    model.admit(1, prepared({"a": 2}))
+    model.drop(1)
+    assert isinstance(model.steps_until(1).results[1], Canceled | ModelFailed)
+    (outside / "broken").unlink()
+    assert output_of(compute(model, {"a": 2})) == 2
 
 
-def test_a_later_setup_has_the_limit_of_its_entry(outside: Path) -> None:
-    folder = breaks_later(outside / "class")
-    model = CustomModel(entry_of(folder, startup_s=1.5), folder, "cpu", 1)
-    try:
-        model.setup()
-        compute(model, {"a": -1})
-        (outside / "hangs").touch()
-        model.admit(0, prepared({"a": 1}))
-        error = steps_until_one_ends(model).results[0]
-        assert isinstance(error, ModelFailed)
-        assert "setup took longer than 1.5 s" in error.message
-    finally:
-        model.close()
+def test_a_later_setup_has_the_limit_of_its_entry(outside: Path, start_class: StartClass) -> None:
+    model = start_class(breaks_later(outside / "class"), startup_s=1.5)
+    compute(model, {"a": -1})
+    (outside / "hangs").touch()
+    error = compute(model, {"a": 1}).results[0]
+    assert isinstance(error, ModelFailed)
+    assert "setup took longer than 1.5 s" in error.message
 
 
-def test_batches_wait_for_the_next_try_as_well(
-    outside: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "backoff", lambda first_s, longest_s: itertools.repeat(0.2))
-    folder = breaks_later(outside / "class", PREDICT_BATCH)
-    model = CustomBatchModel(entry_of(folder), folder, "cpu", 1)
-    looked: list[int] = []
-    try:
-        (outside / "broken").touch()
-        with pytest.raises(ModelFailed, match="no weights just now"):
-            model.predict([prepared({"a": 1})], lambda step, steps: None)
-        (outside / "broken").unlink()
-        (done,) = model.predict([prepared({"a": 5})], lambda step, steps: looked.append(step))
-        assert isinstance(done, CustomResult)
-        assert done.output == 5
-        assert looked, "a caller may cancel meanwhile"
-    finally:
-        model.close()
+@pytest.mark.slow(about_s=5)
+def test_batches_wait_for_the_next_try_as_well(outside: Path, start_class: StartClass) -> None:
+    model = start_class(breaks_later(outside / "class", PREDICT_BATCH))
+    (ended,) = model.run(prepared({"a": -1})).outcomes
+    assert isinstance(ended, ModelFailed)
+    (outside / "broken").touch()
+    (failed,) = model.run(prepared({"a": 1})).outcomes
+    assert isinstance(failed, ModelFailed)
+    assert "no weights just now" in failed.message
+    (outside / "broken").unlink()
+    (done,) = model.run(prepared({"a": 5})).outcomes
+    assert isinstance(done, CustomResult)
+    assert done.output == 5
 
 
 @pytest.mark.parametrize(
@@ -235,4 +204,4 @@ def test_only_what_may_be_mended_from_outside_is_tried_again(
     entry = entry_of(write_class(tmp_path, LOADS))
     folder = write_class(tmp_path, body)
     with pytest.raises(kind):
-        CustomModel(entry, folder, "cpu", 1).setup()
+        StartedClass(entry, folder)

@@ -10,9 +10,9 @@ import pytest
 
 from shared.tasks.custom import CustomResult
 from tests.limits import WAIT_LIMIT_S
-from tests.workers.models.custom.classes import entry_of, prepared, write_class
+from tests.workers.models.custom.classes import prepared, write_class
+from tests.workers.models.custom.started import STEP_S, StartClass, StartedClass
 from workers.models.base import PreparedCustom
-from workers.models.custom.model import CustomModel
 
 BODY = """
 class Predictor(BasePredictor):
@@ -29,16 +29,12 @@ def ids(*lines: str) -> bytes:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Any:
-    folder = write_class(tmp_path, BODY)
-    model = CustomModel(entry_of(folder), folder, "cpu", 1)
-    model.setup()
-    yield model
-    model.close()
+def model(tmp_path: Path, start_class: StartClass) -> StartedClass:
+    return start_class(write_class(tmp_path, BODY))
 
 
 def streamed(
-    model: CustomModel, item: PreparedCustom, text: str, go: Path
+    model: StartedClass, item: PreparedCustom, text: str, go: Path
 ) -> tuple[list[tuple[int, str]], Any]:
     """The chunks of an item with how many pieces come before, and its output.
 
@@ -46,7 +42,7 @@ def streamed(
     """
     model.admit(0, item)
     chunks: list[tuple[int, str]] = []
-    for _ in range(int(WAIT_LIMIT_S / 0.05)):
+    for _ in range(int(WAIT_LIMIT_S / STEP_S)):
         if "".join(piece for _, piece in chunks) == text:
             go.touch()
         end = model.step()
@@ -70,7 +66,7 @@ def streamed(
     ids=["new", "goes on", "another first", "another one between", "all are there"],
 )
 def test_pieces_that_were_streamed_before_are_not_streamed_again(
-    model: CustomModel, tmp_path: Path, written: tuple[str, ...], first: int | None, text: str
+    model: StartedClass, tmp_path: Path, written: tuple[str, ...], first: int | None, text: str
 ) -> None:
     go = tmp_path / "go"
     item = prepared({"word": "a", "go": str(go)})

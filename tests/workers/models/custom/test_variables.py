@@ -29,14 +29,14 @@ from tests.workers.models.custom.classes import (
     prepared,
     write_class,
 )
+from tests.workers.models.custom.started import OperatorsLog, StartClass, StartedClass
 from workers.models.custom.aside import AsideClass
 from workers.models.custom.checking import inspect_folder
 from workers.models.custom.measuring import Conditions, measure, read_inputs
-from workers.models.custom.model import CustomModel
-from workers.models.custom.process import HIDDEN, HiddenValues, PrintedOutput
 from workers.models.custom.trial import predict
 from workers.models.custom.variables import read_google_secret
 
+HIDDEN = "[secret]"
 TOKEN = "told-secret-0123456789"
 READS = """
 class Predictor(BasePredictor):
@@ -70,12 +70,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run_once(entry: Model, folder: Path, **given: Any) -> Any:
-    model = CustomModel(entry, folder, "cpu", 1)
-    try:
-        model.setup()
+    with StartedClass(entry, folder) as model:
         return output_of(compute(model, given))
-    finally:
-        model.close()
 
 
 def test_values_and_secrets_of_the_entry_reach_the_class(folder: Path, secret: str) -> None:
@@ -89,38 +85,40 @@ def test_values_and_secrets_of_the_entry_reach_the_class(folder: Path, secret: s
 
 
 def test_secrets_are_in_nothing_that_is_shown(
-    folder: Path, secret: str, capfd: pytest.CaptureFixture[str]
+    folder: Path, secret: str, start_class: StartClass, operators_log: OperatorsLog
 ) -> None:
-    write_class(folder, LEAKS)
-    entry = entry_of(folder, secrets={"TOKEN": secret})
-    model = CustomModel(entry, folder, "cpu", 1)
-    try:
-        model.setup()
-        end = compute(model, {"fails": True})
-    finally:
-        model.close()
+    model = start_class(write_class(folder, LEAKS), secrets={"TOKEN": secret})
+    end = compute(model, {"fails": True})
     error = end.results[0]
     assert isinstance(error, ModelFailed)
     assert error.message == f"RuntimeError: 401 for {HIDDEN}"
     assert f"computing with {HIDDEN}" in end.logs[0].text
-    shown = capfd.readouterr()
-    assert f"set up with {HIDDEN}" in shown.err
-    for text in (shown.err, shown.out, end.logs[0].text, entry.model_dump_json()):
+    operators_log.wait_for(f"set up with {HIDDEN}")
+    model.close()
+    entry = entry_of(folder, secrets={"TOKEN": secret})
+    for text in (operators_log.look(), end.logs[0].text, entry.model_dump_json()):
         assert TOKEN not in text
     assert inspect_folder(folder).interface.as_json.count(TOKEN) == 0
 
 
-def test_a_secret_in_two_pieces_is_found() -> None:
-    read, write = os.pipe()
-    printed = PrintedOutput(read, hidden=HiddenValues([TOKEN]))
-    os.write(write, f"a {TOKEN[:12]}".encode())
-    assert printed.look().text == "a "
-    os.write(write, f"{TOKEN[12:]} b told".encode())
-    assert printed.look().text == f"a {HIDDEN} b "
-    os.write(write, f"-x {TOKEN[:9]}".encode())
-    assert printed.take().text == f"a {HIDDEN} b told-x {TOKEN[:9]}", "all that there is"
-    os.close(write)
-    printed.close()
+def test_a_secret_in_two_pieces_is_found(
+    folder: Path, secret: str, start_class: StartClass
+) -> None:
+    body = f"""
+    class Predictor(BasePredictor):
+        def predict(self, go: str) -> str:
+            os.write(1, b"a {TOKEN[:12]}")
+            while not os.path.exists(go):
+                time.sleep(0.01)
+            os.write(1, b"{TOKEN[12:]} b told-x {TOKEN[:9]}")
+            return ""
+    """
+    model = start_class(write_class(folder, body), secrets={"TOKEN": secret})
+    model.admit(0, prepared({"go": str(folder / "go")}))
+    assert model.wait_for_logs(0).text == "a "
+    (folder / "go").touch()
+    logs = model.steps_until(0).logs[0]
+    assert logs.text == f"a {HIDDEN} b told-x {TOKEN[:9]}", "all that there is"
 
 
 def test_a_class_that_weighs_has_them_too(folder: Path, secret: str) -> None:

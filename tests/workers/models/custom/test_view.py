@@ -15,11 +15,9 @@ import pytest
 from tests.anywhere.launcher import SKIPPED
 from tests.limits import START_LIMIT_S
 from tests.workers.models.custom.classes import compute, entry_of, output_of, write_class
+from tests.workers.models.custom.started import StartedClass
 from workers.models.custom import scratch as module
 from workers.models.custom.checking import inspect_folder
-from workers.models.custom.limits import DiskUse
-from workers.models.custom.model import CustomModel
-from workers.models.custom.process import RunnerProcess
 from workers.models.custom.runner.confinement import abi_version
 from workers.models.custom.scratch import Scratch
 
@@ -36,11 +34,11 @@ class Predictor(BasePredictor):
         (HERE / "weights.bin").write_bytes(b"downloaded")
 
     def predict(self, places: List[str]) -> dict:
-        found = {"here": str(HERE), "cwd": os.getcwd()}
+        found = {"here": str(HERE), "cwd": os.getcwd(), "temporary": os.environ["TMPDIR"]}
         for place in places:
             path = HERE / place
             try:
-                before = path.read_text() if path.exists() else None
+                before = path.read_text()[:20] if path.exists() else None
                 path.write_text("written by the class")
                 found[place] = [before, path.read_text()]
             except OSError as error:
@@ -79,12 +77,8 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def run_once(folder: Path, places: list[str]) -> Any:
-    model = CustomModel(entry_of(folder), folder, "cpu", 1)
-    try:
-        model.setup()
+    with StartedClass(entry_of(folder), folder) as model:
         return output_of(compute(model, {"places": places}))
-    finally:
-        model.close()
 
 
 def test_a_class_writes_beside_its_file_and_changes_nothing(folder: Path) -> None:
@@ -101,55 +95,45 @@ def test_a_class_writes_beside_its_file_and_changes_nothing(folder: Path) -> Non
     }
     for _ in range(2):  # another process begins with the folder as it is
         found = run_once(folder, list(contents))
+        assert found.pop("temporary")
         assert found.pop("here") == found.pop("cwd")
         assert found == {place: [text, WRITTEN] for place, text in contents.items()}
     assert content(folder.parent) == before
 
 
-def begun(folder: Path) -> tuple[str, list[str], list[str]]:
-    """Of a process of the class: its view, the files that it can't write, what the system lacks."""
-    runner = RunnerProcess(folder, inspects_only=True)
-    try:
-        runner.receive(START_LIMIT_S)
-        return runner.view, runner.read_only_files(), runner.unconfined or []
-    finally:
-        runner.close()
+def notes_of(folder: Path) -> list[str]:
+    """What `penstock models check` prints about a class that names files of /src."""
+    with (folder / "predict.py").open("a") as file:
+        file.write("\nOTHER = '/src/other'\n")
+    return inspect_folder(folder).notes
 
 
-def test_large_files_never_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_COPIED_BYTES", 1024)
-    large = folder / "assets" / "large"
-    large.write_text("x" * 5000)
-    _, read_only, _ = begun(folder)
-    if "assets/large" in read_only and not abi_version():
+@pytest.fixture
+def large(folder: Path) -> Path:
+    """A file that is too large to be copied, unless the disk can share its blocks."""
+    path = folder / "assets" / "large"
+    path.write_text("x" * (9 * 1024 * 1024))
+    return path
+
+
+def test_large_files_never_change(folder: Path, large: Path) -> None:
+    before = large.read_bytes()
+    is_read_only = any("assets/large: the class can read it" in one for one in notes_of(folder))
+    if is_read_only and not abi_version():
         pytest.skip("this system has no Landlock, so nothing keeps a class from a linked file")
     found = run_once(folder, ["assets/large", "assets/other"])
     assert found["assets/other"] == [None, WRITTEN]
-    is_written = ["x" * 5000, WRITTEN]
-    assert found["assets/large"] == (
-        "PermissionError" if "assets/large" in read_only else is_written
-    )
-    assert large.read_text() == "x" * 5000
+    assert found["assets/large"] == ("PermissionError" if is_read_only else ["x" * 20, WRITTEN])
+    assert large.read_bytes() == before
 
 
 def test_a_class_is_at_src_where_cog_has_it(folder: Path) -> None:
-    view, _, unconfined = begun(folder)
-    assert run_once(folder, [])["here"].startswith(view.partition("penstock-scratch-")[0])
-    if any("namespace" in one for one in unconfined):
-        assert view != "/src"
-        pytest.skip("this system has no namespaces of mounts")
-    assert view == "/src"
-
-
-def test_check_says_what_a_class_will_miss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_COPIED_BYTES", 1024)
-    (folder / "large").write_text("x" * 5000)
-    with (folder / "predict.py").open("a") as file:
-        file.write("\nOTHER = '/src/other'\n")
-    view, read_only, _ = begun(folder)
-    notes = inspect_folder(folder).notes
-    assert any("there is no /src here" in note for note in notes) == (view != "/src")
-    assert any("large: the class can read it" in note for note in notes) == ("large" in read_only)
+    """Unless the system has no namespaces of mounts. Then check says so."""
+    has_none = any("there is no /src here" in note for note in notes_of(folder))
+    here = run_once(folder, [])["here"]
+    assert (here != "/src") == has_none
+    if has_none:
+        pytest.skip("this system gives classes no /src")
 
 
 @pytest.mark.parametrize("refused", [["namespaces"], ["namespaces", "landlock"]], ids="-".join)
@@ -171,6 +155,7 @@ def test_without_namespaces_the_view_is_in_the_scratch_folder(
     if done.returncode == SKIPPED:
         pytest.skip(done.stdout.strip())
     found = json.loads(done.stdout)
+    assert found.pop("temporary")
     assert found.pop("here") == found.pop("cwd") != "/src"
     assert found == {
         "weights.bin": ["downloaded", WRITTEN],
@@ -205,15 +190,3 @@ def test_links_in_a_circle_and_to_large_folders_stay_links(
         assert (view / "one" / "other" / "one").is_symlink()
     finally:
         scratch.close()
-
-
-def test_all_that_the_system_makes_for_a_view_can_be_counted(folder: Path) -> None:
-    runner = RunnerProcess(folder)
-    scratch = runner._scratch.path
-    try:
-        runner.receive(START_LIMIT_S)
-        assert DiskUse(scratch, 1 << 30).count(set()) == ""
-    finally:
-        runner.kill("the test is over")
-        runner.close()
-    assert not scratch.exists()

@@ -14,10 +14,10 @@ from shared.catalog import Model
 from shared.errors import BadInput, ConfigurationError, InputTooLarge, ModelFailed, PenstockError
 from shared.tasks.custom import CustomInput, CustomResult, FilePlace
 from tests.workers.models.custom.classes import entry_of, write_class
+from tests.workers.models.custom.started import StartedClass
 from workers.models.base import PreparedCustom
 from workers.models.custom.aside import AsideClass
 from workers.models.custom.checking import inspect_folder
-from workers.models.custom.model import CustomModel
 from workers.models.custom.preparation import CustomPreparer
 
 WORK = """
@@ -203,10 +203,8 @@ def test_a_worker_compares_whether_the_class_weighs(tmp_path: Path) -> None:
     folder = write_class(tmp_path, usual)
     entry = entry_of(folder, work={"max": 9})
     write_class(folder, usual.replace(WORK, ""))
-    model = CustomModel(entry, folder, "cpu", 1)
     with pytest.raises(ConfigurationError, match=r"weighs: true in penstock\.schema\.json, false"):
-        model.setup()
-    model.close()
+        StartedClass(entry, folder)
 
 
 @pytest.mark.parametrize(

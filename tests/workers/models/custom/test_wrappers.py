@@ -12,13 +12,10 @@ from pathlib import Path
 import pytest
 
 from infra.local.process import free_port
-from tests.limits import START_LIMIT_S
-from tests.workers.models.custom.classes import compute, entry_of, output_of
+from tests.workers.models.custom.classes import compute, entry_of, output_of, write_class
+from tests.workers.models.custom.started import StartedClass
 from tests.workers.models.custom.wheels import make_wheel
 from tests.workers.models.custom.wrappers import COMMANDS, TOOLS, WRAPPERS
-from workers.models.custom.environments import python_for
-from workers.models.custom.model import CustomModel
-from workers.models.custom.process import RunnerProcess
 
 pytestmark = pytest.mark.slow(about_s=60)
 MIN_WORKING = 15
@@ -73,31 +70,26 @@ def write(folder: Path, files: dict[str, str], shared: Path) -> None:
     (folder / "requirements.txt").write_text(f"{links}tools==1.0\n")
 
 
-def has_src(folder: Path) -> bool:
-    runner = RunnerProcess(folder, python=python_for(folder), inspects_only=True)
-    try:
-        runner.receive(START_LIMIT_S)
-        return runner.view == "/src"
-    finally:
-        runner.close()
+@pytest.fixture(scope="module")
+def has_src(tmp_path_factory: pytest.TempPathFactory) -> bool:
+    body = "class Predictor(BasePredictor):\n    def predict(self) -> str: return os.getcwd()"
+    folder = write_class(tmp_path_factory.mktemp("src"), body)
+    with StartedClass(entry_of(folder), folder) as model:
+        return bool(output_of(compute(model, {})) == "/src")
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_wrapper_works_as_it_is(name: str, shared: Path, source: str) -> None:
+def test_a_wrapper_works_as_it_is(name: str, shared: Path, source: str, has_src: bool) -> None:
     folder = shared / name.replace("/", "").replace(" ", "-")
     wrapper = WRAPPERS[name]
     write(folder, wrapper.written(free_port(), source), shared)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    if wrapper.needs_src and not has_src(folder):
+    if wrapper.needs_src and not has_src:
         pytest.skip("this system gives classes no /src")
     for _ in range(2):  # what the first process has left is in nobody's way
-        model = CustomModel(entry_of(folder), folder, "cpu", 1)
-        try:
-            model.setup()
+        with StartedClass(entry_of(folder), folder) as model:
             assert output_of(compute(model, {"text": "told"})) == "TOLD"
             assert output_of(compute(model, {"text": "once"})) == "ONCE"
-        finally:
-            model.close()
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 

@@ -1,0 +1,253 @@
+"""A class in a process of a worker's pool, driven by tests that are not asynchronous."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import pytest
+
+from shared.catalog import Model
+from shared.errors import PenstockError
+from shared.messages import PrintedLogs
+from shared.tasks.custom import StreamedFile
+from shared.tasks.text import TokenChunk
+from tests.limits import WAIT_LIMIT_S
+from workers.models.base import PreparedCustom, StepEnd
+from workers.runtime.pool import HostedModel, ModelPool, ModelProcessDied
+from workers.runtime.protocol import BatchResult, Chunks, ItemEnded, ItemLogs, StepMessage
+
+STEP_S = 0.05
+Found = TypeVar("Found")
+_Message = TokenChunk | list[tuple[StreamedFile, bytes]] | PrintedLogs | BatchResult | PenstockError
+StartClass = Callable[..., "StartedClass"]
+"""The fixture `start_class`: takes a folder, and fields of its entry."""
+
+
+class StartedClass:
+    """Starts a pool with one process, as a worker does, and feeds it through `PooledProcess`.
+
+    Tests number the predictions. A new batch begins whenever nothing runs, and further predictions
+    join the batch that runs, as in a worker.
+
+    Args:
+        entry: catalog entry, with its interface.
+        folder: the class's folder.
+        device: as in the settings of a worker.
+        startup_s: time limit for the first `setup`.
+
+    Raises:
+        PenstockError: the class could not be set up.
+    """
+
+    def __init__(
+        self, entry: Model, folder: Path, device: str = "cpu", startup_s: float = WAIT_LIMIT_S
+    ) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._messages: queue.SimpleQueue[tuple[int, _Message]] = queue.SimpleQueue()
+        self._numbers: dict[int, int] = {}
+        """The number of each slot of the running batch."""
+        self._inside: dict[int, PreparedCustom] = {}
+        self._running: asyncio.Task[None] | None = None
+        self._chunks: dict[int, TokenChunk] = {}
+        self._files: dict[int, list[tuple[StreamedFile, bytes]]] = {}
+        self._logs: dict[int, PrintedLogs] = {}
+        self._pool = ModelPool(
+            [HostedModel(entry, folder)], device=device, processes=1, start_timeout_s=startup_s
+        )
+        try:
+            self._call(self._pool.__aenter__())
+        except BaseException:
+            self._end_loop()
+            raise
+        self._process = self._pool.processes[0]
+
+    def __enter__(self) -> Self:
+        """Returns itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Ends the process."""
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process, if it has not ended. Running predictions get no result."""
+        if self._loop.is_closed():
+            return
+        self._call(self._close())
+        self._end_loop()
+
+    def admit(self, number: int, item: PreparedCustom) -> None:
+        """Starts a prediction."""
+        self._call(self._admit(number, item))
+
+    def drop(self, number: int) -> None:
+        """Cancels a prediction. Its result is `Canceled`, unless it has just ended."""
+        slots = [slot for slot, one in self._numbers.items() if one == number]
+        self._loop.call_soon_threadsafe(self._process.drop, slots)
+
+    def step(self) -> StepEnd:
+        """Waits up to STEP_S for the next message. Returns the predictions that it ends."""
+        end = StepEnd()
+        try:
+            number, message = self._messages.get(timeout=STEP_S)
+        except queue.Empty:
+            return end
+        if isinstance(message, TokenChunk):
+            self._chunks[number] = message
+        elif isinstance(message, list):
+            self._files.setdefault(number, []).extend(message)
+        elif isinstance(message, PrintedLogs):
+            self._logs[number] = message
+        elif isinstance(message, PenstockError):
+            end.results[number] = message
+        else:
+            end.results[number] = message.outcomes[0]
+            if message.logs:
+                end.logs[number] = message.logs[0]
+        return end
+
+    def steps_until(self, number: int) -> StepEnd:
+        """Returns the step that ends a prediction. Those that end earlier are left out."""
+        for _ in range(int(WAIT_LIMIT_S / STEP_S)):
+            end = self.step()
+            if number in end.results:
+                return end
+        raise AssertionError(f"prediction {number} has no result in time")
+
+    def wait_for_logs(self, number: int) -> PrintedLogs:
+        """Returns the first output of a prediction, while it runs."""
+        for _ in range(int(WAIT_LIMIT_S / STEP_S)):
+            assert number not in self.step().results, "it has ended"
+            if logs := self.look_at_logs().get(number):
+                return logs
+        raise AssertionError(f"prediction {number} has printed nothing in time")
+
+    def take_chunks(self) -> dict[int, TokenChunk]:
+        """Returns the streamed pieces since the last call, by prediction."""
+        chunks, self._chunks = self._chunks, {}
+        return chunks
+
+    def take_files(self) -> dict[int, list[tuple[StreamedFile, bytes]]]:
+        """Returns the large files of streamed pieces since the last call, by prediction."""
+        files, self._files = self._files, {}
+        return files
+
+    def look_at_logs(self) -> dict[int, PrintedLogs]:
+        """Returns the output of running predictions if there is more since the last call."""
+        logs, self._logs = self._logs, {}
+        return logs
+
+    def run(self, *batch: PreparedCustom, cancels: bool = False) -> BatchResult:
+        """Computes a batch of a class with `predict_batch`.
+
+        Args:
+            batch: at least one item.
+            cancels: True to cancel it as soon as the process has it.
+        """
+        return self._call(self._run_batch(batch, cancels=cancels))
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the pool's process."""
+        return self._process.pid
+
+    async def _admit(self, number: int, item: PreparedCustom) -> None:
+        self._inside[number] = item
+        while self._running is not None and not self._running.done():
+            if (slot := self._process.admit([item])) is not None:
+                self._numbers[slot] = number
+                return
+            await asyncio.sleep(0)
+        self._running = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        """Runs batches until nothing is left. One that joined too late is in the next batch."""
+        while self._inside:
+            self._numbers = dict(enumerate(self._inside))
+            try:
+                await self._process.run_steps(
+                    list(self._inside.values()),
+                    timeout_s=WAIT_LIMIT_S,
+                    on_message=self._on_message,
+                )
+            except ModelProcessDied as error:
+                for number in list(self._inside):
+                    del self._inside[number]
+                    self._messages.put((number, error))
+                await self._process.ready()
+
+    def _on_message(self, message: StepMessage) -> None:
+        if isinstance(message, Chunks):
+            for slot, files in message.files.items():
+                self._put(slot, [(one.file, one.data) for one in files])
+            for slot, chunk in message.chunks.items():
+                self._put(slot, chunk)
+        elif isinstance(message, ItemLogs):
+            self._put(message.slot, message.logs)
+        elif isinstance(message, ItemEnded):
+            del self._inside[self._numbers[message.slot]]
+            self._put(message.slot, message.done)
+
+    def _put(self, slot: int, message: _Message) -> None:
+        self._messages.put((self._numbers[slot], message))
+
+    async def _run_batch(self, batch: Sequence[PreparedCustom], *, cancels: bool) -> BatchResult:
+        await self._process.ready()
+        running = asyncio.create_task(self._process.run(batch, timeout_s=WAIT_LIMIT_S))
+        if cancels:
+            await asyncio.sleep(0)  # it is sent in the first turn
+            self._process.cancel()
+        return await running
+
+    async def _close(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        await self._pool.__aexit__(None, None, None)
+
+    def _call(self, coroutine: Coroutine[Any, Any, Found]) -> Found:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(WAIT_LIMIT_S * 2)
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class OperatorsLog:
+    """What a worker has written to its log, which is stderr.
+
+    Args:
+        capfd: captures it.
+    """
+
+    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
+        self._capfd = capfd
+        self.text = ""
+
+    def look(self) -> str:
+        """Returns all of it so far."""
+        self.text += self._capfd.readouterr().err
+        return self.text
+
+    def wait_for(self, text: str) -> str:
+        """Waits until a text is in it, and returns all of it: a worker passes output on later."""
+        until_s = time.monotonic() + WAIT_LIMIT_S
+        while text not in self.look():
+            assert time.monotonic() < until_s, f"{text!r} is not in {self.text!r}"
+            time.sleep(STEP_S)
+        return self.text
