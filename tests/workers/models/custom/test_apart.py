@@ -1,0 +1,147 @@
+"""A class and its worker's I/O process: files, death and output of one never harm the other."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shared.errors import ModelFailed
+from shared.tasks.custom import CustomResult
+from tests.limits import WAIT_LIMIT_S
+from tests.workers.models.custom.classes import compute, entry_of, output_of, prepared, write_class
+from tests.workers.models.custom.started import STEP_S, StartClass, StartedClass
+
+NAMES_FILES = """
+class Predictor(BasePredictor):
+    def predict(self, how: str) -> Path:
+        path = Path("/proc/self/environ")
+        if how == "link":
+            os.symlink(path, "out.txt")
+            path = Path("out.txt")
+        if how == "link below a folder":
+            os.symlink("/proc/self", "me")
+            path = Path("me/environ")
+        if how == "renamed":
+            os.symlink(path, "later.txt")
+            Path("out.txt").write_text("first")
+            os.rename("later.txt", "out.txt")
+            path = Path("out.txt")
+        return open(path, "rb") if how == "open" else path
+"""
+
+
+@pytest.mark.parametrize("how", ["path", "link", "link below a folder", "renamed", "open"])
+def test_an_output_is_read_as_the_class_sees_it(
+    tmp_path: Path, start_class: StartClass, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setenv("KEY_OF_THE_WORKER", "never-told")
+    folder = write_class(tmp_path, NAMES_FILES, "environment: [MARK=of-the-class]\n")
+    result = compute(start_class(folder), {"how": how}).results[0]
+    assert isinstance(result, CustomResult), result
+    (file,) = result.files
+    assert file.data is not None
+    assert b"MARK=of-the-class" in file.data
+    assert b"never-told" not in file.data
+
+
+def test_links_in_its_folders_are_not_followed_when_they_are_removed(
+    tmp_path: Path, start_class: StartClass
+) -> None:
+    body = """
+    class Predictor(BasePredictor):
+        def predict(self, outside: str) -> str:
+            for place in (os.environ["TMPDIR"], "/tmp", "."):
+                os.symlink(outside, f"{place}/link-of-a-class")
+            os._exit(3)
+    """
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as outside:
+        kept = Path(outside, "kept")
+        kept.write_text("kept")
+        model = start_class(write_class(tmp_path, body))
+        assert isinstance(compute(model, {"outside": outside}).results[0], ModelFailed)
+        assert isinstance(compute(model, {"outside": outside}).results[0], ModelFailed)
+        model.close()
+        assert kept.read_text() == "kept"
+
+
+LEAVES_A_CHILD = """
+class Predictor(BasePredictor):
+    def predict(self, how: str) -> str:
+        if how == "leave":
+            if not os.fork():
+                os.setsid()
+                time.sleep(3600)  # with everything that this process has open
+            os._exit(4)
+        return how
+"""
+
+
+def test_a_death_is_noticed_though_a_child_has_its_connection(
+    tmp_path: Path, start_class: StartClass
+) -> None:
+    model = start_class(write_class(tmp_path, LEAVES_A_CHILD))
+    failed = compute(model, {"how": "leave"}).results[0]
+    assert isinstance(failed, ModelFailed)
+    assert "ended with exit status 4 while it computed this" in failed.message
+    assert output_of(compute(model, {"how": "go on"})) == "go on"
+
+
+PRINTS_ON = """
+class Predictor(BasePredictor):
+    {kind} predict(self, how: str) -> str:
+        while how == "print":
+            os.write(1, b"x" * 65536)
+        return how
+"""
+PRINTS_FOR_S = 3.0
+MAX_SHARE = 0.4
+
+
+@pytest.mark.slow(about_s=10)
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_endless_output_takes_little_of_the_io_process(
+    tmp_path: Path, start_class: StartClass, kind: str
+) -> None:
+    """It also has the leases of other models. Its CPU time is measured, which load can't raise."""
+    for name in ("loud", "other"):
+        (tmp_path / name).mkdir()
+    loud = start_class(write_class(tmp_path / "loud", PRINTS_ON.format(kind=kind)))
+    other = start_class(write_class(tmp_path / "other", LEAVES_A_CHILD))
+    loud.admit(1, prepared({"how": "print"}))
+    loud.wait_for_logs(1)
+    began_s, began_cpu_s, served = time.monotonic(), time.process_time(), 0
+    while (took_s := time.monotonic() - began_s) < PRINTS_FOR_S:
+        loud.step()
+        if not served:
+            served += output_of(compute(other, {"how": "go on"})) == "go on"
+    assert (time.process_time() - began_cpu_s) / took_s < MAX_SHARE
+    assert served
+    loud.drop(1)
+    assert output_of(compute(loud, {"how": "quiet"})) == "quiet"
+
+
+def test_a_process_ends_with_its_worker(tmp_path: Path) -> None:
+    body = PRINTS_ON.format(kind="def").replace(
+        "        while", "        print(os.getpid())\n        while"
+    )
+    folder = write_class(tmp_path, body)
+    with StartedClass(entry_of(folder), folder) as model:
+        pid = int(compute(model, {"how": "go on"}).logs[0].text)
+        model.admit(1, prepared({"how": "print"}))
+        assert len(model.wait_for_logs(1).text) <= 32 * 1024
+        assert runs(pid)
+    until_s = time.monotonic() + WAIT_LIMIT_S
+    while runs(pid):
+        assert time.monotonic() < until_s, "it runs on without a worker"
+        time.sleep(STEP_S)
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
