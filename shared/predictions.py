@@ -9,20 +9,30 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
 from shared.charge import ItemPrice, cost_usd, device_s
+from shared.errors import Unavailable
 from shared.flow_plan import MAX_STEP_ITEMS, step_of
 from shared.image_flow import SAFETY
 from shared.messages import ItemOutcome, PrintedLogs, decode_reply_body, reason_of
 from shared.stores.objects import UrlSigner
 from shared.stores.record_state import QueuePosition, Record, State, receipts_of
+from shared.stores.token_streams import TokenStreams
 from shared.tasks import Result
-from shared.tasks.custom import CustomResult, with_places
+from shared.tasks.custom import (
+    CustomResult,
+    StreamedFile,
+    read_elements,
+    streamed_key,
+    with_places,
+)
 from shared.tasks.image import ImageResult, ImagesResult
+from shared.tasks.text import TokenChunk
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
 """One of the output formats of the API. Workers produce PNG."""
@@ -74,6 +84,9 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Whether the cache may answer the same request with its results."""
     price: ItemPrice | None = None
     """The terms on which it is charged. None: created by a release before they were kept."""
+    streams: str = ""
+    """How the output of a custom class grows while it runs: `text` or `items`. Empty: it does not,
+    or the prediction was created by a release before this was recorded."""
     flow: dict[str, Any] | None = None
     """Of a flow, its plan (shared/flow_plan.py)."""
     step_prices: tuple[ItemPrice, ...] = ()
@@ -171,6 +184,7 @@ def body_of(
     url_signer: UrlSigner,
     queue: QueuePosition | None = None,
     *,
+    partial: list[Any] | None = None,
     is_deleted: bool = False,
 ) -> dict[str, Any]:
     """The prediction as callers see it, ready for JSON.
@@ -180,9 +194,13 @@ def body_of(
         record: its record.
         url_signer: signs the URLs of large images, which are valid for an hour from now.
         queue: its position there, if it is known.
+        partial: its output so far (`read_partial`), if the record does not have it.
         is_deleted: whether its data is gone, as `encode_end` leaves it.
     """
     url = f"{prediction.base_url}/v1/predictions/{prediction.id}"
+    output: Any = None
+    if not is_deleted:
+        output = partial or output_of(prediction, record, url_signer)
     return {
         "id": prediction.id,
         "model": f"{prediction.owner}/{prediction.model}",
@@ -191,7 +209,7 @@ def body_of(
         "source": prediction.source,
         "status": record.state,
         "input": prediction.input,
-        "output": None if is_deleted else output_of(prediction, record, url_signer),
+        "output": output,
         "logs": logs_of(record),
         "error": error_of(record),
         "metrics": metrics_of(prediction, record),
@@ -223,9 +241,15 @@ def _stream_query(prediction: Prediction, url_signer: UrlSigner) -> str:
 def output_of(
     prediction: Prediction, record: Record, url_signer: UrlSigner
 ) -> list[Any] | Any | None:
-    """Returns vectors as lists of floats, and images as signed URLs, or `data:` URLs if small."""
-    if record.state != "succeeded" or record.reply is None:
+    """Returns vectors as lists of floats, and images as signed URLs, or `data:` URLs if small.
+
+    A custom class that did not succeed may have yielded a part of its output before.
+    """
+    if record.reply is None:
         return None
+    if record.state != "succeeded":
+        chunks = [one.partial for one in record.reply.outcomes if one.partial is not None]
+        return partial_output_of(prediction, chunks, url_signer) or None
     output = record.reply.output
     if isinstance(output, ImagesResult):  # each has a link of its own
         return [
@@ -242,6 +266,57 @@ def output_of(
         if result is not None
     ]
     return shown if prediction.is_list else shown[0] if shown else None
+
+
+async def read_partial(
+    prediction: Prediction, record: Record, tokens: TokenStreams, url_signer: UrlSigner
+) -> list[Any] | None:
+    """Reads what a custom class has yielded so far: the beginning of its output.
+
+    It counts as delivered: if the prediction is canceled later, it is charged. None: nothing has
+    been yielded, the record has it, or Redis does not answer.
+    """
+    is_ended_by_worker = record.reply is not None and record.reply.outcomes
+    if not prediction.streams or record.state == "starting" or is_ended_by_worker:
+        return None
+    with suppress(Unavailable):
+        (read,) = await tokens.read([(prediction.record, 0, 0)])
+        return partial_output_of(prediction, read.chunks, url_signer) or None
+    return None
+
+
+def partial_output_of(
+    prediction: Prediction, chunks: Sequence[TokenChunk], url_signer: UrlSigner
+) -> list[Any]:
+    """Returns the first elements of an output, as the whole output will have them."""
+
+    def link_to(file: StreamedFile) -> str:
+        key = streamed_key(prediction.record, 0, file)
+        return prediction.base_url + url_signer.path(key, file.media_type)
+
+    pieces = list[Any]()
+    for chunk in chunks:
+        if prediction.streams == "items":
+            pieces += [one.shown(link_to) for one in read_elements(chunk.text)]
+        elif (texts := chunk.pieces) is not None:
+            pieces += texts
+        else:
+            break
+    return pieces
+
+
+def partial_objects_of(prediction: Prediction, record: Record) -> list[str]:
+    """Returns the keys of the large files in the output of a class that did not succeed."""
+    if prediction.streams != "items" or record.reply is None:
+        return []
+    return [
+        streamed_key(prediction.record, 0, file)
+        for outcome in record.reply.outcomes
+        if outcome.partial is not None
+        for element in read_elements(outcome.partial.text)
+        for file in element.files
+        if not file.uri
+    ]
 
 
 def _shown(prediction: Prediction, index: int, result: Result, url_signer: UrlSigner) -> Any:

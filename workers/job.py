@@ -76,6 +76,8 @@ class PulledJob:
     """Unpaid results that this job pays for, by cache key, each with the index of its item."""
     undelivered: frozenset[int] = frozenset()
     """Indexes of items whose results were not part of the answer, once it is known."""
+    written: dict[int, list[TokenChunk]] = field(default_factory=dict)
+    """What was written of items of custom classes that ended, by their indexes."""
     is_over: bool = False
     """The job is being finished, is finished, or was handed back. Its queued items are dropped."""
     is_canceled: bool = False

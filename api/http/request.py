@@ -63,7 +63,7 @@ from shared.predictions import Prediction
 from shared.settings import ApiSettings
 from shared.stores.objects import ObjectStore, UrlSigner
 from shared.tasks import Input, Result
-from shared.tasks.custom import stores_files
+from shared.tasks.custom import stores_files, streams_of
 from shared.tenants.plan import Caller
 
 
@@ -391,6 +391,7 @@ class ApiRequest:
             key_id=facts.key_id,
             is_cached=read.is_repeatable and self.options.cache_write,
             price=price_of(model, facts.received_at_s),
+            streams=streams_of(model),
             flow=None if model.flow is None else model.flow.as_json(),
             step_prices=step_prices_of(model, facts.received_at_s),
             **{"owner": OWNER} | shown,

@@ -9,7 +9,7 @@ from api.inputs.image_codec import ImageCodec
 from api.predictions.creation import PredictionSnapshot
 from api.predictions.service import Predictions
 from shared.errors import BadInput
-from shared.predictions import MEDIA_TYPES
+from shared.predictions import MEDIA_TYPES, partial_objects_of
 from shared.stores.objects import ObjectStore
 
 OBJECT_LIMIT_BYTES = 64 * 1024 * 1024
@@ -43,9 +43,9 @@ class ResultFetcher:
         if reply is None or snapshot.prediction.is_cached:
             return
         results = [one.result for one in reply.outcomes if one.result is not None]
-        for blob in (blob for result in results for blob in result.blobs):
-            if blob.object_key is not None:
-                await self._objects.delete(blob.object_key)
+        keys = [one.object_key for result in results for one in result.blobs if one.object_key]
+        for key in [*keys, *partial_objects_of(*snapshot)]:
+            await self._objects.delete(key)
 
     async def fetch(self, key: str, media_type: str, deadline_s: float) -> bytes:
         """Returns the bytes behind a link whose signature was verified.

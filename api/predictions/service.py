@@ -49,8 +49,10 @@ from shared.predictions import (
     encode_end,
     gives_images,
     is_checked,
+    read_partial,
     record_of,
 )
+from shared.stores.objects import UrlSigner
 from shared.stores.record_state import Preview, QueuePosition, Record
 from shared.stores.records import LISTED, Records
 from shared.stores.webhook_log import WebhookAttempt
@@ -519,6 +521,12 @@ class Predictions:
                     prediction.record, prediction.tenant, prediction.model, prediction.deadline_s
                 )
         return None
+
+    async def partial_output(
+        self, snapshot: PredictionSnapshot, url_signer: UrlSigner
+    ) -> list[Any] | None:
+        """Returns what a running class has yielded so far. It counts as delivered."""
+        return await read_partial(*snapshot, self._records.tokens, url_signer)
 
     async def step_outcomes(
         self, snapshot: PredictionSnapshot, seen: int

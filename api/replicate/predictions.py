@@ -42,6 +42,7 @@ from shared.catalog import Model
 from shared.errors import BadInput
 from shared.predictions import body_of
 from shared.stores.objects import ObjectStore
+from shared.stores.record_state import QueuePosition
 from shared.tasks.custom import CustomInput, CustomResult
 from shared.tenants.api_key import holds_key
 from shared.tenants.rules import IS_A_KEY
@@ -358,8 +359,7 @@ async def get(request: Request, prediction_id: str) -> Response:
     predictions = call.dependencies.predictions
     snapshot = await call.prediction(prediction_id)
     queue = await predictions.position(snapshot)
-    snapshot = await _with_output(snapshot, call.dependencies.objects)
-    return _json(body_of(*snapshot, call.dependencies.url_signer, queue))
+    return _json(await _body_of(call.dependencies, snapshot, queue))
 
 
 @router.post(
@@ -375,9 +375,8 @@ async def cancel(request: Request, prediction_id: str) -> Response:
     """
     call = authenticate(request)
     await call.prediction(prediction_id)
-    return _answer(
-        call.dependencies, await call.dependencies.predictions.cancel(call.tenant, prediction_id)
-    )
+    canceled = await call.dependencies.predictions.cancel(call.tenant, prediction_id)
+    return _json(await _body_of(call.dependencies, canceled))
 
 
 @router.delete(
@@ -426,8 +425,17 @@ async def _create(
             # A caller that hangs up leaves here, and the prediction continues.
             waiting = creation.wait(wait_s - call.context.total_ms / 1000)
             await while_connected(call.http.receive, waiting, call.check_key)
-    snapshot = await _with_output(creation.snapshot, call.dependencies.objects)
-    return _created(call.dependencies, snapshot, is_new=creation.is_new)
+    return await _created(call.dependencies, creation.snapshot, is_new=creation.is_new)
+
+
+async def _body_of(
+    dependencies: Dependencies, snapshot: PredictionSnapshot, queue: QueuePosition | None = None
+) -> dict[str, Any]:
+    """The prediction as callers see it, with all of its output so far."""
+    signer = dependencies.url_signer
+    partial = await dependencies.predictions.partial_output(snapshot, signer)
+    snapshot = await _with_output(snapshot, dependencies.objects)
+    return body_of(*snapshot, signer, queue, partial=partial)
 
 
 async def _with_output(snapshot: PredictionSnapshot, objects: ObjectStore) -> PredictionSnapshot:
@@ -471,20 +479,18 @@ def _check_names(**names: str) -> None:
             raise BadInput(f"{field}: {IS_A_KEY}", field=field)
 
 
-def _created(dependencies: Dependencies, snapshot: PredictionSnapshot, *, is_new: bool) -> Response:
+async def _created(
+    dependencies: Dependencies, snapshot: PredictionSnapshot, *, is_new: bool
+) -> Response:
     """Returns the answer to a creation.
 
     Replicate's clients take `processing` for an end here: it becomes `starting`.
     """
-    body = body_of(*snapshot, dependencies.url_signer)
+    body = await _body_of(dependencies, snapshot)
     if body["status"] == "processing":
         body["status"] = "starting"
     headers = {"location": body["urls"]["get"]}
     return _json(body, 201, headers) if is_new else _json(body, 200, headers | {REPLAYED: "true"})
-
-
-def _answer(dependencies: Dependencies, snapshot: PredictionSnapshot) -> Response:
-    return _json(body_of(*snapshot, dependencies.url_signer))
 
 
 def _json(

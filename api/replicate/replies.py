@@ -78,8 +78,9 @@ class PredictionReply(msgspec.Struct):
     status: Literal["starting", "processing", "succeeded", "failed", "canceled"]
     input: dict[str, Any]
     output: Any
-    """A vector or vectors, the URLs of images, a text, or what a model of one's own gives, as the
-    model's `openapi_schema` says; null until it succeeded.
+    """A vector or vectors, the URLs of images, a text, or the output of a custom model, as shown
+    in the model's `openapi_schema`. Null until it has succeeded, except that the list of a custom
+    model that yields grows while it runs: here, in the answer to GET and in webhooks.
     """
     logs: str
     error: str | None

@@ -517,6 +517,12 @@ def interface_of(entry: CatalogEntry) -> ModelInterface:
     return entry.interface
 
 
+def streams_of(entry: CatalogEntry) -> str:
+    """How the output of a prediction grows, as in the interface. Empty unless it is a class."""
+    is_class = entry.interface is not None and entry.flow is None
+    return interface_of(entry).streams if is_class else ""
+
+
 def stores_files(entry: CatalogEntry) -> bool:
     """Returns whether a custom model or a flow may return files, which are stored."""
     return entry.interface is not None and FILE_FORMAT in str(entry.interface.output)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import re
 import secrets
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Literal, Self
 
 import msgspec
@@ -111,11 +113,42 @@ class TokenChunk(msgspec.Struct, omit_defaults=True):
     logprobs: list[TokenLogprob] = []
     input_tokens: int = 0
     cached_tokens: int = 0
+    lengths: list[int] = []
+    """Number of characters of each piece, if a custom class yielded `text`. Empty for tokens."""
 
     @property
     def end(self) -> int:
         """The number of tokens that the item has with these."""
         return self.first + len(self.ids)
+
+    @property
+    def pieces(self) -> list[str] | None:
+        """The pieces of a custom class. None: release 0.1.0 wrote them, without their lengths."""
+        if len(self.lengths) != len(self.ids):
+            return None
+        ends = [*accumulate(self.lengths, initial=0)]
+        return [self.text[start:end] for start, end in pairwise(ends)]
+
+
+def merge_chunks(written: Sequence[TokenChunk], first: int) -> TokenChunk | None:
+    """Returns one chunk with all tokens from `first` on.
+
+    None: there are none, or `first` is within one.
+    """
+    parts = written[bisect_left(written, first, key=lambda chunk: chunk.first) :]
+    if not parts or parts[0].first != first:
+        return None
+    if len(parts) == 1:
+        return parts[0]
+    return TokenChunk(
+        first,
+        [token for part in parts for token in part.ids],
+        "".join(part.text for part in parts),
+        [one for part in parts for one in part.logprobs],
+        parts[0].input_tokens,
+        parts[0].cached_tokens,
+        [length for part in parts for length in part.lengths],
+    )
 
 
 class GenerationInput(TaskInput, tag="generation"):

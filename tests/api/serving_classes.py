@@ -56,7 +56,7 @@ async def served_class(
         api = await opened.enter_async_context(
             running_api(given, broker, broker, Catalog((entry,)), worker=worker)
         )
-        api.rows = harness.rows
+        api.rows, api.broker = harness.rows, broker
         yield api
 
 

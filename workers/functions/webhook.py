@@ -27,7 +27,13 @@ from prometheus_client import Counter
 
 from shared.errors import PenstockError, Unavailable, UndecodableMessage
 from shared.pinned_http import CONNECT_LIMIT_S, Resolve, pinned_session, resolve
-from shared.predictions import Prediction, body_of, decode_document, decode_end
+from shared.predictions import (
+    Prediction,
+    body_of,
+    decode_document,
+    decode_end,
+    read_partial,
+)
 from shared.public_url import ANYWHERE, PUBLIC, UrlForbidden
 from shared.stores.objects import UrlSigner
 from shared.stores.record_state import Record
@@ -279,7 +285,11 @@ class Webhooks:
     async def _post(
         self, prediction: Prediction, record: Record, webhook_id: str, turn: Turn
     ) -> WebhookResponse:
-        shown = body_of(prediction, record, self._url_signer, is_deleted=not record.document)
+        partial = await read_partial(prediction, record, self._records.tokens, self._url_signer)
+        is_deleted = not record.document
+        shown = body_of(
+            prediction, record, self._url_signer, partial=partial, is_deleted=is_deleted
+        )
         body = msgspec.json.encode(shown)
         headers = signed_headers(self._secrets, prediction.tenant, webhook_id, body)
         client = WebhookClient(prediction.webhook, allow_private=self._allow_private)

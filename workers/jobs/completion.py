@@ -58,7 +58,7 @@ from shared.stores.records import Records
 from shared.stores.token_streams import Delivered, TokenStreams
 from shared.tasks import Result
 from shared.tasks.custom import CustomInput, CustomResult
-from shared.tasks.text import GenerationInput
+from shared.tasks.text import GenerationInput, TokenChunk, merge_chunks
 from shared.tracing.spans import entered
 from shared.transport import Publisher
 from shared.usage.row import Row, RowSink
@@ -191,6 +191,9 @@ def is_streamed(item: Item) -> bool:
 async def with_delivered(streams: TokenStreams, pulled: PulledJob, body: ReplyBody) -> ReplyBody:
     """Ends the delivery of generations that their callers ended. Receipts count what was read.
 
+    Without a result, the answer has what a custom class had yielded: of an item that its caller
+    ended no more than what was read, and otherwise all, which is not charged.
+
     Args:
         streams: have the tokens.
         pulled: the job, a prediction.
@@ -205,16 +208,35 @@ async def with_delivered(streams: TokenStreams, pulled: PulledJob, body: ReplyBo
         for outcome in body.outcomes
         if outcome.index in streamed and _is_charged_as_read(outcome, streamed[outcome.index])
     ]
-    if not ended:
+    if not ended and not pulled.written:
         return body
-    delivered = dict(zip(ended, await streams.end_delivery(pulled.record, ended), strict=True))
+    delivered = dict[int, Delivered | None]()
+    if ended:
+        read = await streams.end_delivery(pulled.record, ended)
+        delivered = dict(zip(ended, read, strict=True))
+    outcomes = [
+        one
+        if (read_of_it := delivered.get(one.index)) is None
+        else _counted(one, read_of_it, streamed)
+        for one in body.outcomes
+    ]
     return msgspec.structs.replace(
-        body,
-        outcomes=[
-            one if (read := delivered.get(one.index)) is None else _counted(one, read, streamed)
-            for one in body.outcomes
-        ],
+        body, outcomes=[_with_partial(one, pulled, delivered) for one in outcomes]
     )
+
+
+def _with_partial(
+    outcome: ItemOutcome, pulled: PulledJob, delivered: Mapping[int, Delivered | None]
+) -> ItemOutcome:
+    whole = merge_chunks(pulled.written.get(outcome.index, ()), 0)
+    if outcome.result is not None or whole is None or (pieces := whole.pieces) is None:
+        return outcome
+    if outcome.index in delivered:
+        read = delivered[outcome.index]
+        pieces = pieces[: read.output_tokens if read is not None else 0]
+    count = len(pieces)
+    partial = TokenChunk(0, whole.ids[:count], "".join(pieces), lengths=whole.lengths[:count])
+    return msgspec.structs.replace(outcome, partial=partial if count else None)
 
 
 def _is_charged_as_read(outcome: ItemOutcome, item: Item) -> bool:

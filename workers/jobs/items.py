@@ -13,7 +13,6 @@ import asyncio
 import io
 import logging
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -26,7 +25,7 @@ from shared.messages import Item, PrintedLogs, failure
 from shared.stores.records import Records
 from shared.stores.token_streams import Written
 from shared.tasks.custom import streamed_key
-from shared.tasks.text import TokenChunk
+from shared.tasks.text import TokenChunk, merge_chunks
 from workers import metrics
 from workers.job import Computed, PulledJob, QueuedItem, kept_traces
 from workers.jobs.completion import Completion, is_streamed
@@ -368,6 +367,8 @@ class BatchResults:
             self._requeue_coalesced(queued)
         queued.computed = computed
         for pulled, item_outcome in list(queued.outcomes()):
+            if isinstance(queued.prepared, PreparedCustom):
+                pulled.written[item_outcome.index] = queued.written
             self._completion.settle(pulled, item_outcome)
         self._queue.forget_when_cached(queued)
 
@@ -410,6 +411,9 @@ def _wait_for(queued: QueuedItem, jobs: Collection[PulledJob]) -> bool:
     return any(pulled in jobs for pulled, _ in queued.waiters)
 
 
+OUTPUT_EVENT_EVERY_S = 0.6
+"""Interval between two events of a growing output. The function that delivers them drops events
+that come within 0.5 s of the last one."""
 _Reader = tuple[PulledJob, int]
 """A job, and the index of its item."""
 _HeldChunk = tuple[TokenChunk, Sequence[FileOfChunk]]
@@ -425,6 +429,8 @@ class TokenOutput:
         """The number of tokens in each reader's stream, for each item that is being written."""
         self._held: dict[QueuedItem, deque[_HeldChunk]] = {}
         """Chunks whose files are being stored, and those behind them."""
+        self._grown: dict[PulledJob, int] = {}
+        """Pieces in the output of each prediction whose webhook is being notified of them."""
         self._is_sending = False
         self._has_more = False
 
@@ -490,7 +496,7 @@ class TokenOutput:
             (sent, reader, chunk)
             for queued, sent in self._open.items()
             for reader in _readers(queued)
-            if (chunk := _merged(queued.written, sent.get(reader, 0))) is not None
+            if (chunk := merge_chunks(queued.written, sent.get(reader, 0))) is not None
         ]
         if not due:
             return
@@ -505,6 +511,26 @@ class TokenOutput:
             # A reader whose record another worker holds gets nothing more from here.
             sent[reader] = end if end is not None else _NEVER
             self._has_more |= end is not None and end < chunk.end
+            if end and chunk.lengths:
+                self._announce(reader[0], end)
+
+    def _announce(self, pulled: PulledJob, pieces: int) -> None:
+        """Notifies a prediction's webhook that its output has grown to so many pieces."""
+        if "output" not in pulled.envelope.webhook_events:
+            return
+        is_notifying = pulled in self._grown
+        self._grown[pulled] = pieces
+        if not is_notifying:
+            self._completion.registry.spawn(self._notify_of_output(pulled))
+
+    async def _notify_of_output(self, pulled: PulledJob) -> None:
+        """Publishes events until the output stops growing. The end has an event of its own."""
+        notified = 0
+        while not pulled.is_over and (pieces := self._grown[pulled]) > notified:
+            notified = pieces
+            self._completion.notify_webhook(pulled, "output", pieces)
+            await asyncio.sleep(OUTPUT_EVENT_EVERY_S)
+        del self._grown[pulled]
 
     async def resume(
         self, missing: Sequence[tuple[PulledJob, Item]], prepared: Sequence[object]
@@ -544,29 +570,12 @@ def _readers(queued: QueuedItem) -> list[_Reader]:
     ]
 
 
-def _merged(written: Sequence[TokenChunk], first: int) -> TokenChunk | None:
-    """One chunk with all tokens from `first` on. None: there are none, or `first` is within one."""
-    parts = written[bisect_left(written, first, key=lambda chunk: chunk.first) :]
-    if not parts or parts[0].first != first:
-        return None
-    if len(parts) == 1:
-        return parts[0]
-    return TokenChunk(
-        first,
-        [token for part in parts for token in part.ids],
-        "".join(part.text for part in parts),
-        [one for part in parts for one in part.logprobs],
-        parts[0].input_tokens,
-        parts[0].cached_tokens,
-    )
-
-
 def to_compute(queued: QueuedItem) -> Prepared:
     """A prepared item as the model process gets it: whose it is, and what was written of it."""
     prepared = queued.prepared
     if not isinstance(prepared, PreparedPrompt | PreparedCustom):
         return prepared
-    whole = _merged(queued.written, 0) or TokenChunk(0, [])
+    whole = merge_chunks(queued.written, 0) or TokenChunk(0, [])
     written_ids = b"".join(token.to_bytes(4, "little") for token in whole.ids)
     if isinstance(prepared, PreparedCustom):
         return msgspec.structs.replace(prepared, written_ids=written_ids)

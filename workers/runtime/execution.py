@@ -546,18 +546,23 @@ class StepExecution:
         self._charge(end, max(0.0, now_s - began_s - restart_s), cpu_s)
         if end.results or now_s - self._spare_reported_s >= SPARE_EVERY_S:
             self._report_spare(now_s)
+        if any(isinstance(one, PenstockError) for one in end.results.values()):
+            self._report_chunks(model, now_s)  # a result has them, a failure does not
         self._end_all(end)
         if self._previews is not None:
             self._previews.report()
         if now_s - self._reported_s >= CHUNKS_EVERY_S:
-            self._reported_s = now_s
-            if chunks := model.take_chunks():
-                self._send(Chunks(self._batch.number, chunks, _files_of(model)))
+            self._report_chunks(model, now_s)
         if now_s - self._logged_s >= LOGS_EVERY_S and isinstance(model, ClassReporter):
             self._logged_s = now_s
             self._report_logs(model)
         if now_s - self._sent_s >= ALIVE_EVERY_S:
             self._send(Spare(self._batch.number, 0.0))
+
+    def _report_chunks(self, model: SteppedModel, now_s: float) -> None:
+        self._reported_s = now_s
+        if chunks := model.take_chunks():
+            self._send(Chunks(self._batch.number, chunks, _files_of(model)))
 
     def _end_all(self, end: StepEnd) -> None:
         """Reports the items that a step has ended, or that have to wait."""

@@ -13,9 +13,11 @@ from openai import InvalidWebhookSignatureError, OpenAI
 from redis import Redis
 
 from infra.local.process import free_port
-from shared.messages import ItemOutcome, Receipt, ReplyBody, encode_reply_body
+from shared.messages import ItemError, ItemOutcome, Receipt, ReplyBody, encode_reply_body
 from shared.predictions import encode_end
+from shared.stores.token_streams import Written
 from shared.tasks.embedding import EmbeddingResult
+from shared.tasks.text import TokenChunk
 from shared.webhooks import tenant_secrets
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.functions.conftest import SECRETS
@@ -270,3 +272,47 @@ async def test_events_are_due_without_redis() -> None:
             "due"
         ] * 3
         await notes.close("req_1")
+
+
+async def test_events_of_a_running_class_have_its_output_so_far(
+    world: World, receiver: Receiver
+) -> None:
+    await world.create(receiver.url, streams="text")
+    (claim,) = await world.records.claim([world.request_id])
+    assert claim is not None
+    chunk = TokenChunk(0, [1, 2, 3], "a cat", lengths=[2, 0, 3])
+    written = Written(world.request_id, 0, claim.attempt, chunk)
+    assert await world.records.tokens.append([written]) == [3]
+    await world.tell("output", 3)
+    (delivery,) = await receiver.wait(1)
+    body = json.loads(delivery.body)
+    assert (body["status"], body["output"]) == ("processing", ["a ", "", "cat"])
+
+
+async def test_the_end_of_a_class_that_failed_has_what_it_had_yielded(
+    world: World, receiver: Receiver
+) -> None:
+    await world.create(receiver.url, streams="text")
+    yielded = TokenChunk(0, [1, 2], "a cat", lengths=[2, 3])
+    error = ItemError("model_failed", "no")
+    outcome = ItemOutcome(0, "failed", Receipt(), error=error, partial=yielded)
+    body = encode_reply_body(ReplyBody([outcome]))
+    await world.records.finish(world.request_id, "failed", body)
+    await world.tell("completed")
+    (delivery,) = await receiver.wait(1)
+    shown = json.loads(delivery.body)
+    assert (shown["output"], shown["error"]) == (["a ", "cat"], "no")
+
+
+async def test_what_an_earlier_worker_wrote_is_not_guessed(
+    world: World, receiver: Receiver
+) -> None:
+    """Release 0.1.0 wrote texts without the lengths of their pieces."""
+    await world.create(receiver.url, streams="text")
+    (claim,) = await world.records.claim([world.request_id])
+    assert claim is not None
+    written = Written(world.request_id, 0, claim.attempt, TokenChunk(0, [1, 2], "a cat"))
+    assert await world.records.tokens.append([written]) == [2]
+    await world.tell("output", 2)
+    (delivery,) = await receiver.wait(1)
+    assert json.loads(delivery.body)["output"] is None

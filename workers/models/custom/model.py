@@ -142,7 +142,8 @@ class _Running:
         if not texts:
             return None
         self._reported, self._texts = len(self._ids), []
-        return TokenChunk(first, self._ids[first:], "".join(texts))
+        ids, lengths = self._ids[first:], [len(text) for text in texts]
+        return TokenChunk(first, ids, "".join(texts), lengths=lengths)
 
     def take_files(self) -> list[tuple[StreamedFile, bytes]]:
         """The large files of the pieces that were taken just now."""
@@ -354,6 +355,8 @@ class CustomModel(HostedClass):
         self._items: OrderedDict[int, _Running] = OrderedDict()
         self._dropped: dict[int, int] = {}
         """Numbers of predictions that were dropped and that the runner has not ended."""
+        self._failed: dict[int, _Running] = {}
+        """Items that failed, until their last pieces are taken."""
         self._numbers = 0
         self._alone: _Running | None = None
         """The only prediction that can have printed anything since the last `printed.take()`."""
@@ -491,7 +494,9 @@ class CustomModel(HostedClass):
         end: StepEnd,
         logs: PrintedLogs | None = None,
     ) -> None:
-        del self._items[slot]
+        running = self._items.pop(slot)
+        if isinstance(outcome, PenstockError):
+            self._failed[slot] = running
         end.results[slot] = outcome
         if logs is not None and logs.end:
             end.logs[slot] = logs
@@ -530,7 +535,7 @@ class CustomModel(HostedClass):
     def take_chunks(self) -> dict[int, TokenChunk]:
         """The pieces of each streamed item since the last call. A checksum stands for an id."""
         chunks = {}
-        for slot, running in self._items.items():
+        for slot, running in (self._failed | self._items).items():
             if running.item.is_streamed and (chunk := running.take_chunk()) is not None:
                 chunks[slot] = chunk
         return chunks
@@ -538,9 +543,10 @@ class CustomModel(HostedClass):
     def take_files(self) -> dict[int, list[tuple[StreamedFile, bytes]]]:
         """The files of the pieces that were taken just now and are too large for them."""
         taken = {}
-        for slot, running in self._items.items():
+        for slot, running in (self._failed | self._items).items():
             if files := running.take_files():
                 taken[slot] = files
+        self._failed.clear()
         return taken
 
     def look_at_logs(self) -> dict[int, PrintedLogs]:
