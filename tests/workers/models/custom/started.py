@@ -151,14 +151,20 @@ class StartedClass:
         logs, self._logs = self._logs, {}
         return logs
 
-    def run(self, *batch: PreparedCustom, cancels: bool = False) -> BatchResult:
+    def run(
+        self, *batch: PreparedCustom, cancels: bool = False, timeout_s: float = WAIT_LIMIT_S
+    ) -> BatchResult:
         """Computes a batch of a class with `predict_batch`.
 
         Args:
             batch: at least one item.
             cancels: True to cancel it as soon as the process has it.
+            timeout_s: time limit, after which the process is killed.
+
+        Raises:
+            ModelProcessDied: the process died or took too long.
         """
-        return self._call(self._run_batch(batch, cancels=cancels))
+        return self._call(self._run_batch(batch, timeout_s, cancels=cancels))
 
     @property
     def pid(self) -> int | None:
@@ -205,9 +211,11 @@ class StartedClass:
     def _put(self, slot: int, message: _Message) -> None:
         self._messages.put((self._numbers[slot], message))
 
-    async def _run_batch(self, batch: Sequence[PreparedCustom], *, cancels: bool) -> BatchResult:
+    async def _run_batch(
+        self, batch: Sequence[PreparedCustom], timeout_s: float, *, cancels: bool
+    ) -> BatchResult:
         await self._process.ready()
-        running = asyncio.create_task(self._process.run(batch, timeout_s=WAIT_LIMIT_S))
+        running = asyncio.create_task(self._process.run(batch, timeout_s=timeout_s))
         if cancels:
             await asyncio.sleep(0)  # it is sent in the first turn
             self._process.cancel()

@@ -14,9 +14,9 @@ from shared.errors import ConfigurationError
 from shared.model_interface import INTERFACE_FILE
 from shared.model_measurement import MEASUREMENT_FILE, read_measurement
 from tests.workers.models.custom.classes import entry_of, write_class
+from tests.workers.models.custom.started import StartedClass
 from workers.models.custom.__main__ import main
 from workers.models.custom.checking import inspect_folder
-from workers.models.custom.model import CustomModel
 
 BODY = """
 class Predictor(BasePredictor):
@@ -105,16 +105,12 @@ def test_a_file_may_require_inputs_that_the_code_does_not(
     assert inspected.inputs["required"] == []
     older = {**inspected.inputs, "required": required}
     entry = entry_of(folder, interface=inspected.model_copy(update={"inputs": older}))
-    model = CustomModel(entry, folder, "cpu", 1)
-    model.setup()
-    model.close()
+    StartedClass(entry, folder).close()
 
 
 def test_a_file_must_require_what_the_code_does(folder: Path) -> None:
     inspected = inspect_folder(folder).interface
     older = {**inspected.inputs, "required": []}
     entry = entry_of(folder, interface=inspected.model_copy(update={"inputs": older}))
-    model = CustomModel(entry, folder, "cpu", 1)
     with pytest.raises(ConfigurationError, match=r"inputs.required: a is missing in"):
-        model.setup()
-    model.close()
+        StartedClass(entry, folder)

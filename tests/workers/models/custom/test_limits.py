@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from workers.models.custom import limits
 from workers.models.custom.limits import DiskUse, memory_of, usual_memory_bytes
 
 GIB = 1024**3
@@ -136,3 +137,14 @@ def test_a_folder_that_cant_be_read_is_named(
         place = below
     os.close(place)
     assert disk.count(set()) == "it has a folder that can't be read: File name too long"
+
+
+def test_files_are_bounded_by_their_number(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_ENTRIES", 8)
+    disk = DiskUse(scratch, 4 * MIB)
+    for number in range(5):
+        (scratch / str(number)).touch()
+    assert disk.count(set()) == ""
+    for number in range(5, 10):
+        (scratch / str(number)).touch()
+    assert disk.count(set()) == "it has more than 8 files"
