@@ -397,6 +397,16 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "test_output_types.py::test_schema_says_what_is_known_of_a_type",
         ),
         "A file is read when it is yielded": ("test_forms.py::test_files_are_pieces_of_a_stream",),
+        "While an iterator runs": (
+            "api/test_partial_output.py::test_output_grows_in_get_while_the_class_yields",
+            "api/test_partial_output.py::test_a_webhook_is_notified_of_growth_and_once_of_the_end",
+            "api/test_partial_output.py::test_what_get_has_shown_is_charged_if_it_is_canceled",
+            "workers/functions/test_webhook.py::test_output_is_told_of_twice_a_second_at_most",
+        ),
+        "If the class fails, `output` keeps": (
+            "api/test_partial_output.py::test_output_before_a_failure_stays_and_costs_nothing",
+            "api/test_partial_output.py::test_files_before_a_failure_stay_until_it_is_deleted",
+        ),
         "Output JSON above 1 MiB": (
             "api/test_large_json.py::test_a_large_output_is_in_the_prediction",
             "api/test_large_json.py::test_an_answer_that_waited_has_a_large_output",
@@ -440,6 +450,12 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "bench/test_class_runners.py::test_fixtures_that_cannot_run_here_have_a_reason",
         ),
         "These differences are intended": NO_PROMISE,
+        "a canceled prediction keeps all": (
+            "api/test_partial_output.py::test_what_get_has_shown_is_charged_if_it_is_canceled",
+        ),
+        "an asynchronous iterator that fails": (
+            "api/test_partial_output.py::test_output_of_an_asynchronous_class_stays_when_it_fails",
+        ),
         "null for an input": ("test_as_cog.py::test_unusual_inputs_are_passed_on",),
         "a file in an object": ("test_rows.py::test_a_file_in_an_object_keeps_its_name",),
         "a lone surrogate": (
@@ -448,12 +464,14 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "an optional input without a default": ("test_forms.py::test_output_is_that_of_the_class",),
         "types of values": ("api/test_custom_models.py::test_wrong_inputs_are_refused_by_the_api",),
-        "`Input(description=...)`": ("test_as_cog.py::test_inputs_without_a_default_are_required",),
+        "`Input(description=...)`": (
+            "api/test_custom_models.py::test_wrong_inputs_are_refused_by_the_api",
+        ),
         "a text as default of a `Path`": (
-            "test_as_cog.py::test_plain_values_and_defaults_reach_the_class_unchanged",
+            "test_rows.py::test_defaults_have_the_types_of_values_that_callers_give",
         ),
         "a member of an `Enum`": (
-            "test_as_cog.py::test_plain_values_and_defaults_reach_the_class_unchanged",
+            "test_rows.py::test_defaults_have_the_types_of_values_that_callers_give",
         ),
         "an input without a type": ("test_forms.py::test_a_folder_that_cant_be_served_says_why",),
         "`COG_SETUP_TIMEOUT`": (

@@ -259,3 +259,26 @@ def test_a_file_in_an_object_keeps_its_name(tmp_path: Path, start_class: StartCl
         (["best"], "cat.txt"),
         (["all", 0], "cat.txt"),
     ]
+
+
+def test_defaults_have_the_types_of_values_that_callers_give(
+    tmp_path: Path, start_class: StartClass
+) -> None:
+    body = """
+    import enum
+
+    class Mode(enum.Enum):
+        FAST = "fast"
+
+    class Predictor(BasePredictor):
+        def predict(
+            self,
+            mode: Mode = Mode.FAST,
+            key: Secret = Input(default="a key"),
+            file: Path = Input(default="/etc/hostname"),
+        ) -> list[str]:
+            return [type(one).__name__ for one in (mode, key, file)]
+    """
+    found = output_of(compute(start_class(write_class(tmp_path, body)), {}))
+    assert found[:2] == ["str", "Secret"]
+    assert found[2].endswith("Path")
