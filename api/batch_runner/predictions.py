@@ -17,7 +17,12 @@ from api.bodies import Body
 from api.errors import to_bad_input
 from api.openai.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
 from api.predictions.creation import OWNER, find_version, version_of
-from api.tasks.custom import add_files, checked_input
+from api.tasks.custom import (
+    add_files,
+    checked_input,
+    max_values_bytes,
+    store_large_values,
+)
 from shared.blob import FILE_FORMAT, Blob
 from shared.catalog import Catalog
 from shared.charge import cost_usd
@@ -54,7 +59,7 @@ class PredictionsEndpoint(Endpoint):
                 field="version",
             )
         try:
-            custom_input, files = checked_input(body.input, model)
+            custom_input, files = checked_input(body.input, model, max_values_bytes(model))
         except (ValidationError, BadInput) as error:
             raise _in_input(error) from error
         for at, url in files:
@@ -70,13 +75,19 @@ class PredictionsEndpoint(Endpoint):
         return LineRequest(body, model, [custom_input], bool(model.cache.ttl_s), reply_bytes)
 
     async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[CustomInput]:
-        """Loads the files of the line. Each try does, but an unchanged file is not loaded again."""
+        """Loads the files of the line, and stores large values.
+
+        Each try does, but an unchanged file is not loaded again.
+        """
         body = cast(PredictionLine, request.body)
-        custom_input, files = checked_input(body.input, request.model)
+        custom_input, files = checked_input(
+            body.input, request.model, max_values_bytes(request.model)
+        )
         custom_input.is_streamed = False
         owner = caller.file_owner("input")
         try:
             await add_files(custom_input, files, owner, caller.source_images)
+            await store_large_values(custom_input, request.model, caller.source_images, owner)
         except BadInput as error:
             raise _in_input(error) from error
         return [custom_input]

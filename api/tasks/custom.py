@@ -64,13 +64,11 @@ class CustomApi(ApiTask):
         self, raw_input: dict[str, Any], model: Model, caller: ImageCaller, images: SourceImages
     ) -> Inputs:
         """Returns one item: a class computes one prediction at a time."""
-        is_flow = model.flow is not None  # whose engine reads the values
-        max_bytes = MAX_MESSAGE_JSON_BYTES if is_flow else MAX_VALUES_BYTES
-        custom_input, files = checked_input(raw_input, model, max_bytes)
+        custom_input, files = checked_input(raw_input, model, max_values_bytes(model))
         shown = dict(raw_input)
         if files:
             await add_files(custom_input, files, caller, images, shown)
-        await _store_large_values(custom_input, model, caller, images, shown)
+        await store_large_values(custom_input, model, images, caller, shown)
         for name, shape in interface_of(model).properties.items():
             if shape.get("format") == SECRET_FORMAT and shown.get(name) is not None:
                 shown[name] = SHOWN_SECRET
@@ -131,16 +129,30 @@ def _check_integers(values: Mapping[str, Any]) -> None:
                 raise BadInput(f"{name}: {reason}", field=name) from None
 
 
-async def _store_large_values(
+def max_values_bytes(model: Model) -> int:
+    """Returns the maximum JSON of an input that `store_large_values` is called for."""
+    is_flow = model.flow is not None  # whose engine reads the values
+    return MAX_MESSAGE_JSON_BYTES if is_flow else MAX_VALUES_BYTES
+
+
+async def store_large_values(
     custom_input: CustomInput,
     model: Model,
-    caller: ImageCaller,
     images: SourceImages,
-    shown: dict[str, Any],
+    caller: ImageCaller,
+    shown: dict[str, Any] | None = None,
 ) -> None:
     """Stores the largest values as files of JSON until the others fit into a message.
 
-    A worker reads them back (workers/models/custom/preparation.py). The prediction shows links.
+    A worker reads them back (workers/models/custom/preparation.py).
+
+    Args:
+        custom_input: gets the files.
+        model: the model that computes it.
+        images: stores them.
+        caller: the owner of the files in `shown`.
+        shown: the input as its caller sees it. It gets a link in place of each value, which is then
+            kept. None: nobody sees it.
 
     Raises:
         InputTooLarge: a secret is larger than a message. It is never stored.
@@ -160,7 +172,8 @@ async def _store_large_values(
         custom_input.values[name] = None
         custom_input.files.append(await images.stored(Blob(JSON_TYPE, data=data)))
         custom_input.places.append(FilePlace([name], f"{name}.json"))
-        shown[name] = await images.keep(FetchedFile(data, JSON_TYPE, name), caller, name)
+        if shown is not None:
+            shown[name] = await images.keep(FetchedFile(data, JSON_TYPE, name), caller, name)
 
 
 def input_of_fields(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,20 @@ async def test_lines_are_answered_and_their_jobs_are_of_the_batch(
     assert len(inputs) == 6
     assert {job.envelope.priority for job in api.worker.jobs} == {"batch"}
     assert {job.envelope.batch_id for job in api.worker.jobs} == {done.id}
+
+
+async def test_values_above_a_message_are_stored(both: tuple[ApiUnderTest, Running]) -> None:
+    api, _ = both
+    client = api.openai()
+    text = "x" * (2 * 1024 * 1024)
+    given = jsonl([line("a", text=text), line("b", text="short")])
+    done = await until(client, await created(client, given, endpoint=URL))
+    assert (done.status, done.request_counts.completed) == ("completed", 2), done
+    inputs = [one.input for one in api.worker.items if isinstance(one.input, CustomInput)]
+    (large,) = [one for one in inputs if one.files]
+    assert (large.values, large.places[0].at) == ({"text": None}, ["text"])
+    assert (key := large.files[0].object_key)
+    assert await api.dependencies.objects.get(key, 4 * 1024 * 1024) == json.dumps(text).encode()
 
 
 @pytest.mark.parametrize(
