@@ -84,6 +84,9 @@ async def test_context_of_a_prediction_reaches_the_class(serve: Any) -> None:
     wrong = await api.http.post("/v1/predictions", json={**asked, "context": {"trace": 1}})
     assert wrong.status_code == 422
     assert "context.trace" in wrong.text
+    many = {f"a{number}": "x" for number in range(65)}
+    refused = await api.http.post("/v1/predictions", json={**asked, "context": many}, headers=WAIT)
+    assert "at most 64" in refused.text
 
 
 async def test_values_that_json_cannot_carry_are_refused(serve: Any) -> None:

@@ -92,6 +92,16 @@ def test_the_worker_of_a_class_has_as_many_processes_as_its_entry_says(
         assert str(processes_of([model])) == found[model.name]
 
 
+def test_a_worker_of_several_models_has_the_smallest_number(models_file: Path) -> None:
+    one, *others = read_catalog(models_file).models
+    for numbers, smallest in (((3, 2), 2), ((2, 3), 2), ((None, 3), 3)):
+        both = [
+            model.model_copy(update={"processes": number})
+            for model, number in zip((one, others[0]), numbers, strict=True)
+        ]
+        assert processes_of(both) == smallest
+
+
 def test_probes_leave_a_class_the_time_of_its_entry(objects: Objects) -> None:
     def limit_s(name: str) -> int:
         probe = container_of(objects, name)["startupProbe"]

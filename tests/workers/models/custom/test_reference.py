@@ -184,6 +184,8 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "A worker has several processes": (
             "test_ports.py::test_check_suggests_one_process_until_the_entry_has_it",
             "infra/deploy/test_class_entries.py::"
+            "test_a_worker_of_several_models_has_the_smallest_number",
+            "infra/deploy/test_class_entries.py::"
             "test_the_worker_of_a_class_has_as_many_processes_as_its_entry_says",
             "infra/test_slow_setup.py::test_slow_endless_and_failing_setups_hold_up_nobody",
         ),
