@@ -10,6 +10,8 @@ began=$SECONDS
 
 compile() {
   local seldom='/(tests?|testing)/|/test_[^/]*$|/transformers/models/(?!auto|bert|clip)[^/]+/|/diffusers/(modular_)?pipelines/(?!stable_diffusion/)[^/]+/'
+  # Some tests import a little of these.
+  seldom+='|/site-packages/(mypy|networkx|onnxscript|plotly|pygments|schemathesis|sklearn|torch/_inductor)/'
   local ours=(api emulators infra shared tests workers)
   # Some packages carry files for a later Python. Ours too, as all processes of a first run would begin with them at once.
   env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -m compileall -q -j 0 -x "$seldom" "$venv/lib" "${ours[@]}" || true
