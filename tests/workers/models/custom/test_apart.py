@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -88,6 +89,22 @@ def test_a_death_is_noticed_though_a_child_has_its_connection(
     assert isinstance(failed, ModelFailed)
     assert "ended with exit status 4 while it computed this" in failed.message
     assert output_of(compute(model, {"how": "go on"})) == "go on"
+
+
+def test_a_death_in_a_batch_is_noticed_though_a_child_has_its_connection(
+    tmp_path: Path, start_class: StartClass
+) -> None:
+    body = LEAVES_A_CHILD.replace(
+        "def predict(self, how: str) -> str:",
+        "def predict_batch(self, inputs: list[Given]) -> list[str]:\n        how = inputs[0].how",
+    ).replace("return how", "return [one.how for one in inputs]")
+    given = "class Given(BaseModel):\n    how: str\n"
+    model = start_class(write_class(tmp_path, given + body))
+    (failed,) = model.run(prepared({"how": "leave"})).outcomes
+    assert isinstance(failed, ModelFailed)
+    assert "ended with exit status 4 while it computed this" in failed.message
+    done: list[Any] = model.run(prepared({"how": "a"}), prepared({"how": "b"})).outcomes
+    assert [one.output for one in done] == ["a", "b"]
 
 
 PRINTS_ON = """
