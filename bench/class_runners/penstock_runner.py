@@ -177,8 +177,9 @@ def _outcome_of(frame: Frame, running: _Running) -> Outcome:
     if error := message.get("error") or message.get("batch_error"):
         status = {"input": "refused", "canceled": "canceled"}.get(message["kind"], "failed")
         # A caller that cancels gets no error text, whatever the class raised.
-        words = "" if status == "canceled" else str(error)
-        return shown._replace(status=status, error=words)
+        is_canceled = status == "canceled"  # and what its caller has read is known to a worker only
+        output = None if is_canceled else running.pieces or None
+        return shown._replace(status=status, output=output, error="" if is_canceled else str(error))
     output = running.pieces if running.has_files else _with_files(frame, "output")
     return shown._replace(status="succeeded", output=output, metrics=message["metrics"])
 
