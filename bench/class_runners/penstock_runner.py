@@ -90,7 +90,12 @@ class PenstockRunner:
         number, running = self._count, _Running(self._loop)
         self._running[number] = running
         files = [{"at": file.at, "name": file.name} for file in request.files]
-        message = {"id": number, "input": copy.deepcopy(request.values), "files": files}
+        message = {
+            "id": number,
+            "input": _without_nulls(request),
+            "files": files,
+            "context": dict(request.context),
+        }
         self._ask(("send", message, [file.data for file in request.files]))
         canceling = None
         if request.cancel_after_s is not None:
@@ -169,6 +174,13 @@ class PenstockRunner:
         _resolve(self._ready, words)
         for running in self._running.values():
             _resolve(running.ended, Outcome("died", error=words, logs=printed))
+
+
+def _without_nulls(request: Request) -> dict[str, Any]:
+    """The input as the API sends it: null is the same as leaving an input out."""
+    with_files = {file.at[0] for file in request.files}
+    values = copy.deepcopy(dict(request.values))
+    return {name: one for name, one in values.items() if one is not None or name in with_files}
 
 
 def _outcome_of(frame: Frame, running: _Running) -> Outcome:

@@ -209,6 +209,18 @@ async def test_wrong_inputs_are_refused_by_the_api(serve: Any) -> None:
         assert reason in found["description"]
 
 
+async def test_null_is_the_same_as_leaving_an_input_out(serve: Any) -> None:
+    """Replicate's clients send it. Cog refuses it, or passes it to the class."""
+    api = await serve(CLASS)
+    found = await predict(api, text="a", times=None, mode=None, image=None)
+    assert (found["status"], found["output"]) == ("succeeded", ["a 0", "a 1"])
+    wrong = await api.http.post(
+        "/v1/predictions", json={"version": "mine", "input": {"text": None}}
+    )
+    assert wrong.status_code == 422
+    assert "input.text" in wrong.text
+
+
 async def test_files_and_secrets_go_in_and_are_not_shown(serve: Any) -> None:
     api = await serve(CLASS)
     uri = "data:image/png;base64," + base64.b64encode(b"x" * 100_000).decode()

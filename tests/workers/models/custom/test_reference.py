@@ -458,7 +458,9 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "an asynchronous iterator that fails": (
             "api/test_partial_output.py::test_output_of_an_asynchronous_class_stays_when_it_fails",
         ),
-        "null for an input": ("test_as_cog.py::test_unusual_inputs_are_passed_on",),
+        "null for an input": (
+            "api/test_custom_models.py::test_null_is_the_same_as_leaving_an_input_out",
+        ),
         "a file in an object": ("test_rows.py::test_a_file_in_an_object_keeps_its_name",),
         "a lone surrogate": (
             "api/test_large_json.py::test_values_that_json_cannot_carry_are_refused",
@@ -478,6 +480,9 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "an input without a type": ("test_forms.py::test_a_folder_that_cant_be_served_says_why",),
         "`COG_SETUP_TIMEOUT`": (
             "test_rows.py::test_a_setup_timeout_for_cogs_server_has_no_effect",
+        ),
+        "the error of an exception whose `str` fails": (
+            "test_forms.py::test_an_error_ends_its_prediction_and_not_the_model",
         ),
         "errors of invalid metric names": (
             "test_forms.py::test_wrong_names_of_metrics_are_refused_with_their_reason",
