@@ -141,6 +141,32 @@ def test_endless_output_takes_little_of_the_io_process(
     assert output_of(compute(loud, {"how": "quiet"})) == "quiet"
 
 
+@pytest.mark.slow(about_s=10)
+def test_output_between_predictions_takes_little_of_the_io_process(
+    tmp_path: Path, start_class: StartClass
+) -> None:
+    body = """
+    import threading
+
+    class Predictor(BasePredictor):
+        def setup(self) -> None:
+            threading.Thread(target=self.print_on, daemon=True).start()
+
+        def print_on(self) -> None:
+            while True:
+                os.write(1, b"x" * 65536)
+
+        def predict(self, how: str) -> str:
+            return how
+    """
+    loud = start_class(write_class(tmp_path, body))
+    began_s, began_cpu_s = time.monotonic(), time.process_time()
+    while (took_s := time.monotonic() - began_s) < PRINTS_FOR_S:
+        loud.step()
+    assert (time.process_time() - began_cpu_s) / took_s < MAX_SHARE
+    assert output_of(compute(loud, {"how": "still here"})) == "still here"
+
+
 def test_a_process_ends_with_its_worker(tmp_path: Path) -> None:
     body = PRINTS_ON.format(kind="def").replace(
         "        while", "        print(os.getpid())\n        while"
