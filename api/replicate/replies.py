@@ -79,8 +79,9 @@ class PredictionReply(msgspec.Struct):
     input: dict[str, Any]
     output: Any
     """A vector or vectors, the URLs of images, a text, or the output of a custom model, as shown
-    in the model's `openapi_schema`. Null until it has succeeded, except that the list of a custom
-    model that yields grows while it runs: here, in the answer to GET and in webhooks.
+    in the model's `openapi_schema`. Null until it has succeeded, except for a custom model that
+    yields: its list grows while the prediction runs, and stays if that fails or is canceled. Lists
+    of predictions show it at the end only.
     """
     logs: str
     error: str | None
