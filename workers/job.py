@@ -40,7 +40,7 @@ from shared.transport import (
 )
 from shared.usage.row import Row, row_of
 from workers.models.base import Prepared, PreparedCustom, PreparedImage, PreparedPrompt
-from workers.runtime.protocol import BatchResult, Call
+from workers.models.reports import BatchResult, Call
 
 FRESH_S = 0.05
 TOKEN_ID_BYTES = 4

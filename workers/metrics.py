@@ -25,7 +25,7 @@ from shared.concurrency import BackgroundTask
 from shared.tenants.plan import PRIORITIES, Priority
 from shared.usage.worker_hour import HOUR_S, WorkerHour
 from workers.job import WorkerInfo
-from workers.runtime.protocol import BatchResult, ResidencyReport
+from workers.models.reports import BatchResult, ResidencyReport
 
 ITEMS = Counter(
     "penstock_worker_items_total", "Items ended, by status and cache level", ["status", "cache"]

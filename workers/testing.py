@@ -41,9 +41,11 @@ from workers.job import WorkerInfo
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
 from workers.models.base import LoadedModel, Preparer, SteppedModel
-from workers.runtime.client import Launch
-from workers.runtime.execution import StepRoom
-from workers.runtime.pool import PooledProcess, ProcessPool
+from workers.models.client import Launch, MakeRoom
+from workers.models.step_shares import StepRoom
+from workers.runtime.client import ModelClient
+from workers.runtime.pool import ProcessPool
+from workers.runtime.pooled_process import PooledProcess
 from workers.runtime.resident_models import ResidentModels
 from workers.runtime.server import ModelServer
 from workers.tasks import model_for, preparer_for
@@ -150,7 +152,7 @@ async def running_worker(
     await make_jobs(broker, entry.name)
     await make_inbox(broker, _INBOX, 1)
     rows, stop = RowList(), asyncio.Event()
-    pool = ProcessPool([PooledProcess(Launch(thread.start, COMPUTE_LIMIT_S))])
+    pool = ProcessPool([PooledProcess([Launch(thread.start_client)])])
     async with (
         ResultCache(redis_url, memory_bytes=1 << 20) as cache,
         Records(redis_url) as records,
@@ -206,6 +208,10 @@ class _ModelThread:
         self._folder = folder
         self._connection: socket.socket | None = None
         self._thread: threading.Thread | None = None
+
+    async def start_client(self, make_room: MakeRoom) -> ModelClient:
+        """As StartClient."""
+        return await ModelClient.start(self.start, COMPUTE_LIMIT_S)
 
     async def start(self, theirs: socket.socket) -> _ModelThread:
         """Serves the model at this end of the socket."""

@@ -46,9 +46,10 @@ from workers.job import QueuedItem
 from workers.jobs.consumer import JobConsumer
 from workers.jobs.step_run import StepRun
 from workers.metrics import BusyRatio, ProcessTimes
-from workers.runtime.client import has_lost_gpu
-from workers.runtime.pool import ModelProcessDied, PooledProcess, ProcessPool
-from workers.runtime.protocol import BatchResult, ResidencyReport
+from workers.models.client import ModelProcessDied, has_lost_gpu
+from workers.models.reports import BatchResult, ResidencyReport
+from workers.runtime.pool import ProcessPool
+from workers.runtime.pooled_process import PooledProcess
 
 log = logging.getLogger(__name__)
 

@@ -1,13 +1,9 @@
-"""Penstock's own runner, driven directly: the process that `penstock predict` starts."""
+"""Penstock's own runner, driven directly: the process that a worker starts for a class."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import os
-import queue
-import socket
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +13,6 @@ from bench.class_runners.outcome import Outcome, Request, describe_file, put
 from workers.models.custom.process import RunnerProcess, end_of
 from workers.models.custom.runner.frames import Frame
 
-WAIT_S = 1.0
 START_LIMIT_S = 60.0
 PREDICT_LIMIT_S = 30.0
 
@@ -35,9 +30,7 @@ class _Running:
 
 
 class PenstockRunner:
-    """A class in its runner process, without a model process in between.
-
-    One thread owns the connection, as the model process does. `receive` wakes it for requests.
+    """A class in its runner process, driven from the event loop as a worker does.
 
     Args:
         folder: of the class.
@@ -54,9 +47,6 @@ class PenstockRunner:
         self._environment = environment
         self._batches = batches
         self._process: RunnerProcess | None = None
-        self._pid = 0
-        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._wakes, self._waker = socket.socketpair()
         self._running: dict[int, _Running] = {}
         self._sent: set[int] = set()
         self._is_shared = False
@@ -64,21 +54,19 @@ class PenstockRunner:
         self._count = 0
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[str] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._own, daemon=True)
 
     @property
     def pids(self) -> list[int]:
         """Process ID of the runner."""
-        return [self._pid] if self._pid else []
+        return [] if self._process is None else [self._process.pid]
 
     async def start(self) -> str:
         """Loads and sets up the class."""
-        before = _children()
         self._process = RunnerProcess(
             self._folder, python=self._python, environment=self._environment
         )
-        self._pid = max(_children() - before, default=0)
-        self._thread.start()
+        self._loop.add_reader(self._process.fileno(), self._on_readable, self._process)
+        self._loop.add_reader(self._process.pidfd, self._on_end, self._process)
         try:
             return await asyncio.wait_for(self._ready, START_LIMIT_S)
         except TimeoutError:
@@ -96,10 +84,12 @@ class PenstockRunner:
             "files": files,
             "context": dict(request.context),
         }
-        self._ask(("send", message, [file.data for file in request.files]))
+        process = self._process
+        assert process is not None, "it is started before"
+        self._send(process, message, [file.data for file in request.files])
         canceling = None
         if request.cancel_after_s is not None:
-            canceling = self._loop.call_later(request.cancel_after_s, self._ask, ("cancel", number))
+            canceling = self._loop.call_later(request.cancel_after_s, process.cancel, number)
         try:
             outcome = await asyncio.wait_for(running.ended, PREDICT_LIMIT_S)
         except TimeoutError:
@@ -112,47 +102,46 @@ class PenstockRunner:
         """Kills the runner and removes its files."""
         if self._process is not None:
             self._process.kill("it is not needed anymore")
-            await asyncio.to_thread(self._thread.join)
-        self._wakes.close()
-        self._waker.close()
+            self._on_end(self._process)
 
-    def _ask(self, request: tuple[Any, ...]) -> None:
-        self._requests.put(request)
-        self._waker.send(b".")
+    def _on_readable(self, runner: RunnerProcess) -> None:
+        may_come = runner.read()
+        for frame in runner.take_frames():
+            self._handle(runner, frame)
+        if not may_come:
+            self._on_end(runner)
 
-    def _own(self) -> None:
-        """Owns the connection until the process ends."""
-        runner = self._process
-        assert runner is not None, "the thread is started after the process"
-        while True:
-            frames = runner.receive(WAIT_S, wakes_on=self._wakes)
-            if frames is None:
-                break
-            for frame in frames:
-                self._handle(runner, frame)
-            if not self._requests.empty():
-                self._wakes.recv(1 << 10)
-            while not self._requests.empty():
-                self._do(runner, *self._requests.get())
-        printed = runner.printed.take().text
-        words = f"the process {end_of(runner.close())}"
-        self._loop.call_soon_threadsafe(self._end_all, words, printed)
-
-    def _do(self, runner: RunnerProcess, action: str, content: Any, blobs: Any = ()) -> None:
-        if action == "cancel":
-            runner.cancel(content)
+    def _on_end(self, runner: RunnerProcess) -> None:
+        """The process has ended: what it was computing has died."""
+        if self._process is not runner:
             return
+        self._process = None
+        self._loop.remove_reader(runner.fileno())
+        self._loop.remove_reader(runner.pidfd)
+        while runner.may_read() and runner.read():
+            for frame in runner.take_frames():
+                self._handle(runner, frame)
+        printed = runner.printed.take().text
+        self._end_all(f"the process {end_of(runner.close())}", printed)
+
+    def _send(self, runner: RunnerProcess, message: dict[str, Any], blobs: list[bytes]) -> None:
         self._is_shared = bool(self._sent)
         if not self._is_shared:
             runner.printed.take()
-        self._sent.add(content["id"])
+        self._sent.add(message["id"])
         batch = [({"batch": 1}, ())] if self._batches else []
-        runner.send_all([*batch, (content, blobs)])
+        runner.send_all([*batch, (message, blobs)])
+        if runner.flush():
+            self._loop.add_writer(runner.fileno(), self._on_writable, runner)
+
+    def _on_writable(self, runner: RunnerProcess) -> None:
+        if not runner.flush():
+            self._loop.remove_writer(runner.fileno())
 
     def _handle(self, runner: RunnerProcess, frame: Frame) -> None:
         message, now_s = frame.message, time.monotonic()
         if "ready" in message or "failed" in message:
-            self._loop.call_soon_threadsafe(_resolve, self._ready, message.get("failed", ""))
+            _resolve(self._ready, message.get("failed", ""))
             return
         number = message.get("id", next(iter(self._running), 0))
         running = self._running[number]
@@ -161,14 +150,13 @@ class PenstockRunner:
             running.has_files |= bool(frame.blobs)
             running.pieces_s.append(now_s - running.began_s)
             return
-        runner.ended(number)
         del self._running[number]
         printed = runner.printed.take().text
         logs = ("" if self._is_shared else printed) + str(message.get("log", ""))
         self._sent.discard(number)
         self._is_shared = self._is_shared and bool(self._sent)
         outcome = _outcome_of(frame, running)._replace(logs=logs)
-        self._loop.call_soon_threadsafe(_resolve, running.ended, outcome)
+        _resolve(running.ended, outcome)
 
     def _end_all(self, words: str, printed: str) -> None:
         _resolve(self._ready, words)
@@ -207,10 +195,3 @@ def _with_files(frame: Frame, field: str) -> Any:
 def _resolve(future: asyncio.Future[Any], value: Any) -> None:
     if not future.done():
         future.set_result(value)
-
-
-def _children() -> set[int]:
-    """Process IDs of this process's children (proc(5))."""
-    tasks = Path(f"/proc/{os.getpid()}/task")
-    listed = (Path(task, "children").read_text().split() for task in tasks.iterdir())
-    return {int(one) for words in listed for one in words}

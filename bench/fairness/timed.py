@@ -64,8 +64,8 @@ from workers.job import WorkerInfo
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
 from workers.models.base import PreparedItem, PreparedText
+from workers.models.reports import BatchResult, ResidencyReport
 from workers.runtime.pool import ModelPool
-from workers.runtime.protocol import BatchResult, ResidencyReport
 from workers.worker import Worker
 
 MODEL = Model(

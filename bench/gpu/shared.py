@@ -14,7 +14,8 @@ from bench.gpu.images import GUIDANCE, image_entry
 from bench.gpu.scale import Scale
 from bench.gpu.texts import minilm_folder, text_entry, texts
 from workers.models.base import Prepared, PreparedImage
-from workers.runtime.pool import HostedModel, ModelPool, PooledProcess
+from workers.runtime.pool import HostedModel, ModelPool
+from workers.runtime.pooled_process import PooledProcess
 
 MEMORY_FRACTION = 0.45
 START_TIMEOUT_S = 900.0

@@ -39,9 +39,8 @@ from workers.jobs.canary_share import CanaryShare
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
 from workers.models.base import PreparedText
-from workers.runtime.client import OnPreviews, OnProgress
-from workers.runtime.pool import ModelProcessDied
-from workers.runtime.protocol import BatchResult, Failure, ResidencyReport
+from workers.models.client import ModelProcessDied, OnPreviews, OnProgress
+from workers.models.reports import BatchResult, Failure, ResidencyReport
 from workers.worker import Worker
 
 Fault = Literal["", "errors", "dies", "slow", "hangs", "wrong"]

@@ -2,7 +2,8 @@
 
 import pytest
 
-from workers.runtime.pool import ModelPool, PooledProcess
+from workers.runtime.pool import ModelPool
+from workers.runtime.pooled_process import PooledProcess
 
 
 @pytest.fixture

@@ -35,15 +35,13 @@ from workers.models.base import PreparedPrompt, StepEnd
 from workers.models.device import Device
 from workers.models.generation.model import GenerationModel
 from workers.models.generation.slots import MIN_SHARED_TOKENS
-from workers.runtime.execution import CHUNKS_EVERY_S, StepExecution, StepRoom
+from workers.models.reports import Chunks, Failure, ItemEnded, StepsEnded
+from workers.models.step_shares import StepRoom
+from workers.runtime.execution import CHUNKS_EVERY_S, StepExecution
 from workers.runtime.protocol import (
     HEADER,
-    Chunks,
-    Failure,
-    ItemEnded,
     RunBatch,
     ServerMessage,
-    StepsEnded,
     decode_server_message,
     encode_admit,
     encode_drop,

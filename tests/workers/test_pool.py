@@ -19,15 +19,13 @@ from shared.tasks import Input
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from tests.limits import WAIT_LIMIT_S
 from workers.models.base import Prepared, PreparedText
+from workers.models.client import ModelProcessDied
+from workers.models.reports import Ready
 from workers.models.source import resolve
 from workers.runtime.child_process import child_environment
-from workers.runtime.pool import (
-    HostedModel,
-    ModelPool,
-    ModelProcessDied,
-    PooledProcess,
-)
-from workers.runtime.protocol import HEADER, Ready, decode_server_message, encode_run
+from workers.runtime.pool import HostedModel, ModelPool
+from workers.runtime.pooled_process import PooledProcess
+from workers.runtime.protocol import HEADER, decode_server_message, encode_run
 from workers.tasks import preparer_for
 
 pytestmark = [pytest.mark.slow(about_s=3), pytest.mark.anyio]
@@ -214,7 +212,7 @@ async def test_a_command_that_is_not_there(entry: Model, folder: Path) -> None:
 ANSWERS_ODDLY = """
 import socket, sys
 from workers.runtime import server as model_process
-from workers.runtime.protocol import BatchResult, Ready, StepDone
+from workers.models.reports import BatchResult, Ready, StepDone
 from workers.runtime.protocol import encode_server_message, read_client_message
 
 def serve(given, loaded):

@@ -10,7 +10,7 @@ from PIL import Image
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.worker_harness import WorkerHarness, running_worker
 from workers.models.base import RgbImage
-from workers.runtime.protocol import Previews
+from workers.models.reports import Previews
 
 pytestmark = pytest.mark.anyio
 

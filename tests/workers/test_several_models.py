@@ -43,8 +43,10 @@ from workers.job import WorkerInfo
 from workers.jobs.completion import Completion
 from workers.jobs.consumer import JobConsumer
 from workers.models.base import Prepared
+from workers.models.client import ModelProcessDied
 from workers.models.source import resolve
-from workers.runtime.pool import HostedModel, ModelPool, ModelProcessDied, PooledProcess
+from workers.runtime.pool import HostedModel, ModelPool
+from workers.runtime.pooled_process import PooledProcess
 from workers.runtime.resident_models import weights_bytes
 from workers.tasks import preparer_for
 from workers.worker import Worker

@@ -11,16 +11,10 @@ from shared.catalog import Model
 from shared.catalog_entry import Batch, Generation
 from shared.tasks.text import GenerationResult, TokenChunk
 from workers.models.base import PreparedItem, PreparedPrompt, StepEnd
-from workers.runtime.execution import StepExecution, StepRoom
-from workers.runtime.protocol import (
-    HEADER,
-    BatchResult,
-    ItemEnded,
-    RunBatch,
-    ServerMessage,
-    Spare,
-    decode_server_message,
-)
+from workers.models.reports import BatchResult, ItemEnded, Spare
+from workers.models.step_shares import StepRoom
+from workers.runtime.execution import StepExecution
+from workers.runtime.protocol import HEADER, RunBatch, ServerMessage, decode_server_message
 from workers.runtime.resident_models import ResidentModels
 
 SLOTS, BUDGET = 8, 800

@@ -24,8 +24,10 @@ from shared.tasks.embedding import EmbeddingResult
 from shared.tasks.image import ImageResult
 from tests.limits import START_LIMIT_S
 from workers.models.base import PreparedImage, PreparedText
+from workers.models.client import ModelProcessDied
 from workers.models.source import resolve
-from workers.runtime.pool import HostedModel, ModelPool, ModelProcessDied, PooledProcess
+from workers.runtime.pool import HostedModel, ModelPool
+from workers.runtime.pooled_process import PooledProcess
 from workers.runtime.server import gpus_hidden
 from workers.runtime.template import MODEL_PROCESS_NAME, TEMPLATE_NAME, Template
 

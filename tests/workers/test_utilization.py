@@ -20,7 +20,7 @@ from tests.shared.embedded_bigquery import DATASET, PROJECT, Server
 from tests.workers.worker_harness import MODEL, running_worker
 from workers.job import WorkerInfo
 from workers.metrics import ProcessTimes, State, TimeReport, UtilizationReports, hour_of
-from workers.runtime.protocol import BatchResult, ResidencyReport
+from workers.models.reports import BatchResult, ResidencyReport
 
 pytestmark = pytest.mark.anyio
 START_S = 1_790_000_000.5

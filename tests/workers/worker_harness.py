@@ -63,9 +63,9 @@ from workers.jobs.consumer import Clock, JobConsumer
 from workers.jobs.registry import JobRegistry
 from workers.metrics import ProcessTimes
 from workers.models.base import Prepared, PreparedCustom, PreparedImage, PreparedText, Preparer
-from workers.runtime.client import OnPreviews, OnProgress
-from workers.runtime.pool import ModelPool, ModelProcessDied
-from workers.runtime.protocol import BatchResult, Failure, ResidencyReport
+from workers.models.client import ModelProcessDied, OnPreviews, OnProgress
+from workers.models.reports import BatchResult, Failure, ResidencyReport
+from workers.runtime.pool import ModelPool
 from workers.tasks import WORKER_TASKS
 from workers.worker import Worker
 

@@ -30,7 +30,7 @@ from workers import metrics
 from workers.job import Computed, PulledJob, QueuedItem, kept_traces
 from workers.jobs.completion import Completion, is_streamed
 from workers.models.base import Prepared, PreparedCustom, PreparedPrompt, RgbImage
-from workers.runtime.protocol import BatchResult, FileOfChunk, ItemPreview, Previews
+from workers.models.reports import BatchResult, FileOfChunk, ItemPreview, Previews
 from workers.scheduling.priority_queue import PriorityQueue
 from workers.scheduling.tenant_shares import TenantShares
 

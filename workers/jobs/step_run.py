@@ -16,8 +16,8 @@ from workers.job import QueuedItem
 from workers.jobs.consumer import JobConsumer
 from workers.jobs.items import PROGRESS_EVERY_S, to_compute
 from workers.metrics import BusyRatio
-from workers.runtime.pool import ModelProcessDied, PooledProcess
-from workers.runtime.protocol import (
+from workers.models.client import ModelProcessDied
+from workers.models.reports import (
     BatchResult,
     Chunks,
     Failure,
@@ -29,6 +29,7 @@ from workers.runtime.protocol import (
     Spare,
     StepMessage,
 )
+from workers.runtime.pooled_process import PooledProcess
 
 TIMEOUT_S = 300.0
 """A process that sends nothing for this time is stuck. It is killed, and its jobs are retried.

@@ -6,16 +6,14 @@ that batching needs.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
 from shared.errors import BadInput, ModelFailed, PenstockError
-from shared.messages import PrintedLogs
 from shared.tasks import Input, Result
-from shared.tasks.custom import CustomResult, StreamedFile
+from shared.tasks.custom import CustomResult
 from shared.tasks.embedding import TextTokens
 from shared.tasks.text import RESPONSE_FORMAT, TokenChunk, TokenCount, TokenLogprob
 
@@ -230,15 +228,13 @@ class InferenceModel(LoadedModel, Protocol):
 class StepEnd(msgspec.Struct):
     """The items that a step of a SteppedModel ended, by slot.
 
-    `results`: items that are done. `logs`: what the model printed meanwhile, of items that were
-    alone in it. `preempted`: items that have to wait and start over, because the
+    `results`: items that are done. `preempted`: items that have to wait and start over, because the
     device had too little memory for all. `work`: what the step computed of all items, in tokens or
     pixels. 0: not known. `waiting`: items that are in, and that the step did not compute, as they
     wait for something else than the device.
     """
 
     results: dict[int, Result | PenstockError] = {}
-    logs: dict[int, PrintedLogs] = {}
     preempted: list[int] = []
     work: int = 0
     waiting: list[int] = []
@@ -285,23 +281,6 @@ class Resumable(Protocol):
 
 
 @runtime_checkable
-class ClassReporter(Protocol):
-    """A SteppedModel that prints while it computes items, and whose chunks may have files."""
-
-    def take_files(self) -> dict[int, list[tuple[StreamedFile, bytes]]]:
-        """Returns the files, by slot, of the chunks that were taken just now, and their bytes.
-
-        Without those that are in the chunks themselves.
-        """
-
-    def look_at_logs(self) -> dict[int, PrintedLogs]:
-        """Returns what was printed so far for items, by slot, if it is more than at the last call.
-
-        Only of items that are alone in it.
-        """
-
-
-@runtime_checkable
 class ProgressReporter(Protocol):
     """A SteppedModel whose items have a known number of steps, and can be drawn between two."""
 
@@ -321,33 +300,6 @@ class Previewer(Protocol):
 
         To be called within `on_step` only.
         """
-
-
-@runtime_checkable
-class Waiting(Protocol):
-    """A SteppedModel whose steps wait for something else than the device."""
-
-    def wake_on(self, connection: socket.socket) -> None:
-        """A step ends as soon as something can be read from this: an item to admit, or to drop."""
-
-
-@runtime_checkable
-class Restarting(Protocol):
-    """A model that may have to set itself up again in the middle of a batch or a step."""
-
-    def take_restart_s(self) -> float:
-        """Returns the seconds that it took for that since the last call.
-
-        Nobody pays for them: another's item may be the cause.
-        """
-
-
-@runtime_checkable
-class Printer(Protocol):
-    """A model whose code prints what its callers may read."""
-
-    def take_logs(self) -> dict[int, PrintedLogs]:
-        """Returns what was printed in the last call, by the index of its item."""
 
 
 class OutOfMemory(ModelFailed):

@@ -13,26 +13,30 @@ from typing import Self
 import msgspec
 
 from shared.errors import ConfigurationError, ModelFailed
-from workers.models.base import GPU_LOST_STATUS, Prepared
+from workers.models.base import Prepared
+from workers.models.client import ModelProcessDied, OnPreviews, OnProgress, OnStepMessage
+from workers.models.reports import (
+    BatchResult,
+    ItemEnded,
+    Previews,
+    Ready,
+    ResidencyReport,
+    StepDone,
+    StepMessage,
+    StepsEnded,
+)
 from workers.runtime.child_process import ChildProcess
 from workers.runtime.output import ChildOutput
 from workers.runtime.protocol import (
     FRAME_MAX_BYTES,
     HEADER,
-    BatchResult,
-    ItemEnded,
-    Previews,
-    Ready,
     Refused,
-    ResidencyReport,
     ServerMessage,
-    StepDone,
-    StepMessage,
-    StepsEnded,
     decode_server_message,
     encode_admit,
     encode_cancel,
     encode_drop,
+    encode_evict,
     encode_preempt,
     encode_run,
     encode_watch,
@@ -43,30 +47,8 @@ EXIT_LIMIT_S = 5.0
 log = logging.getLogger(__name__)
 
 
-class ModelProcessDied(ModelFailed):
-    """The model process died, hung or sent an invalid message while it had the batch."""
-
-
-def has_lost_gpu(reason: str) -> bool:
-    """Returns whether a model process ended for this reason: it lost its GPU."""
-    return f"(status {GPU_LOST_STATUS})" in reason
-
-
-OnProgress = Callable[[int, int], None]
-"""Called as on_step(step, steps) after some steps of a batch."""
-OnPreviews = Callable[[Previews], None]
-OnStepMessage = Callable[[StepMessage], None]
-"""Called with what comes of the items of a model that computes in steps."""
 Start = Callable[[socket.socket], Awaitable[ChildProcess]]
 """Starts a process with this end of its socket."""
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """The way to start a model process, and the time that the start may take."""
-
-    start: Start
-    start_timeout_s: float
 
 
 @dataclass(slots=True)
@@ -82,7 +64,7 @@ class _Pending:
 
 
 class ModelClient:
-    """A model process that is ready. It has at most one batch, which fails when the process ends.
+    """A model process that is ready, as ProcessClient. Its batch fails when the process ends.
 
     A second batch that waits in the process was measured and left out. Without it the process is
     busy 99 % of the time (batches of 1,000 tokens), and a batch that is formed later is fuller.
@@ -105,8 +87,12 @@ class ModelClient:
         self.memory_bytes = 0
 
     @classmethod
-    async def start(cls, launch: Launch) -> Self:
+    async def start(cls, start: Start, timeout_s: float) -> Self:
         """Starts a process and waits until it is ready.
+
+        Args:
+            start: starts it.
+            timeout_s: until it is ready.
 
         Raises:
             PenstockError: it refused (usually ConfigurationError), died, or was not ready in time
@@ -115,18 +101,18 @@ class ModelClient:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                process = await launch.start(theirs)
+                process = await start(theirs)
             except BaseException:
                 ours.close()
                 raise
         child = cls(process, *await _connect(ours, process))
         try:
-            async with asyncio.timeout(launch.start_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await child._wait_ready()
         except TimeoutError as error:
             await child._abandon()
             tail = child._output.tail()
-            message = f"the model process was not ready in {launch.start_timeout_s:g} s{tail}"
+            message = f"the model process was not ready in {timeout_s:g} s{tail}"
             raise ModelFailed(message) from error
         except BaseException:
             await child._abandon()
@@ -170,14 +156,7 @@ class ModelClient:
         model: int = 0,
         on_previews: OnPreviews | None = None,
     ) -> BatchResult:
-        """Runs one batch on model number `model`, after the current one.
-
-        `timeout_s` counts from then.
-
-        Raises:
-            ModelProcessDied: the process died, or was killed because the batch took too long or was
-                invalid.
-        """
+        """As ProcessClient."""
         pending = await self._begin(len(batch), timeout_s)
         pending.on_step, pending.on_previews = on_step, on_previews
         self._writer.write(encode_run(pending.number, list(batch), model))
@@ -192,19 +171,7 @@ class ModelClient:
         on_message: OnStepMessage,
         model: int = 0,
     ) -> StepsEnded:
-        """Runs items on model number `model`, which computes in steps, until none is left.
-
-        More may be admitted. `timeout_s` counts from the last message.
-
-        Args:
-            batch: the items, whose slots are their indexes.
-            timeout_s: the longest time without a message.
-            on_message: called with each message but the last one.
-            model: the number of the model.
-
-        Raises:
-            ModelProcessDied: the process died, or was killed because nothing came from it in time.
-        """
+        """As ProcessClient."""
         pending = await self._begin(len(batch), timeout_s)
         pending.on_steps = on_message
         self._writer.write(encode_run(pending.number, list(batch), model, in_steps=True))
@@ -230,11 +197,7 @@ class ModelClient:
         return asyncio.get_running_loop().call_later(timeout_s, self.kill, reason)
 
     def admit(self, items: Sequence[Prepared]) -> int | None:
-        """Adds items to the batch that runs in steps. Returns the slot of the first.
-
-        None: no batch runs. The batch may be over by now, which its end says: then the items have
-        no end of their own.
-        """
+        """As ProcessClient."""
         pending = self._pending
         if pending is None or pending.on_steps is None:
             return None
@@ -264,6 +227,16 @@ class ModelClient:
         """Has previews of these slots of the current batch drawn, for a moment."""
         if self._pending is not None:
             self._writer.write(encode_watch(self._pending.number, list(slots)))
+
+    async def evict(self, models: Sequence[int]) -> None:
+        """Frees the memory of these models, between two batches."""
+        async with self._turn:
+            if not self._reason:
+                self._writer.write(encode_evict(list(models)))
+                left = [one for one in self.residency.resident if one not in models]
+                self.residency = ResidencyReport(
+                    left, self.residency.load_s, self.residency.size_bytes
+                )
 
     def kill(self, fault: str) -> None:
         """Kills the process. `fault` is the reason that callers get."""

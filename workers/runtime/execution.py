@@ -12,50 +12,45 @@ import select
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import cast
 
-from shared.catalog import Model
 from shared.errors import Canceled, ModelFailed, PenstockError
-from shared.messages import PrintedLogs
-from shared.service_rate import StepTime
 from shared.tasks import Result
 from workers.models.base import (
-    ClassReporter,
     InferenceModel,
     OutOfMemory,
     PreparedItem,
     Previewer,
-    Printer,
     ProgressReporter,
-    Restarting,
     Resumable,
     RgbImage,
     StepEnd,
     SteppedModel,
-    Waiting,
 )
-from workers.runtime.protocol import (
-    Admit,
+from workers.models.reports import (
     BatchResult,
     Call,
-    Cancel,
     Chunks,
-    Drop,
     Failure,
-    FileOfChunk,
     ItemEnded,
-    ItemLogs,
     ItemPreview,
     ItemsProgress,
-    Preempt,
     Preempted,
     Previews,
-    RunBatch,
-    ServerMessage,
     Spare,
     StepDone,
     StepsEnded,
+    check_result,
+)
+from workers.models.step_shares import StepRoom, StepShares
+from workers.runtime.protocol import (
+    Admit,
+    Cancel,
+    Drop,
+    Evict,
+    Preempt,
+    RunBatch,
+    ServerMessage,
     Watch,
     encode_server_message,
     read_client_message,
@@ -89,14 +84,14 @@ def run_batch(resident_models: ResidentModels, batch: RunBatch, steps: StepRepor
     execution = BatchExecution(model, steps)
     execution.compute(batch.items)
     cpu_s = time.process_time() - began_cpu_s
-    inference_ms = (time.perf_counter() - began_s - execution.restart_s) * 1000
+    inference_ms = (time.perf_counter() - began_s) * 1000
     if execution.out_of_memory:
         resident_models.evict_others(keep=batch.model)  # makes room for the next batch
     results = [result for _, result in sorted(execution.results.items())]
     done = _result(resident_models, batch, started_at_s, inference_ms, results)
     done.padded_work, done.out_of_memory = execution.padded_work, execution.out_of_memory
     done.steps_saved, done.cpu_s = steps.saved, cpu_s
-    done.logs, done.calls = execution.logs, execution.calls
+    done.calls = execution.calls
     done.loaded_at_s = resident_models.loaded_at_s(batch.model)
     if execution.padded:
         padded = execution.padded
@@ -123,21 +118,6 @@ def _result(
         padded_work=0,
         memory_bytes=resident_bytes(),
         switched=resident_models.changes(),
-    )
-
-
-def check_result(result: Result | Exception) -> Result | Failure:
-    """Returns a result if all of its numbers are right, and otherwise why it is none.
-
-    Every result of every model passes here, so none that is wrong is returned, charged or cached.
-    """
-    if isinstance(result, Exception):
-        return Failure.from_error(result)
-    wrong = result.find_wrong_number()
-    if not wrong:
-        return result
-    return Failure.from_error(
-        ModelFailed(f"the model computed {wrong}; its precision may be too low for this input")
     )
 
 
@@ -234,19 +214,13 @@ class BatchExecution:
         self.padded_work = 0
         self.padded: dict[int, int] = {}
         """Work of the items that were padded, padding included, by slot."""
-        self.logs: dict[int, PrintedLogs] = {}
-        """What the model printed for single items, by slot."""
         self.calls: dict[int, Call] = {}
         """The calls that computed items after others had failed, by slot."""
-        self.restart_s = 0.0
-        """The seconds in which the model was set up again."""
         self._has_failed = False
         self.out_of_memory = False
 
     def compute(self, items: Sequence[PreparedItem]) -> None:
         """Fills `results` for every slot in `items`."""
-        self._count_restart()
-        self.restart_s = 0.0  # what an earlier batch left
         try:
             for slots in self._model.groups(items):
                 self._compute_group(items, slots)
@@ -258,7 +232,7 @@ class BatchExecution:
         group = [items[slot] for slot in slots]
         self._count_padding([item.length for item in group], slots)
         self._steps.slots = slots
-        began_s, restarted_s = time.perf_counter(), self.restart_s
+        began_s = time.perf_counter()
         try:
             results = self._model.predict(group, self._steps)
             if len(results) != len(group):
@@ -268,22 +242,18 @@ class BatchExecution:
             raise
         except Exception as error:
             # The boundary to the model libraries: their errors fail items, never the process.
-            self._count_restart()
             self._has_failed = True
             self.out_of_memory |= isinstance(error, OutOfMemory)
             log.warning("batch failed", exc_info=True, extra={"items": len(group)})
             if len(group) == 1:
                 self.results[slots[0]] = Failure.from_error(error)
-                self._take_logs(slots)
                 return
         else:
             for slot, result in zip(slots, results, strict=True):
                 self.results[slot] = check_result(result)
-            self._count_restart()
             if self._has_failed:
-                took_s = time.perf_counter() - began_s - (self.restart_s - restarted_s)
+                took_s = time.perf_counter() - began_s
                 self.calls |= dict.fromkeys(slots, Call(took_s * 1000, len(slots)))
-            self._take_logs(slots)
             return
         middle = len(slots) // 2
         self._compute_group(items, slots[:middle])
@@ -298,14 +268,6 @@ class BatchExecution:
             if not self._model.pads:
                 each = [length * computed // real for length in lengths]
             self.padded |= dict(zip(slots, each, strict=True))
-
-    def _count_restart(self) -> None:
-        if isinstance(self._model, Restarting):
-            self.restart_s += self._model.take_restart_s()
-
-    def _take_logs(self, slots: Sequence[int]) -> None:
-        if isinstance(self._model, Printer):
-            self.logs |= {slots[at]: log for at, log in self._model.take_logs().items()}
 
 
 class StepPreviews:
@@ -365,63 +327,10 @@ class StepPreviews:
             return None
 
 
-SHARED_WEIGHTS_SHARE = 0.5
-"""The guess for a model whose steps read all weights once: a step that writes a token of each slot
-takes twice the fixed time. SmolLM2-135M: 16 texts 1.8 to 4.1 times one
-(docs/reference/generation.md)."""
-
-
-class StepRoom:
-    """The room of a model in a process, and what of it was spare in the steps so far.
-
-    Args:
-        model: the entry of the catalog.
-    """
-
-    def __init__(self, model: Model) -> None:
-        self._max_items = model.batch.max_items
-        self._budget = model.budget
-        share = SHARED_WEIGHTS_SHARE if model.definition.shares_weights else 0.0
-        self._time = StepTime(share, full_work=self._max_items)
-
-    def spare_s(self, rooms: Sequence[int], work: int, seconds: float) -> float:
-        """Takes note of a step. Returns which of its seconds others could have used for nothing.
-
-        Args:
-            rooms: what each item that was in takes of the budget.
-            work: that the step computed. 0: not known, so each item counts as one.
-            seconds: that it took.
-        """
-        fill = min(1.0, max(len(rooms) / self._max_items, sum(rooms) / self._budget))
-        work = work or max(1, len(rooms))
-        self._time.observe(work, seconds)
-        return self._time.spare_s(fill, work, seconds)
-
-
 CHUNKS_EVERY_S = 0.05
 """At most 20 events a second reach the readers of an item."""
-LOGS_EVERY_S = 0.5
-"""As often as webhooks and streams of predictions look at progress."""
 SPARE_EVERY_S = 0.5
 """The autoscaler looks every ten seconds."""
-ALIVE_EVERY_S = 30.0
-"""A process that takes steps but has nothing to say says this, so that it does not count as stuck:
-a class of one's own may compute for many minutes (workers/jobs/step_run.py)."""
-
-
-@dataclass(slots=True)
-class _Item:
-    """An item that is in the model, and its part of the time of the steps so far."""
-
-    started_at_s: float
-    room: int = 0
-    """The part of the budget that it takes."""
-    steps: int = 0
-    item_steps: int = 0
-    """Items in all of its steps, added up."""
-    share_s: float = 0.0
-    spare_s: float = 0.0
-    cpu_s: float = 0.0
 
 
 class StepExecution:
@@ -448,11 +357,8 @@ class StepExecution:
         self._connection = connection
         self._resident_models = resident_models
         self._batch = batch
-        self._room = room
-        self._items: dict[int, _Item] = {}
-        self._reported_s = self._spare_reported_s = self._sent_s = self._logged_s = clock()
-        self._spare_s = 0.0
-        """The spare seconds since the last message that reported them."""
+        self._shares = StepShares(room, batch.number)
+        self._reported_s = self._spare_reported_s = clock()
         self._previews: StepPreviews | None = None
 
     def run(self) -> None:
@@ -463,7 +369,7 @@ class StepExecution:
             # The boundary to the model libraries, as below. It fails only these items.
             log.warning("model not loaded", exc_info=True, extra={"model": self._batch.model})
             for slot in range(len(self._batch.items)):
-                self._end(slot, _Item(time.time()), error)
+                self._end(slot, error)
             self._send(StepsEnded(self._batch.number, None, self._resident_models.changes()))
             return
         self._run(model)
@@ -472,8 +378,6 @@ class StepExecution:
         failure = None
         if isinstance(model, ProgressReporter):
             self._previews = StepPreviews(model, self._batch.number, self._send)
-        if isinstance(model, Waiting):
-            model.wake_on(self._connection)
         try:
             self._admit(model, 0, self._batch.items)
             while self._obey(model):
@@ -482,9 +386,10 @@ class StepExecution:
             raise  # the I/O process has hung up
         except Exception as error:
             # The boundary to the model libraries: their errors fail items, never the process.
-            log.warning("step failed", exc_info=True, extra={"items": len(self._items)})
+            slots = self._shares.slots
+            log.warning("step failed", exc_info=True, extra={"items": len(slots)})
             failure = Failure.from_error(error)
-            for slot in self._items:
+            for slot in slots:
                 model.drop(slot)
         switched = self._resident_models.changes()
         self._send(StepsEnded(self._batch.number, failure, switched))
@@ -495,7 +400,7 @@ class StepExecution:
             message = read_client_message(self._connection)
             if message is None:
                 return False
-            if message.number != self._batch.number:
+            if isinstance(message, Evict) or message.number != self._batch.number:
                 continue  # about a batch that is over
             if isinstance(message, Admit):
                 self._admit(model, message.first, message.items)
@@ -504,46 +409,46 @@ class StepExecution:
             elif isinstance(message, Preempt):
                 self._interrupt(model, message.slots)
             elif isinstance(message, Cancel):
-                self._drop(model, list(self._items))
+                self._drop(model, self._shares.slots)
             elif isinstance(message, Watch) and self._previews is not None:
                 self._previews.watch(message.slots)
-        return bool(self._items)
+        return bool(self._shares.slots)
 
     def _admit(self, model: SteppedModel, first: int, items: list[PreparedItem]) -> None:
         for slot, item in enumerate(items, first):
-            admitted = _Item(time.time(), item.room or item.length)
             try:
                 model.admit(slot, item)
             except PenstockError as error:
                 # An item that has the device to itself would wait for room forever.
-                if isinstance(error, OutOfMemory) and self._items:
+                if isinstance(error, OutOfMemory) and self._shares.slots:
                     self._send(Preempted(self._batch.number, [slot]))
                 else:
-                    self._end(slot, admitted, error)
+                    self._end(slot, error)
             else:
-                self._items[slot] = admitted
+                self._shares.add(slot, item.room or item.length)
 
     def _drop(self, model: SteppedModel, slots: list[int]) -> None:
         progress = model.progress() if isinstance(model, ProgressReporter) else {}
         for slot in slots:
-            if (item := self._items.pop(slot, None)) is not None:
+            if slot in self._shares:
                 model.drop(slot)
                 steps = progress.get(slot)
-                self._end(slot, item, Canceled(), steps and steps[1] - steps[0])
+                self._end(slot, Canceled(), steps and steps[1] - steps[0])
 
     def _interrupt(self, model: SteppedModel, slots: list[int]) -> None:
         assert isinstance(model, Resumable), "only generations are preempted; this is a bug"
-        left = [slot for slot in slots if self._items.pop(slot, None) is not None]
+        left = [slot for slot in slots if slot in self._shares]
         written = {slot: model.interrupt(slot) for slot in left}
         chunks = {slot: chunk for slot, chunk in written.items() if chunk is not None}
         self._send(Preempted(self._batch.number, left, chunks))
+        for slot in left:
+            self._shares.remove(slot)
 
     def _step(self, model: SteppedModel) -> None:
         began_s, began_cpu_s = self._clock(), time.process_time()
         end = model.step()
         now_s, cpu_s = self._clock(), time.process_time() - began_cpu_s
-        restart_s = model.take_restart_s() if isinstance(model, Restarting) else 0.0
-        self._charge(end, max(0.0, now_s - began_s - restart_s), cpu_s)
+        self._shares.charge(max(0.0, now_s - began_s), cpu_s, end.work, end.waiting)
         if end.results or now_s - self._spare_reported_s >= SPARE_EVERY_S:
             self._report_spare(now_s)
         if any(isinstance(one, PenstockError) for one in end.results.values()):
@@ -553,90 +458,35 @@ class StepExecution:
             self._previews.report()
         if now_s - self._reported_s >= CHUNKS_EVERY_S:
             self._report_chunks(model, now_s)
-        if now_s - self._logged_s >= LOGS_EVERY_S and isinstance(model, ClassReporter):
-            self._logged_s = now_s
-            self._report_logs(model)
-        if now_s - self._sent_s >= ALIVE_EVERY_S:
-            self._send(Spare(self._batch.number, 0.0))
 
     def _report_chunks(self, model: SteppedModel, now_s: float) -> None:
         self._reported_s = now_s
         if chunks := model.take_chunks():
-            self._send(Chunks(self._batch.number, chunks, _files_of(model)))
+            self._send(Chunks(self._batch.number, chunks))
 
     def _end_all(self, end: StepEnd) -> None:
         """Reports the items that a step has ended, or that have to wait."""
         for slot, result in end.results.items():
-            self._end(slot, self._items.pop(slot), result, logs=end.logs.get(slot))
+            self._end(slot, result)
         if end.preempted:
             for slot in end.preempted:
-                del self._items[slot]
+                self._shares.remove(slot)
             self._send(Preempted(self._batch.number, end.preempted))
-
-    def _report_logs(self, model: ClassReporter) -> None:
-        for slot, logs in model.look_at_logs().items():
-            self._send(ItemLogs(self._batch.number, slot, logs))
-
-    def _charge(self, end: StepEnd, step_s: float, cpu_s: float) -> None:
-        """Gives each item that a step has computed its part of it."""
-        waiting = set(end.waiting)
-        computed = [item for slot, item in self._items.items() if slot not in waiting]
-        if not (count := len(computed)):
-            return
-        spare_s = self._room.spare_s([item.room for item in computed], end.work, step_s)
-        self._spare_s += spare_s
-        for item in computed:
-            item.steps += 1
-            item.item_steps += count
-            item.share_s += step_s / count
-            item.spare_s += spare_s / count
-            item.cpu_s += cpu_s / count
 
     def _report_spare(self, now_s: float) -> None:
         self._spare_reported_s = now_s
-        if self._spare_s:
-            self._send(Spare(self._batch.number, self._spare_s))
-            self._spare_s = 0.0
+        if spare_s := self._shares.take_spare_s():
+            self._send(Spare(self._batch.number, spare_s))
 
-    def _end(
-        self,
-        slot: int,
-        item: _Item,
-        result: Result | Exception,
-        steps_saved: int | None = None,
-        *,
-        logs: PrintedLogs | None = None,
-    ) -> None:
-        batch_items = max(1, round(item.item_steps / item.steps)) if item.steps else 1
-        work = int(getattr(result, "tokens", 0)) or int(getattr(result, "pixel_steps", 0))
-        work = work or int(getattr(result, "work", 0))
-        done = BatchResult(
-            number=self._batch.number,
-            results=[check_result(result)],
-            started_at_s=item.started_at_s,
-            finished_at_s=time.time(),
-            # Divided by the items of the batch, as everywhere, it is the item's part of the time.
-            inference_ms=item.share_s * batch_items * 1000,
-            spare_s=item.spare_s,
-            real_work=work,
-            padded_work=work,
+    def _end(self, slot: int, result: Result | Exception, steps_saved: int | None = None) -> None:
+        done = self._shares.end(
+            slot,
+            result,
             memory_bytes=resident_bytes(),
-            cpu_s=item.cpu_s,
             loaded_at_s=self._resident_models.loaded_at_s(self._batch.model),
-            average_items=batch_items,
             steps_saved=steps_saved,
-            logs={0: logs} if logs is not None and logs.end else {},
         )
         self._send(ItemEnded(self._batch.number, slot, done))
 
     def _send(self, message: ServerMessage) -> None:
-        self._sent_s = self._clock()
         self._connection.sendall(encode_server_message(message))
-
-
-def _files_of(model: SteppedModel) -> dict[int, list[FileOfChunk]]:
-    if not isinstance(model, ClassReporter):
-        return {}
-    return {
-        slot: [FileOfChunk(*file) for file in files] for slot, files in model.take_files().items()
-    }

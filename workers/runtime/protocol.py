@@ -1,8 +1,8 @@
 """The messages between the I/O process and a model process: frames of MessagePack on a socket.
 
-A frame is its length in bytes (unsigned 32-bit, little-endian), then one of the structs below. The
-model process gets RunBatch, Watch and Cancel. It sends Ready or Refused once, then
-StepDone, Previews and BatchResult.
+A frame is its length in bytes (unsigned 32-bit, little-endian), then one of the structs below or of
+workers/models/reports.py. The model process gets RunBatch, Watch, Cancel and Evict. It sends Ready
+or Refused once, then StepDone, Previews and BatchResult.
 
 Items of a model that computes in steps are admitted by Admit and leave with Drop or Preempt while
 their batch runs.
@@ -18,12 +18,8 @@ import struct
 
 import msgspec
 
-from shared.errors import ModelFailed, PenstockError, error_for_code
-from shared.messages import PrintedLogs
-from shared.tasks import Result
-from shared.tasks.custom import StreamedFile
-from shared.tasks.text import TokenChunk
-from workers.models.base import Prepared, PreparedItem, RgbImage
+from workers.models.base import Prepared, PreparedItem
+from workers.models.reports import BatchResult, Previews, Ready, StepDone, StepMessage
 
 HEADER = struct.Struct("<I")
 FRAME_MAX_BYTES = 512 * 1024 * 1024
@@ -74,29 +70,10 @@ class Watch(msgspec.Struct, tag="watch"):
     slots: list[int]
 
 
-class ResidencyReport(msgspec.Struct):
-    """The models that a process holds, and the loads and evictions since the last report.
+class Evict(msgspec.Struct, tag="evict"):
+    """Evict these models, by their numbers. Sent between two batches."""
 
-    `load_s`: seconds that the last load of each model took. `size_bytes`: the memory of each model,
-    first estimated, then measured. `switch_s`: seconds spent on loads and evictions.
-    """
-
-    resident: list[int]
-    load_s: dict[int, float] = {}
-    size_bytes: dict[int, int] = {}
-    loads: int = 0
-    evictions: int = 0
-    switch_s: float = 0.0
-
-
-class Ready(msgspec.Struct, tag="ready"):
-    """Each model was loaded once. Those that fit the budget are resident and warm."""
-
-    device_name: str
-    load_s: float
-    warmup_s: float
-    memory_bytes: int
-    residency: ResidencyReport | None = None
+    models: list[int]
 
 
 class Refused(msgspec.Struct, tag="refused"):
@@ -107,200 +84,8 @@ class Refused(msgspec.Struct, tag="refused"):
     field: str | None = None
 
 
-class StepDone(msgspec.Struct, tag="progress"):
-    """Step `step` of `steps` of batch `number` is done."""
-
-    number: int
-    step: int
-    steps: int
-
-
-class Previews(msgspec.Struct, tag="previews"):
-    """Previews of some slots of batch `number` after step `step` of `steps`."""
-
-    number: int
-    step: int
-    steps: int
-    images: dict[int, RgbImage]
-
-
-class Failure(msgspec.Struct, tag="failure"):
-    """The reason that an item has no result. `code` is one of shared.errors."""
-
-    code: str
-    message: str
-    field: str | None = None
-
-    @classmethod
-    def from_error(cls, error: Exception) -> Failure:
-        """The failure that `error` becomes on the socket. A model library's is ModelFailed."""
-        if not isinstance(error, PenstockError):
-            error = ModelFailed(f"{type(error).__name__}: {error}")
-        return cls(error.code, error.message, error.field)
-
-    def to_error(self) -> PenstockError:
-        """The error it was made from."""
-        return error_for_code(self.code, self.message, self.field)
-
-
-class Call(msgspec.Struct, array_like=True):
-    """One call of a model: how long it took, and for how many items."""
-
-    inference_ms: float
-    items: int
-
-
-class BatchResult(msgspec.Struct, tag="done", kw_only=True):
-    """A batch that ran: one result or failure per item, in order, and what the batch took.
-
-    Times are unix seconds.
-    """
-
-    number: int = 0
-    """Number of the batch, as in RunBatch."""
-    results: list[Result | Failure]
-    started_at_s: float
-    finished_at_s: float
-    inference_ms: float
-    real_work: int
-    """Of the items, in the unit of their task."""
-    padded_work: int
-    """The same with padding, as computed."""
-    out_of_memory: bool = False
-    """Whether the device had too little memory for the whole batch, which was then run in parts."""
-    memory_bytes: int = 0
-    """Resident memory of the process."""
-    switched: ResidencyReport | None = None
-    """The models that were loaded and evicted for this batch. None if there were none."""
-    steps_saved: int | None = None
-    """Steps that were left out because the batch was canceled."""
-    cpu_s: float = 0.0
-    """CPU seconds of the process."""
-    loaded_at_s: float = 0.0
-    """When the process loaded the model."""
-    computed_work: list[int] = []
-    """Each item's tokens or pixel-steps, with its part of the padding. Empty: no padding."""
-    spare_s: float = 0.0
-    """The spare seconds of its steps that belong to it, if it was admitted to others."""
-    average_items: int = 0
-    """The average number of items computed at a time, if items join between steps. 0: all."""
-    calls: dict[int, Call] = {}
-    """The calls that computed items after others had failed, by the index of the item. An item does
-    not pay for calls that another one made fail."""
-    logs: dict[int, PrintedLogs] = {}
-    """What the model printed, by the index of the item that it computed alone meanwhile."""
-
-    @property
-    def batch_items(self) -> int:
-        """The number of items that shared the time of the device."""
-        return self.average_items or len(self.results)
-
-    @property
-    def outcomes(self) -> list[Result | PenstockError]:
-        """The results, with failures as errors."""
-        return [
-            result.to_error() if isinstance(result, Failure) else result for result in self.results
-        ]
-
-    @property
-    def has_failed(self) -> bool:
-        """True if the model failed on every item."""
-        return all(
-            isinstance(result, Failure) and result.code == ModelFailed.code
-            for result in self.results
-        )
-
-
-class FileOfChunk(msgspec.Struct, array_like=True):
-    """A file whose place is in a chunk, and its bytes."""
-
-    file: StreamedFile
-    data: bytes
-
-
-class Chunks(msgspec.Struct, tag="chunks"):
-    """The output of slots of batch `number` since the last message of this kind.
-
-    `files`: those of a model of one's own that are too large for the chunks.
-    """
-
-    number: int
-    chunks: dict[int, TokenChunk]
-    files: dict[int, list[FileOfChunk]] = {}
-
-
-class ItemsProgress(msgspec.Struct, tag="items_progress"):
-    """The completed and total steps of the slots of batch `number`."""
-
-    number: int
-    progress: dict[int, tuple[int, int]]
-
-
-class ItemLogs(msgspec.Struct, tag="item_logs"):
-    """What the model has printed so far for a slot of batch `number`."""
-
-    number: int
-    slot: int
-    logs: PrintedLogs
-
-
-class ItemPreview(msgspec.Struct, tag="item_preview"):
-    """The preview of a slot of batch `number` after step `step` of `steps`."""
-
-    number: int
-    slot: int
-    step: int
-    steps: int
-    image: RgbImage
-
-
-class ItemEnded(msgspec.Struct, tag="ended"):
-    """One slot of batch `number` has ended. `done` is about this item alone."""
-
-    number: int
-    slot: int
-    done: BatchResult
-
-
-class Spare(msgspec.Struct, tag="spare"):
-    """The spare seconds of the steps of batch `number` since the last message of this kind.
-
-    More items could have been computed in them for nothing (shared/service_rate.py).
-    """
-
-    number: int
-    seconds: float
-
-
-class Preempted(msgspec.Struct, tag="preempted"):
-    """These slots of batch `number` are to wait.
-
-    The device had too little memory for them, or they were preempted. Then `chunks` has what
-    they have written since the last Chunks. One that is not streamed had none before.
-    """
-
-    number: int
-    slots: list[int]
-    chunks: dict[int, TokenChunk] = {}
-
-
-class StepsEnded(msgspec.Struct, tag="steps_ended"):
-    """Batch `number` has no items any more.
-
-    `failure`: why the model failed on those that were in, which have no end. None: it did not.
-    """
-
-    number: int
-    failure: Failure | None = None
-    switched: ResidencyReport | None = None
-    """The models that were loaded and evicted for this batch. None if there were none."""
-
-
-StepMessage = (
-    Chunks | ItemsProgress | ItemLogs | ItemPreview | ItemEnded | Spare | Preempted | StepsEnded
-)
 ServerMessage = Ready | Refused | StepDone | Previews | BatchResult | StepMessage
-ClientMessage = RunBatch | Cancel | Watch | Admit | Drop | Preempt
+ClientMessage = RunBatch | Cancel | Watch | Admit | Drop | Preempt | Evict
 
 _encoder = msgspec.msgpack.Encoder()
 _client_message_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(
@@ -344,6 +129,11 @@ def encode_cancel(number: int) -> bytes:
 def encode_watch(number: int, slots: list[int]) -> bytes:
     """The frame that asks for previews."""
     return _frame(_encoder.encode(Watch(number, slots)))
+
+
+def encode_evict(models: list[int]) -> bytes:
+    """The frame that evicts models."""
+    return _frame(_encoder.encode(Evict(models)))
 
 
 def encode_server_message(message: ServerMessage) -> bytes:

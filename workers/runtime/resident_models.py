@@ -26,7 +26,7 @@ from typing import Any
 
 from shared.errors import ConfigurationError
 from workers.models.base import LoadedModel
-from workers.runtime.protocol import ResidencyReport
+from workers.models.reports import ResidencyReport
 
 log = logging.getLogger(__name__)
 
@@ -357,6 +357,13 @@ class ResidentModels:
             if next(iter(self._resident)) == keep:
                 self._resident.move_to_end(keep)
             self._evict_oldest()
+
+    def evict(self, numbers: Sequence[int]) -> None:
+        """Evicts these models, as far as they are resident: others need the memory."""
+        for number in numbers:
+            if number in self._resident:
+                self._resident.move_to_end(number, last=False)
+                self._evict_oldest()
 
     def _evict_oldest(self) -> None:
         number, model = self._resident.popitem(last=False)

@@ -31,10 +31,12 @@ from shared.inspection import deny_inspection
 from shared.logs import configure_logs
 from workers.models.backend import Backend
 from workers.models.base import GPU_LOST_STATUS, GpuLost, LoadedModel
+from workers.models.reports import Ready
+from workers.models.step_shares import StepRoom
 from workers.runtime import template
-from workers.runtime.execution import StepExecution, StepReporter, StepRoom, run_batch
+from workers.runtime.execution import StepExecution, StepReporter, run_batch
 from workers.runtime.protocol import (
-    Ready,
+    Evict,
     Refused,
     RunBatch,
     ServerMessage,
@@ -58,8 +60,8 @@ def main() -> int:
     # drains, then hangs up.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if any(Model.model_validate_json(one).definition.has_interface for one in arguments.model):
-        deny_inspection()  # a class of one's own runs as the same user
+    if arguments.deny_inspection:
+        deny_inspection()
     loaded: dict[int, LoadedModel] = {}
     if arguments.fd is None:
         with gpus_hidden():
@@ -93,6 +95,11 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--backend", action="append", help="what computes it, as JSON; null or left out: torch"
+    )
+    parser.add_argument(
+        "--deny-inspection",
+        action="store_true",
+        help="let no process of the same user, such as that of a custom class, read its memory",
     )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=1)
@@ -210,8 +217,11 @@ class ModelServer:
         self._send(self._ready())
         with contextlib.suppress(ConnectionError):  # the I/O process has hung up
             while (message := read_client_message(self._connection)) is not None:
-                if isinstance(message, RunBatch):  # otherwise it is about a batch that is done
+                if isinstance(message, RunBatch):
                     self._run(message)
+                elif isinstance(message, Evict):
+                    self._resident_models.evict(message.models)
+                # Anything else is about a batch that is done.
         return 0
 
     def _run(self, batch: RunBatch) -> None:

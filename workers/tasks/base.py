@@ -11,6 +11,7 @@ from typing import ClassVar
 from shared.catalog import Model
 from workers.models.backend import Backend
 from workers.models.base import IsClose, LoadedModel, Preparer
+from workers.models.client import StartClient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,22 @@ class WorkerTask(ABC):
         By default: yes. A model that starts threads can't be forked.
         """
         return True
+
+    has_own_process: ClassVar[bool] = False
+    """Whether each of its models runs in a process that is not ours (`start_own_process`)."""
+
+    def start_own_process(
+        self, entry: Model, folder: Path, resources: Resources, timeout_s: float
+    ) -> StartClient:
+        """Returns what starts the process of a model, if `has_own_process`.
+
+        Args:
+            entry: of the catalog.
+            folder: its files.
+            resources: that the process runs on.
+            timeout_s: until it is ready for the first time.
+        """
+        raise NotImplementedError("a model process computes the models of this task")
 
     def prepares_on_thread(self, entry: Model) -> bool:
         """Returns whether preparing an item takes milliseconds, which the event loop can't spare.

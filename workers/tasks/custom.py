@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from shared.catalog import Model
+from shared.errors import ConfigurationError
 from shared.tasks.custom import are_equal, interface_of
 from workers.models.base import IsClose, LoadedModel, Preparer
+from workers.models.client import StartClient
 from workers.tasks.base import Resources, WorkerTask
 
 
@@ -14,6 +17,7 @@ class CustomWorker(WorkerTask):
     """Preparing an input copies its files at most, unless the class weighs it."""
 
     optimizer = "custom"
+    has_own_process = True
     variants = ()
     variant_prefix = "custom"
 
@@ -24,10 +28,6 @@ class CustomWorker(WorkerTask):
     def computes_steps(self, entry: Model, folder: Path) -> bool:
         """All that compute no batches: between two steps, predictions are canceled and admitted."""
         return not interface_of(entry).batches
-
-    def loads_before_fork(self, entry: Model) -> bool:
-        """No: each model process starts a runner of its own."""
-        return False
 
     def prepares_on_thread(self, entry: Model) -> bool:
         """If the class weighs the inputs."""
@@ -55,14 +55,19 @@ class CustomWorker(WorkerTask):
             return AsideClass(entry, folder).is_close
         return are_equal if entry.deterministic else None
 
-    def model(self, entry: Model, folder: Path, resources: Resources) -> LoadedModel:
-        """The class, in a runner."""
-        from workers.models.custom.batches import CustomBatchModel
-        from workers.models.custom.model import CustomModel
+    def start_own_process(
+        self, entry: Model, folder: Path, resources: Resources, timeout_s: float
+    ) -> StartClient:
+        """The process of the class."""
+        from workers.models.custom.client import ClassClient
 
-        if interface_of(entry).batches:
-            return CustomBatchModel(entry, folder, resources.device, resources.threads)
-        return CustomModel(entry, folder, resources.device, resources.threads)
+        return partial(
+            ClassClient.start, entry, folder, resources.device, resources.threads, timeout_s
+        )
+
+    def model(self, entry: Model, folder: Path, resources: Resources) -> LoadedModel:
+        """None: a class has a process of its own."""
+        raise ConfigurationError(f"{entry.name}: a custom class runs in no model process")
 
 
 TASK = CustomWorker()

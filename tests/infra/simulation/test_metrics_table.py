@@ -21,7 +21,7 @@ from shared.errors import ConfigurationError
 from shared.tenants.plan import Priority
 from workers import gpu_nodes
 from workers.metrics import BusyRatio
-from workers.runtime import execution
+from workers.models import step_shares
 from workers.scheduling import priority_queue
 
 
@@ -48,7 +48,7 @@ def test_a_rule_that_asks_for_an_unknown_metric_is_refused() -> None:
 
 
 def test_constants_are_those_of_workers() -> None:
-    assert execution.SHARED_WEIGHTS_SHARE == SHARED_WEIGHTS_SHARE
+    assert step_shares.SHARED_WEIGHTS_SHARE == SHARED_WEIGHTS_SHARE
     assert priority_queue.BATCH_SLOTS_SHARE == BATCH_SLOTS_SHARE
     assert gpu_nodes.MAX_SHARE == CORDONED_MAX_SHARE
 

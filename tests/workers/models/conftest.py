@@ -11,7 +11,8 @@ from shared.catalog_file import read_catalog
 from tests.workers.models.batches import model_for
 from workers.models.base import InferenceModel, Preparer
 from workers.models.source import resolve
-from workers.runtime.pool import HostedModel, ModelPool, PooledProcess
+from workers.runtime.pool import HostedModel, ModelPool
+from workers.runtime.pooled_process import PooledProcess
 from workers.tasks import preparer_for
 
 

@@ -10,8 +10,8 @@ from shared.errors import Canceled
 from shared.tasks.image import ImageInput, ImageResult
 from tests.limits import START_LIMIT_S
 from workers.models.base import Prepared, Preparer
-from workers.runtime.pool import PooledProcess
-from workers.runtime.protocol import BatchResult
+from workers.models.reports import BatchResult
+from workers.runtime.pooled_process import PooledProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 

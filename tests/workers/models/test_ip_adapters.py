@@ -34,8 +34,8 @@ from workers.models.base import PreparedImage
 from workers.models.device import Device
 from workers.models.image.model import ImageModel
 from workers.models.image.stepped import SteppedImageModel
+from workers.models.reports import ItemEnded, StepMessage
 from workers.runtime.pool import HostedModel, ModelPool
-from workers.runtime.protocol import ItemEnded, StepMessage
 from workers.tasks import WORKER_TASKS, preparer_for
 
 # Some schedulers of diffusers go between torch and numpy 2 in an old way.

@@ -9,8 +9,8 @@ import pytest
 from shared.tasks.image import ImageInput, ImageResult
 from tests.limits import START_LIMIT_S
 from workers.models.base import Prepared, Preparer
-from workers.runtime.pool import PooledProcess
-from workers.runtime.protocol import Previews
+from workers.models.reports import Previews
+from workers.runtime.pooled_process import PooledProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 

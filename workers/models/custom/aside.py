@@ -19,8 +19,9 @@ from shared.settings import Settings, read_settings
 from shared.tasks.custom import CustomResult, interface_of
 from workers.models.base import PreparedCustom
 from workers.models.custom.checking import INSPECTION_LIMIT_S
+from workers.models.custom.class_process import paths_of
 from workers.models.custom.environments import python_for
-from workers.models.custom.model import message_of, outcome_of, paths_of
+from workers.models.custom.predictions import message_of, outcome_of
 from workers.models.custom.process import RunnerProcess, end_of
 from workers.models.custom.public_text import PathRemover
 from workers.models.custom.runner.frames import Frame

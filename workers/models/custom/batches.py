@@ -1,201 +1,264 @@
-"""A class with `predict_batch` in a model process: a batch goes to its runner and comes back whole.
+"""A batch of a class with `predict_batch`: it goes to its runner and comes back whole.
 
 What raises, exits or returns the wrong number of outputs fails its batch, which is then computed in
-halves until the cause is alone (workers/runtime/execution.py). A batch whose runner the system
-killed takes the model process with it, as for any model (decision 25).
+halves until the cause is alone. A batch whose process the system killed is tried again like that of
+a model process that died (decision 25).
 """
 
 from __future__ import annotations
 
-import os
-import sys
+import asyncio
+import logging
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import cast
 
-from shared.catalog import Model
 from shared.errors import Canceled, ModelFailed, PenstockError
 from shared.messages import PrintedLogs
+from shared.model_interface import ModelInterface
+from shared.tasks import Result
 from shared.tasks.custom import CustomResult
-from workers.models.base import OnStep, PreparedCustom, PreparedItem
-from workers.models.custom.model import (
+from workers.models.base import Prepared, PreparedCustom
+from workers.models.client import ModelProcessDied
+from workers.models.custom.class_process import ClassProcess, Ended
+from workers.models.custom.predictions import (
     MALFORMED,
     NO_ANSWER,
-    RUNNER_KILLED,
-    STEP_S,
-    USED_UP,
-    HostedClass,
+    WrongAnswer,
     message_of,
     outcome_of,
 )
-from workers.models.custom.process import RunnerProcess, end_of, pass_on
+from workers.models.custom.printed import pass_on
+from workers.models.custom.process import end_of
 from workers.models.custom.public_text import PublicLogs
 from workers.models.custom.runner.frames import BATCH, Frame
+from workers.models.reports import BatchResult, Call, Failure, check_result
+
+log = logging.getLogger(__name__)
 
 
-class CustomBatchModel(HostedClass):
-    """Computes batches by a class with `predict_batch`."""
+class ClassBatch:
+    """One batch of a class.
 
-    pads = False
+    Args:
+        process: of the class.
+        interface: of the class.
+        batch: its items.
+    """
 
-    def __init__(self, entry: Model, folder: Path, device: str, threads: int) -> None:
-        super().__init__(entry, folder, device, threads)
+    def __init__(
+        self, process: ClassProcess, interface: ModelInterface, batch: Sequence[Prepared]
+    ) -> None:
+        self._process = process
+        self._interface = interface
+        self._items = list(batch)
+        self._changed = asyncio.Event()
+        self._is_canceled = False
+        self._numbers = range(0)
+        """Those of the predictions that the process computes now."""
+        self._answers: dict[int, Frame] = {}
+        self._error: Frame | None = None
+        """That it failed as a whole."""
+        self._results: dict[int, Result | Failure] = {}
         self._logs: dict[int, PrintedLogs] = {}
-        self._numbers = 0
-        self._batch_size = 0
+        self._calls: dict[int, Call] = {}
+        self._computed_s = 0.0
+        self._called_work = 0
+        self._has_failed = False
 
-    def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
-        """One: the queue has put together only items that may share a batch."""
-        return [list(range(len(batch)))]
+    async def run(self, timeout_s: float) -> BatchResult:
+        """Computes the batch. `timeout_s` is for one call of the class.
 
-    def computed_work(self, lengths: Sequence[int]) -> int:
-        """The work of the items. Whether the class pads them is not known."""
-        return sum(lengths)
+        Raises:
+            ModelProcessDied: the process was killed, by the system or because it took too long.
+        """
+        started_at_s = time.time()
+        try:
+            await self._compute(range(len(self._items)), timeout_s)
+        except Canceled as error:
+            for slot in range(len(self._items)):
+                self._results.setdefault(slot, Failure.from_error(error))
+        return BatchResult(
+            results=[result for _, result in sorted(self._results.items())],
+            started_at_s=started_at_s,
+            finished_at_s=time.time(),
+            inference_ms=self._computed_s * 1000,
+            real_work=sum(item.length for item in self._items),
+            padded_work=self._called_work,
+            memory_bytes=self._process.memory_bytes,
+            loaded_at_s=self._process.set_up_at_s,
+            logs=self._logs,
+            calls=self._calls,
+        )
 
-    def predict(
-        self, batch: Sequence[PreparedItem], on_step: OnStep
-    ) -> list[CustomResult | PenstockError]:
+    def cancel(self) -> None:
+        """Stops it. Items without a result fail as canceled."""
+        self._is_canceled = True
+        self._changed.set()
+
+    def notice(self) -> None:
+        """The process has changed its state."""
+        self._changed.set()
+
+    def handle(self, frame: Frame) -> None:
+        """Takes an answer of the process.
+
+        Raises:
+            WrongAnswer: nobody asked for it.
+        """
+        if "batch_error" in frame.message:
+            self._error = frame
+        else:
+            number = frame.message.get("id", BATCH)
+            if number not in self._numbers or number in self._answers:
+                # So what it sends later is never taken for the answer of another batch.
+                raise WrongAnswer("it sent an answer to something else")
+            self._answers[number] = frame
+        self._changed.set()
+
+    async def _compute(self, slots: Sequence[int], timeout_s: float) -> None:
+        """Fills `results` for these slots. Items that fail together are computed in halves."""
+        self._called_work += sum(self._items[slot].length for slot in slots)
+        try:
+            await self._wait_ready()
+            began_s = time.perf_counter()
+            try:
+                outcomes = await self._predict(slots, timeout_s)
+            finally:
+                took_s = time.perf_counter() - began_s
+                self._computed_s += took_s
+        except (Canceled, ModelProcessDied):
+            raise
+        except PenstockError as error:
+            self._has_failed = True
+            facts = {"items": len(slots), "reason": error.message}
+            log.warning("batch of a class failed", extra=facts)
+            if len(slots) == 1:
+                self._results[slots[0]] = Failure.from_error(error)
+                return
+            middle = len(slots) // 2
+            await self._compute(slots[:middle], timeout_s)
+            await self._compute(slots[middle:], timeout_s)
+            return
+        for slot, outcome in zip(slots, outcomes, strict=True):
+            self._results[slot] = check_result(outcome)
+        if self._has_failed:
+            self._calls |= dict.fromkeys(slots, Call(took_s * 1000, len(slots)))
+
+    async def _wait_ready(self) -> None:
+        """Waits until the class is set up, again if it has ended.
+
+        Raises:
+            Canceled: nobody waits for the batch any more.
+            ModelFailed: it could not be set up.
+        """
+        process = self._process
+        while True:
+            self._changed.clear()
+            process.take_end()
+            if self._is_canceled:
+                raise Canceled
+            if (failure := process.take_failure()) is not None:
+                raise failure
+            if process.is_ready:
+                if not await process.renew_if_used_up():
+                    return
+            else:
+                process.begin()
+                await self._changed.wait()
+
+    async def _predict(
+        self, slots: Sequence[int], timeout_s: float
+    ) -> Sequence[CustomResult | PenstockError]:
         """One outcome per item, in order.
 
         Raises:
             Canceled: nobody waits for the batch any more.
-            ModelFailed: the class failed on the whole batch.
+            ModelFailed: the class failed on all of them.
+            ModelProcessDied: its process was killed.
         """
-        self._logs, self._batch_size = {}, len(batch)
-        runner = self._running(on_step)
-        pass_on(runner.printed.take())  # printed between two batches
-        numbers = range(self._numbers, self._numbers + len(batch))
-        self._numbers = numbers.stop
-        items = [
-            message_of(number, cast(PreparedCustom, one))
-            for number, one in zip(numbers, batch, strict=True)
-        ]
-        runner.send_all([({"batch": len(batch)}, ()), *items])
-        answers = self._answers(runner, numbers, on_step)
-        self._note_logs(runner.printed.take())
-        for at, frame in enumerate(answers):
-            self._note_traceback(at, frame)
+        process = self._process
+        items = [self._items[slot] for slot in slots]
+        if not all(isinstance(item, PreparedCustom) for item in items):
+            raise ModelFailed("a custom class can't compute these items")
+        inputs = [item for item in items if isinstance(item, PreparedCustom)]
+        pass_on(process.runner.printed.take())  # printed between two batches
+        numbers = [process.next_number() for _ in inputs]
+        self._numbers = range(numbers[0], numbers[-1] + 1)
+        self._answers, self._error = {}, None
+        messages = [message_of(number, one) for number, one in zip(numbers, inputs, strict=True)]
+        process.send([({"batch": len(inputs)}, ()), *messages], [BATCH])
         try:
+            async with asyncio.timeout(timeout_s):
+                await self._wait_answers(slots)
+        except TimeoutError as error:
+            reason = f"the batch was not done in {timeout_s:g} s"
+            await process.end(reason)
+            raise ModelProcessDied(reason) from error
+        process.ended(BATCH)
+        if any(map(process.has_lost_gpu, [*self._answers.values(), *filter(None, [self._error])])):
+            raise await process.give_up()
+        if self._error is not None:
+            raise self._failed(slots, self._error)
+        self._note_logs(slots, process.runner.printed.take())
+        try:
+            answers = [self._answers[number] for number in self._numbers]
+            for slot, frame in zip(slots, answers, strict=True):
+                self._note_traceback(slot, frame)
             return [
-                outcome_of(frame, self._interface, item.length, self._paths)
-                for frame, item in zip(answers, batch, strict=True)
+                outcome_of(frame, self._interface, one.length, process.paths)
+                for frame, one in zip(answers, inputs, strict=True)
             ]
         except MALFORMED as error:
-            runner.kill_at_fault(NO_ANSWER)
-            raise self._ended(runner) from error
+            await process.end(NO_ANSWER)
+            raise ModelFailed(f"the process of the model was killed: {NO_ANSWER}") from error
 
-    def _answers(self, runner: RunnerProcess, numbers: range, on_step: OnStep) -> list[Frame]:
-        """The answer to each prediction of a batch, in order. Raises as `predict` does."""
-        answers: dict[int, Frame] = {}
-        while len(answers) < len(numbers):
-            for frame in self._received(runner, on_step):
-                if "batch_error" in frame.message:
-                    raise self._failed(frame, runner)
-                number: int = frame.message.get("id", BATCH)
-                if number not in numbers or number in answers:
-                    # So what it sends later is never taken for the answer of another batch.
-                    runner.kill("it sent an answer to something else")
-                    raise self._ended(runner)
-                answers[number] = frame
-        return [answers[number] for number in numbers]
+    async def _wait_answers(self, slots: Sequence[int]) -> None:
+        process, is_stopping = self._process, False
+        while True:
+            self._changed.clear()
+            if (ended := process.take_end()) is not None:
+                raise Canceled if is_stopping else self._explain(slots, ended)
+            if is_over := self._error is not None or len(self._answers) == len(slots):
+                if is_stopping:
+                    process.ended(BATCH)
+                    raise Canceled
+                return
+            if self._is_canceled and not is_stopping and process.is_ready:
+                is_stopping = True
+                process.cancel(BATCH)
+            if not is_over:
+                await self._changed.wait()
 
-    def _note_logs(self, printed: PrintedLogs) -> None:
-        """Keeps the output of a batch if it has one item; otherwise its owner is unknown."""
-        if self._batch_size == 1:
-            self._logs[0] = PublicLogs(self._paths).add(printed, is_all=True)
+    def _note_logs(self, slots: Sequence[int], printed: PrintedLogs) -> None:
+        """Keeps the output of a call of one item; otherwise its owner is unknown."""
+        if len(slots) == 1:
+            self._logs[slots[0]] = PublicLogs(self._process.paths).add(printed, is_all=True)
         else:
             pass_on(printed)
 
-    def _note_traceback(self, at: int, frame: Frame) -> None:
-        """Keeps the traceback of the item `at`, if its answer has one."""
+    def _note_traceback(self, slot: int, frame: Frame) -> None:
+        """Keeps the traceback of an item, if its answer has one."""
         if frame.message.get("log"):
-            self._logs[at] = self._add_traceback(self._logs.get(at, PrintedLogs()), frame)
+            logs = self._logs.get(slot, PrintedLogs())
+            self._logs[slot] = self._process.add_traceback(logs, frame)
 
-    def take_logs(self) -> dict[int, PrintedLogs]:
-        """Returns what the class printed in the last call, by item index, if the item is known.
-
-        The items of a batch may belong to several tenants, so output of a batch of several goes to
-        the operator's log only.
-        """
-        logs, self._logs = self._logs, {}
-        return logs
-
-    def _running(self, on_step: OnStep) -> RunnerProcess:
-        """The runner, with the class set up. It is started again if it has ended."""
-        began_s = time.monotonic()
-        if self._runner is not None and self._runner.is_used_up:
-            self._runner.kill(USED_UP)
-        if self._runner is not None and self._runner.has_ended:
-            self._runner.close()
-            self._runner = None
-        if self._runner is not None:
-            return self._runner
-        while (pause_s := self._start_at_s - time.monotonic()) > 0:
-            time.sleep(min(STEP_S, pause_s))
-            on_step(0, 0)
-        runner = self._restart()
-        frames = runner.receive(self._setup_limit_s)
-        self._restart_s += time.monotonic() - began_s
-        if not frames or "ready" not in frames[0].message:
-            self._on_failed_setup()
-            raise self._failed_restart(frames)
-        self._on_ready(runner)
-        on_step(0, 0)
-        return runner
-
-    def _received(self, runner: RunnerProcess, on_step: OnStep) -> list[Frame]:
-        """Waits for frames, for a moment.
-
-        Raises:
-            Canceled: the batch is canceled.
-            ModelFailed: the runner ended instead.
-        """
-        try:
-            frames = runner.receive(STEP_S)
-        except MALFORMED:
-            runner.kill_at_fault(NO_ANSWER)
-            frames = None
-        if frames is None:
-            raise self._ended(runner)
-        if not frames:
-            try:
-                on_step(0, 0)
-            except Canceled:
-                self._stop(runner)
-                raise
-        return frames
-
-    def _stop(self, runner: RunnerProcess) -> None:
-        """Ends the batch that runs, and the runner if it does not end by itself."""
-        runner.cancel(BATCH)
-        while (frames := runner.receive(STEP_S)) is not None:
-            if frames:
-                runner.ended(BATCH)
-                while runner.receive(STEP_S):  # the rest of its answers
-                    pass
-                return
-        runner.close()
-        self._runner = None
-
-    def _failed(self, frame: Frame, runner: RunnerProcess) -> PenstockError:
-        self._note_logs(runner.printed.take())
-        if self._batch_size == 1:
-            self._note_traceback(0, frame)
+    def _failed(self, slots: Sequence[int], frame: Frame) -> PenstockError:
+        """Why the class failed on a whole call."""
+        self._note_logs(slots, self._process.runner.printed.take())
+        if len(slots) == 1:
+            self._note_traceback(slots[0], frame)
         else:
             pass_on(PrintedLogs(str(frame.message.get("log", ""))))
         if frame.message["kind"] == "canceled":
             return ModelFailed("the model canceled the batch by itself")
-        return ModelFailed(self._paths.remove(str(frame.message["batch_error"])))
+        return ModelFailed(self._process.paths.remove(str(frame.message["batch_error"])))
 
-    def _ended(self, runner: RunnerProcess) -> ModelFailed:
-        """Why the runner ended in the middle of a batch."""
-        self._runner = None
-        self._note_logs(runner.printed.take())
-        status = runner.close()
-        if runner.killed_for:
-            return ModelFailed(f"the process of the model was killed: {runner.killed_for}")
-        if status < 0:
-            print(f"the process of the class {end_of(status)}", file=sys.stderr, flush=True)
-            os._exit(RUNNER_KILLED)
-        return ModelFailed(f"the process of the model {end_of(status)} while it computed this")
+    def _explain(self, slots: Sequence[int], ended: Ended) -> ModelFailed:
+        """Why the process ended in the middle of a call."""
+        self._note_logs(slots, ended.printed)
+        if ended.killed_for:
+            return ModelFailed(f"the process of the model was killed: {ended.killed_for}")
+        how = end_of(ended.status)
+        if ended.status < 0:
+            return ModelProcessDied(f"the process of the class {how}")
+        return ModelFailed(f"the process of the model {how} while it computed this")

@@ -156,7 +156,8 @@ def proportional_memory_of(pid: int) -> int:
         return memory_of(pid)
 
 
-def _resident_bytes(pid: int) -> int:
+def resident_bytes_of(pid: int) -> int:
+    """The resident memory of a process, with what it shares. 0: it has ended."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int((_PROC / str(pid) / "statm").read_text().split()[1]) * _PAGE_BYTES
     return 0
@@ -190,9 +191,10 @@ class DiskUse:
 
     def may_be_above(self) -> bool:
         """True if the disk has lost so much since the last count that it should be repeated."""
-        return self._has_lost_much() and self._rested_s() >= self._took_s / COUNT_SHARE
+        return self.has_lost_much() and self._rested_s() >= self._took_s / COUNT_SHARE
 
-    def _has_lost_much(self) -> bool:
+    def has_lost_much(self) -> bool:
+        """True if the disk has less room than at the last count by half of what it may yet take."""
         lost_bytes = self._free_bytes - _free_bytes(self._scratch)
         return lost_bytes > (self.limit_bytes - self._bytes) / 2
 
@@ -231,12 +233,19 @@ class DiskUse:
         if self._first_bytes is None:
             self.count(set())
             self._first_bytes = max(0, self._bytes)
-        elif self._has_lost_much():
+        elif self.has_lost_much():
             # However soon after the last count: what one prediction has just left would otherwise
             # be counted while the next one is computed, which would fail for it.
             self.count(set())
-        room_bytes = self.limit_bytes - self._first_bytes
-        return self._bytes - self._first_bytes > room_bytes / 2
+        return self._holds_half()
+
+    def may_be_half_full(self) -> bool:
+        """True if it is worth asking `is_half_full`, which may count many files."""
+        return self._first_bytes is None or self.has_lost_much() or self._holds_half()
+
+    def _holds_half(self) -> bool:
+        first_bytes = self._first_bytes or 0
+        return self._bytes - first_bytes > (self.limit_bytes - first_bytes) / 2
 
     def _below_scratch(self, counted: set[tuple[int, int]]) -> tuple[int, str]:
         waiting, entries, size_bytes = [str(self._scratch)], 0, 0
@@ -333,6 +342,8 @@ class LimitWatch:
         self._memory_bytes = memory_bytes
         self.disk = disk
         self._exceeded = exceeded
+        self.taken_bytes = 0
+        """The memory of the family, as last seen."""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="limits")
         self._thread.start()
@@ -342,7 +353,7 @@ class LimitWatch:
         while not self._is_over.wait(LOOK_EVERY_S):
             looks += 1
             is_due = looks % WHOLE_EVERY == 0 or self.disk.may_be_above()
-            if self._memory_bytes and _resident_bytes(self._pid) > self._memory_bytes:
+            if self._memory_bytes and resident_bytes_of(self._pid) > self._memory_bytes:
                 is_due = True
             if is_due and (reason := self._broken()):
                 self._exceeded(reason)
@@ -350,15 +361,20 @@ class LimitWatch:
 
     def is_above_memory(self) -> bool:
         """Returns whether the runner by itself takes more than it may, in 20 µs if it does not."""
-        if not self._memory_bytes or _resident_bytes(self._pid) <= self._memory_bytes:
+        if not self._memory_bytes or resident_bytes_of(self._pid) <= self._memory_bytes:
             return False
         return proportional_memory_of(self._pid) > self._memory_bytes
+
+    def look(self) -> None:
+        """Measures the memory of the family now."""
+        self.taken_bytes = sum(map(memory_of, self._family.members()))
 
     def _broken(self) -> str:
         family = self._family.members()
         if len(family) > MAX_PROCESSES:
             return f"it has {len(family)} processes; at most {MAX_PROCESSES} are allowed"
-        if self._memory_bytes and sum(map(memory_of, family)) > self._memory_bytes:
+        self.taken_bytes = sum(map(memory_of, family))
+        if self._memory_bytes and self.taken_bytes > self._memory_bytes:
             taken = sum(map(proportional_memory_of, family))
             if taken > self._memory_bytes:
                 return (

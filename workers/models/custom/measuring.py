@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import platform
@@ -19,22 +20,24 @@ import msgspec
 
 from shared.blob import FILE_FORMAT
 from shared.catalog import Model
-from shared.catalog_entry import MAX_WORK
+from shared.catalog_entry import MAX_STARTUP_S, MAX_WORK
 from shared.catalog_file import LOCAL
 from shared.errors import BadInput, PenstockError
 from shared.messages import PrintedLogs
 from shared.model_interface import ModelInterface
 from shared.model_measurement import CPU, MEASUREMENT_FILE, ModelMeasurement
 from shared.tasks import Result
-from shared.tasks.custom import CUSTOM, CustomResult
+from shared.tasks.custom import CUSTOM, CustomResult, interface_of
 from workers.models.base import PreparedCustom, PreparedFile
 from workers.models.custom.aside import AsideClass
-from workers.models.custom.batches import CustomBatchModel
-from workers.models.custom.model import CustomModel
+from workers.models.custom.client import ClassClient
 from workers.models.custom.trial import read_assignments, read_file
 from workers.models.custom.variables import entry_variables
+from workers.models.reports import BatchResult, ItemEnded, StepMessage
 
 MIB = 1024 * 1024
+BATCH_LIMIT_S = 3600.0
+"""For one call of the class. A person may interrupt it sooner."""
 
 
 class Conditions(NamedTuple):
@@ -74,34 +77,59 @@ def measure(
     device = _gpu() if conditions.uses_gpu else CPU
     if device == CPU:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the runner gets it
-    kind = CustomBatchModel if interface.batches else CustomModel
-    others = set(_below(os.getpid()))
-    model = kind(entry, folder, device, conditions.threads)
     load = os.getloadavg()[0]
-    began_s = time.perf_counter()
-    try:
-        model.setup()
-        setup_s = time.perf_counter() - began_s
-        results = [_compute(model, [one], number)[0] for number, one in enumerate(inputs)]
-        batches = {
-            items: _batch_s(model, inputs, items, conditions.repeats)
-            for items in _sizes(entry.batch.max_items)
-        }
-        peak_bytes = _peak_bytes(others)
-    finally:
-        model.close()
+    figures = asyncio.run(_measure_process(entry, folder, device, inputs, conditions))
     work_per_item = _work_per_item(entry, folder, inputs) if interface.weighs else None
     return ModelMeasurement(
         measured=_measured(device, conditions, len(inputs), load),
         device=device,
-        setup_s=_rounded(setup_s),
-        batches={items: _rounded(seconds) for items, seconds in batches.items()},
+        setup_s=_rounded(figures.setup_s),
+        batches={items: _rounded(seconds) for items, seconds in figures.batches.items()},
         work_per_item=work_per_item,
-        peak_memory_bytes=peak_bytes or _peak_of_children_bytes(),
+        peak_memory_bytes=figures.peak_bytes or _peak_of_children_bytes(),
         input_bytes=round(statistics.fmean(map(_input_bytes, inputs))),
-        output_bytes=round(statistics.fmean(map(_output_bytes, results))),
+        output_bytes=round(statistics.fmean(map(_output_bytes, figures.results))),
         sources_sha256=interface.sources_sha256,
     )
+
+
+class _Figures(NamedTuple):
+    """What was measured of the process of a class."""
+
+    setup_s: float
+    results: list[CustomResult]
+    """Of the inputs."""
+    batches: dict[int, float]
+    """Seconds of a batch, by its number of items."""
+    peak_bytes: int
+
+
+async def _measure_process(
+    entry: Model,
+    folder: Path,
+    device: str,
+    inputs: Sequence[PreparedCustom],
+    conditions: Conditions,
+) -> _Figures:
+    others = set(_below(os.getpid()))
+    client = await ClassClient.start(
+        entry, folder, device, conditions.threads, MAX_STARTUP_S, _keep_all
+    )
+    try:
+        measured = MeasuredClass(client, interface_of(entry))
+        results = [(await measured.compute([one], number))[0] for number, one in enumerate(inputs)]
+        batches = {
+            items: await measured.batch_s(inputs, items, conditions.repeats)
+            for items in _sizes(entry.batch.max_items)
+        }
+        return _Figures(client.facts.load_s, results, batches, _peak_bytes(others))
+    finally:
+        await client.close()
+
+
+async def _keep_all() -> bool:
+    """No other model is on the device."""
+    return False
 
 
 def _entry(folder: Path, interface: ModelInterface) -> Model:
@@ -144,46 +172,57 @@ def _sizes(most: int) -> list[int]:
     return sizes
 
 
-def _batch_s(
-    model: CustomModel | CustomBatchModel,
-    inputs: Sequence[PreparedCustom],
-    items: int,
-    repeats: int,
-) -> float:
-    """Seconds of a batch of so many items: over all inputs the mean of the medians."""
-    medians = []
-    for first in range(0, len(inputs), items):
-        batch = [inputs[(first + place) % len(inputs)] for place in range(items)]
-        took_s = []
-        for _ in range(repeats):
-            began_s = time.perf_counter()
-            _compute(model, batch, first)
-            took_s.append(time.perf_counter() - began_s)
-        medians.append(statistics.median(took_s))
-    return statistics.fmean(medians)
+class MeasuredClass:
+    """A class in its process, whose batches are timed.
 
-
-def _compute(
-    model: CustomModel | CustomBatchModel, batch: Sequence[PreparedCustom], first: int
-) -> list[CustomResult]:
-    """Computes items together, to their ends.
-
-    Raises:
-        PenstockError: one failed.
+    Args:
+        client: of its process.
+        interface: of the class.
     """
-    if isinstance(model, CustomBatchModel):
-        outcomes = model.predict(batch, lambda step, steps: None)
-        logs = model.take_logs()
-        return [_checked(one, first + at, logs.get(at)) for at, one in enumerate(outcomes)]
-    for slot, item in enumerate(batch):
-        model.admit(slot, item)
-    results: dict[int, CustomResult] = {}
-    while len(results) < len(batch):
-        end = model.step()
-        model.take_chunks()
-        for slot, outcome in end.results.items():
-            results[slot] = _checked(outcome, first + slot, end.logs.get(slot))
-    return [results[slot] for slot in range(len(batch))]
+
+    def __init__(self, client: ClassClient, interface: ModelInterface) -> None:
+        self._client = client
+        self._computes_batches = interface.batches
+
+    async def batch_s(self, inputs: Sequence[PreparedCustom], items: int, repeats: int) -> float:
+        """Seconds of a batch of so many items: over all inputs the mean of the medians."""
+        medians = []
+        for first in range(0, len(inputs), items):
+            batch = [inputs[(first + place) % len(inputs)] for place in range(items)]
+            took_s = []
+            for _ in range(repeats):
+                began_s = time.perf_counter()
+                await self.compute(batch, first)
+                took_s.append(time.perf_counter() - began_s)
+            medians.append(statistics.median(took_s))
+        return statistics.fmean(medians)
+
+    async def compute(self, batch: Sequence[PreparedCustom], first: int) -> list[CustomResult]:
+        """Computes items together, to their ends.
+
+        Args:
+            batch: the items.
+            first: the number of the first one among the inputs, for errors.
+
+        Raises:
+            PenstockError: one failed.
+        """
+        if self._computes_batches:
+            done = await self._client.run(batch, BATCH_LIMIT_S, None)
+            return [
+                _checked(one, first + at, done.logs.get(at)) for at, one in enumerate(done.outcomes)
+            ]
+        ended: dict[int, BatchResult] = {}
+
+        def on_message(message: StepMessage) -> None:
+            if isinstance(message, ItemEnded):
+                ended[message.slot] = message.done
+
+        await self._client.run_steps(batch, BATCH_LIMIT_S, on_message)
+        return [
+            _checked(ended[slot].outcomes[0], first + slot, ended[slot].logs.get(0))
+            for slot in range(len(batch))
+        ]
 
 
 def _checked(

@@ -1,8 +1,7 @@
-"""The runner of a class, as the model process sees it: starts, feeds, cancels and kills it."""
+"""The runner of a class, as its parent sees it: starts, feeds, cancels and kills it."""
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import os
 import selectors
@@ -10,33 +9,29 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shared.catalog_entry import ModelResources
-from shared.messages import PrintedLogs
-from workers.models.custom.limits import DiskUse, LimitWatch, ProcessFamily, usual_memory_bytes
+from workers.models.custom.limits import (
+    DiskUse,
+    LimitWatch,
+    ProcessFamily,
+    resident_bytes_of,
+    usual_memory_bytes,
+)
+from workers.models.custom.printed import HiddenValues, PrintedOutput
 from workers.models.custom.runner.frames import Frame, FrameReader, encode_frame
 from workers.models.custom.scratch import Scratch
 
 KILL_AFTER_S = 2.0
 """The time that a canceled prediction has to end by itself."""
-MAX_LOG_CHARS = 32 * 1024
-"""Of what a prediction printed, its end is kept."""
-MAX_READ_BYTES = 1024 * 1024
-"""Read of what a process prints without a pause, so that one that never pauses holds up nobody."""
 MAX_WAITING_BYTES = 512 * 1024 * 1024
 """Of what is sent to a process that reads nothing."""
 SAID = frozenset({"error", "failed", "log", "batch_error"})
 """The fields of messages that have words of the class, or of what it raised."""
-MIN_HIDDEN_CHARS = 6
-"""A shorter secret is not looked for in what a class prints: it may be part of other words."""
-HIDDEN = "[secret]"
-SHOWN_BYTES_PER_S, MAX_SHOWN_BYTES = 16 * 1024, 64 * 1024
-"""Rate and burst of the output of `setup` that goes to the operator's log while it runs."""
 _PASSED_ON = (
     "PATH",
     "LANG",
@@ -102,171 +97,6 @@ def runner_environment(
         "PYTHONIOENCODING": "utf-8:backslashreplace",
         **added,
     }
-
-
-class HiddenValues:
-    """Replaces the values of secrets in what a class prints and raises.
-
-    Args:
-        values: of the secrets.
-    """
-
-    def __init__(self, values: Sequence[str]) -> None:
-        # The longest first: another may be a part of it.
-        long = {one for one in values if len(one) >= MIN_HIDDEN_CHARS}
-        self._values = sorted(long, key=len, reverse=True)
-
-    def clear(self, text: str) -> str:
-        """Returns a text without the values."""
-        for value in self._values:
-            text = text.replace(value, HIDDEN)
-        return text
-
-    def split(self, text: str) -> tuple[str, str]:
-        """Splits off the end of a text that may be the beginning of a value."""
-        most = max((_overlap(text, value) for value in self._values), default=0)
-        at = len(text) - most
-        return text[:at], text[at:]
-
-
-def _overlap(text: str, value: str) -> int:
-    """The length of the longest end of a text that begins a value."""
-    at = text.find(value[0], max(0, len(text) - len(value) + 1))
-    while at >= 0:
-        if value.startswith(text[at:]):
-            return len(text) - at
-        at = text.find(value[0], at + 1)
-    return 0
-
-
-def show(text: str) -> None:
-    """Writes text to stderr, which is the operator's log or a person's terminal."""
-    sys.stderr.buffer.write(text.encode(errors="replace"))
-    sys.stderr.buffer.flush()
-
-
-class BoundedShow:
-    """Writes text to stderr, up to MAX_SHOWN_BYTES at once and SHOWN_BYTES_PER_S on average.
-
-    The rest is left out, and the number of its characters is shown instead.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._room = float(MAX_SHOWN_BYTES)
-        self._looked_s = clock()
-        self._left_out = 0
-
-    def __call__(self, text: str) -> None:
-        """Shows a text, or its beginning."""
-        now_s = self._clock()
-        gained = (now_s - self._looked_s) * SHOWN_BYTES_PER_S
-        self._room, self._looked_s = min(MAX_SHOWN_BYTES, self._room + gained), now_s
-        shown = text[: int(self._room)]
-        self._room -= len(shown)
-        if shown and self._left_out:
-            show(f"\n[{self._left_out} characters left out]\n")
-            self._left_out = 0
-        self._left_out += len(text) - len(shown)
-        if shown:
-            show(shown)
-
-
-class PrintedOutput:
-    """What a process prints. A thread reads it, so that the process never waits for a reader.
-
-    Args:
-        fd: the end of the pipe to read.
-        shows: gets the text as it comes, until `end_showing`. None: nobody does.
-        hidden: replaced in all of it.
-    """
-
-    def __init__(
-        self,
-        fd: int,
-        shows: Callable[[str], None] | None = None,
-        hidden: HiddenValues | None = None,
-    ) -> None:
-        self._fd = fd
-        self._shows = shows
-        self._hidden = hidden or HiddenValues([])
-        self._held = ""
-        """The end of what was read, which may be the beginning of a secret."""
-        self._lock = threading.Lock()
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._kept = ""
-        self._left_out = 0
-        os.set_blocking(fd, False)
-        self._thread = threading.Thread(target=self._read_on, daemon=True, name="printed")
-        self._thread.start()
-
-    def _read_on(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._fd, selectors.EVENT_READ)
-            while True:
-                selector.select()
-                if not self._drain():
-                    return
-
-    def _drain(self) -> bool:
-        """Reads what is there. Returns whether more may come."""
-        with self._lock:
-            for _ in range(MAX_READ_BYTES >> 16):
-                try:
-                    piece = os.read(self._fd, 1 << 16)
-                except BlockingIOError:
-                    return True
-                except OSError:
-                    piece = b""
-                if not piece:
-                    self._keep(self._held)
-                    self._held = ""
-                    return False
-                text = self._hidden.clear(self._held + self._decoder.decode(piece))
-                text, self._held = self._hidden.split(text)
-                self._keep(text)
-        return True
-
-    def _keep(self, text: str) -> None:
-        if self._shows is not None:
-            self._shows(text)
-        self._kept += text
-        if (extra := len(self._kept) - MAX_LOG_CHARS) > 0:
-            self._left_out += extra
-            self._kept = self._kept[extra:]
-
-    def end_showing(self) -> None:
-        """Shows the rest of what was printed so far, and forgets it: it belongs to no prediction.
-
-        Later output is kept only. Without anyone who shows it, nothing changes.
-        """
-        if self._shows is not None:
-            self.take()
-            with self._lock:
-                self._shows = None
-
-    def look(self) -> PrintedLogs:
-        """Returns what was printed since the last call of `take`."""
-        self._drain()
-        with self._lock:
-            return PrintedLogs(self._kept, self._left_out)
-
-    def take(self) -> PrintedLogs:
-        """Returns what was printed since the last call."""
-        self._drain()
-        with self._lock:
-            self._keep(self._held)  # it belongs to nobody else
-            self._held = ""
-            taken = PrintedLogs(self._kept, self._left_out)
-            self._kept, self._left_out = "", 0
-        return taken
-
-    def close(self) -> None:
-        """Closes the pipe, once the process has ended."""
-        self._drain()
-        self._thread.join(timeout=1.0)
-        with contextlib.suppress(OSError):
-            os.close(self._fd)
 
 
 def _started(
@@ -340,12 +170,14 @@ class RunnerProcess:
             self._process, output = _started(
                 [python, "-c", program], variables, theirs, self._scratch.path
             )
+        self.pidfd = -1
+        """Readable once it has ended. -1: this system has none (Linux before 5.3)."""
+        with contextlib.suppress(OSError, AttributeError):
+            self.pidfd = os.pidfd_open(self._process.pid)
         self._hidden = HiddenValues(hidden)
         self.printed = PrintedOutput(output, shows, self._hidden)
         self._reader = FrameReader()
-        self._put_back: list[Frame] = []
         self._outgoing = bytearray()
-        self._timers: dict[int, threading.Timer] = {}
         self.killed_for = ""
         """Why we killed it."""
         self.is_at_fault = False
@@ -363,16 +195,13 @@ class RunnerProcess:
             self.kill_at_fault,
         )
 
-    def receive(
-        self, timeout_s: float, *, wakes_on: socket.socket | None = None
-    ) -> list[Frame] | None:
+    def receive(self, timeout_s: float) -> list[Frame] | None:
         """Waits for frames, and sends what waits. Returns the frames that came in time.
 
         None: the process has ended, or has closed its end.
 
         Args:
             timeout_s: the longest wait.
-            wakes_on: the wait also ends when something can be read from this.
 
         Raises:
             ValueError: what came is no frame.
@@ -380,30 +209,30 @@ class RunnerProcess:
         until_s = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, self._wanted_events)
-            if wakes_on is not None:
-                selector.register(wakes_on, selectors.EVENT_READ)
             while True:
-                frames = self._take_frames()
+                frames = self.take_frames()
                 left_s = until_s - time.monotonic()
                 if frames:
                     return frames
                 if left_s <= 0 or not (ready := selector.select(left_s)):
-                    return None if self.has_ended and not self._may_read() else frames
-                events = sum(mask for key, mask in ready if key.fileobj is self._socket)
+                    return None if self.has_ended and not self.may_read() else frames
+                events = ready[0][1]
                 if events & selectors.EVENT_WRITE:
-                    self._flush()
+                    self.flush()
                     selector.modify(self._socket, self._wanted_events)
-                if events & selectors.EVENT_READ and not self._read():
-                    return self._take_frames() or None
-                if not events & selectors.EVENT_READ and len(ready) > bool(events):
-                    return frames  # it was woken
+                if events & selectors.EVENT_READ and not self.read():
+                    return self.take_frames() or None
 
     @property
     def _wanted_events(self) -> int:
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
 
-    def _read(self) -> bool:
-        """Reads what is there. Returns whether more may come."""
+    def fileno(self) -> int:
+        """The descriptor of its socket, for `read`, `take_frames` and `flush`."""
+        return self._socket.fileno()
+
+    def read(self) -> bool:
+        """Reads a part of what is there. Returns whether more may come."""
         try:
             piece = self._socket.recv(1 << 20)
         except BlockingIOError:
@@ -413,18 +242,19 @@ class RunnerProcess:
         self._reader.feed(piece)
         return bool(piece)
 
-    def _may_read(self) -> bool:
+    def may_read(self) -> bool:
         """True if something is left to be read of a process that has ended."""
         with contextlib.suppress(OSError):
             return bool(self._socket.recv(1, socket.MSG_PEEK))
         return False
 
-    def put_back(self, frames: Sequence[Frame]) -> None:
-        """Leaves frames for the next call of `receive`."""
-        self._put_back = [*frames, *self._put_back]
+    def take_frames(self) -> list[Frame]:
+        """Returns the frames that were read.
 
-    def _take_frames(self) -> list[Frame]:
-        frames, self._put_back = self._put_back, []
+        Raises:
+            ValueError: what came is no frame.
+        """
+        frames: list[Frame] = []
         while (frame := self._reader.next()) is not None:
             if self.unconfined is None:  # its first message, before it runs code of the class
                 self.unconfined = list(frame.message.get("unconfined", ()))
@@ -448,35 +278,28 @@ class RunnerProcess:
         """Sends messages as one piece, as `send` does."""
         for message, blobs in messages:
             self._outgoing += encode_frame(message, blobs)
-        self._flush()
+        self.flush()
         if len(self._outgoing) > MAX_WAITING_BYTES:
             self.kill_at_fault("it reads nothing")
 
-    def _flush(self) -> None:
+    def flush(self) -> bool:
+        """Sends what waits, as far as the process reads. Returns whether some still waits."""
         try:
             while self._outgoing:
                 with memoryview(self._outgoing) as whole, whole[: 1 << 20] as piece:
                     sent = self._socket.send(piece)
                 del self._outgoing[:sent]
         except BlockingIOError:
-            return
+            return True
         except OSError:
             self._outgoing.clear()
+        return False
 
     def cancel(self, number: int) -> None:
-        """Ends a prediction, and the process if the prediction is still there after a while."""
-        timer = threading.Timer(KILL_AFTER_S, self.kill, ["it did not stop when it was canceled"])
-        timer.daemon = True
-        self._timers[number] = timer
-        timer.start()
+        """Tells it to end a prediction."""
         self.send({"cancel": number})
         with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGUSR1)
-
-    def ended(self, number: int) -> None:
-        """Notes that a prediction has ended."""
-        if (timer := self._timers.pop(number, None)) is not None:
-            timer.cancel()
+            os.kill(self._process.pid, signal.SIGUSR1)
 
     def kill(self, reason: str) -> None:
         """Kills the process, and all that it has started."""
@@ -502,6 +325,26 @@ class RunnerProcess:
         return self._limits.is_above_memory() or self._limits.disk.is_half_full()
 
     @property
+    def may_be_used_up(self) -> bool:
+        """True if it is worth asking `is_used_up`, which may take long."""
+        return self._limits.is_above_memory() or self._limits.disk.may_be_half_full()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def look(self) -> None:
+        """Measures what it takes, before it computes anything. It may take long."""
+        self._limits.look()
+        self._limits.disk.is_half_full()
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory of its whole family, as of the last two seconds."""
+        return max(self._limits.taken_bytes, resident_bytes_of(self._process.pid))
+
+    @property
     def scratch_path(self) -> Path:
         """The folder below which it writes."""
         return self._scratch.path
@@ -513,8 +356,6 @@ class RunnerProcess:
 
     def close(self) -> int:
         """Ends the process and removes its files. Returns its exit status."""
-        for number in list(self._timers):
-            self.ended(number)
         self._limits.close()
         self._socket.close()
         until_s = time.monotonic() + KILL_AFTER_S
@@ -526,15 +367,12 @@ class RunnerProcess:
         self._family.end()
         self._family.close()  # a timer may be about to kill it
         status = self._process.wait()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
         self.printed.close()
         self._scratch.close()
         return status
-
-
-def pass_on(printed: PrintedLogs) -> None:
-    """Writes output that belongs to no single prediction to the operator's log, which is stderr."""
-    if printed.end:
-        print(printed.after(0), end="", file=sys.stderr, flush=True)
 
 
 def end_of(status: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from shared.messages import PrintedLogs
-from workers.models.custom.process import MAX_LOG_CHARS
+from workers.models.custom.printed import MAX_LOG_CHARS
 
 MAX_PATH_CHARS = 4096
 """A longer word is not held back: it is not a path (PATH_MAX of Linux)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import mimetypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from shared.model_interface import ModelInterface
 from shared.tasks.custom import written_piece
 from workers.models.custom.checking import show_inspection
 from workers.models.custom.environments import python_for
-from workers.models.custom.process import RunnerProcess, end_of, show
+from workers.models.custom.printed import show
+from workers.models.custom.process import RunnerProcess, end_of
 from workers.models.custom.runner.frames import Frame
 from workers.models.custom.variables import entry_variables, variables_of
 
@@ -51,17 +52,14 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
     frame: Frame | None
     count = 0  # files of the pieces so far
     try:
-        ready = _next(runner)
-        if "failed" in ready.message:
+        frames = _frames(runner)
+        ready = next(frames, None)
+        if ready is not None and "failed" in ready.message:
             raise ConfigurationError(f"{folder}: {ready.message['failed']}", field="source")
         batch = [({"batch": 1}, ())] if interface.batches else []
         runner.send_all([*batch, ({"id": 1, "input": values, "files": files}, blobs)])
-        frame = _next(runner)
-        while "piece" in frame.message:
+        while (frame := next(frames, None)) is not None and "piece" in frame.message:
             count = _show_piece(frame, interface, out, count)
-            frame = _next(runner)
-    except EOFError:
-        frame = None
     finally:
         runner.kill("it is not needed any more")
         status = runner.close()
@@ -81,18 +79,10 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
         _write(out, _text_of(frame.message["output"], interface).encode())
 
 
-def _next(runner: RunnerProcess) -> Frame:
-    """Waits for one frame, as long as it takes: a person may interrupt it.
-
-    Raises:
-        EOFError: the process ended instead.
-    """
-    while not (frames := runner.receive(WAIT_S)):
-        if frames is None:
-            raise EOFError
-    if len(frames) > 1:
-        runner.put_back(frames[1:])
-    return frames[0]
+def _frames(runner: RunnerProcess) -> Iterator[Frame]:
+    """Yields what the process sends, until it ends. A person may interrupt the wait."""
+    while (frames := runner.receive(WAIT_S)) is not None:
+        yield from frames
 
 
 def _show_piece(frame: Frame, interface: ModelInterface, out: Path, count: int) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 from shared.catalog import Model
 from shared.model_interface import ModelInterface
 from shared.tasks.custom import CustomResult
-from tests.workers.models.custom.started import StartedClass
-from workers.models.base import PreparedCustom, PreparedFile, StepEnd
+from tests.workers.models.custom.started import StartedClass, StepEnd
+from workers.models.base import PreparedCustom, PreparedFile
 from workers.models.custom.checking import inspect_folder
 from workers.models.custom.environments import python_for
 from workers.models.custom.sources import read_sources

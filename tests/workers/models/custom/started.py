@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -16,18 +17,28 @@ import pytest
 from shared.catalog import Model
 from shared.errors import PenstockError
 from shared.messages import PrintedLogs
+from shared.tasks import Result
 from shared.tasks.custom import StreamedFile
 from shared.tasks.text import TokenChunk
 from tests.limits import WAIT_LIMIT_S
-from workers.models.base import PreparedCustom, StepEnd
-from workers.runtime.pool import HostedModel, ModelPool, ModelProcessDied
-from workers.runtime.protocol import BatchResult, Chunks, ItemEnded, ItemLogs, StepMessage
+from workers.models.base import PreparedCustom
+from workers.models.client import ModelProcessDied
+from workers.models.reports import BatchResult, Chunks, ItemEnded, ItemLogs, StepMessage
+from workers.runtime.pool import HostedModel, ModelPool
 
 STEP_S = 0.05
 Found = TypeVar("Found")
 _Message = TokenChunk | list[tuple[StreamedFile, bytes]] | PrintedLogs | BatchResult | PenstockError
 StartClass = Callable[..., "StartedClass"]
 """The fixture `start_class`: takes a folder, and fields of its entry."""
+
+
+@dataclass
+class StepEnd:
+    """The predictions that a step has ended, and what they printed."""
+
+    results: dict[int, Result | PenstockError] = field(default_factory=dict)
+    logs: dict[int, PrintedLogs] = field(default_factory=dict)
 
 
 class StartedClass:
@@ -152,19 +163,22 @@ class StartedClass:
         return logs
 
     def run(
-        self, *batch: PreparedCustom, cancels: bool = False, timeout_s: float = WAIT_LIMIT_S
+        self,
+        *batch: PreparedCustom,
+        cancels_after_s: float | None = None,
+        timeout_s: float = WAIT_LIMIT_S,
     ) -> BatchResult:
         """Computes a batch of a class with `predict_batch`.
 
         Args:
             batch: at least one item.
-            cancels: True to cancel it as soon as the process has it.
+            cancels_after_s: cancels it so long after the process has it. None: never.
             timeout_s: time limit, after which the process is killed.
 
         Raises:
             ModelProcessDied: the process died or took too long.
         """
-        return self._call(self._run_batch(batch, timeout_s, cancels=cancels))
+        return self._call(self._run_batch(batch, timeout_s, cancels_after_s))
 
     @property
     def pid(self) -> int | None:
@@ -212,12 +226,12 @@ class StartedClass:
         self._messages.put((self._numbers[slot], message))
 
     async def _run_batch(
-        self, batch: Sequence[PreparedCustom], timeout_s: float, *, cancels: bool
+        self, batch: Sequence[PreparedCustom], timeout_s: float, cancels_after_s: float | None
     ) -> BatchResult:
         await self._process.ready()
         running = asyncio.create_task(self._process.run(batch, timeout_s=timeout_s))
-        if cancels:
-            await asyncio.sleep(0)  # it is sent in the first turn
+        if cancels_after_s is not None:
+            await asyncio.sleep(cancels_after_s)  # it is sent in the first turn
             self._process.cancel()
         return await running
 

@@ -13,14 +13,15 @@ from shared.errors import BadInput, ConfigurationError, ModelFailed
 from shared.messages import PrintedLogs
 from shared.model_interface import INTERFACE_FILE
 from shared.tasks.custom import CustomInput, CustomResult
+from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import entry_of, prepared, write_class
 from tests.workers.models.custom.started import StartClass, StartedClass
 from workers.models.base import PreparedFile
+from workers.models.client import ModelProcessDied
 from workers.models.custom.__main__ import main
 from workers.models.custom.checking import inspect_folder
 from workers.models.custom.preparation import CustomPreparer
-from workers.runtime.pool import ModelProcessDied
-from workers.runtime.protocol import BatchResult
+from workers.models.reports import BatchResult
 
 pytestmark = pytest.mark.slow(about_s=30)
 
@@ -82,13 +83,17 @@ def started(tmp_path: Path, start_class: StartClass) -> Start:
     return lambda body: start_class(write_class(tmp_path, body))
 
 
-def compute(model: StartedClass, *inputs: dict[str, Any], cancels: bool = False) -> list[Any]:
+def compute(
+    model: StartedClass, *inputs: dict[str, Any], cancels_after_s: float | None = None
+) -> list[Any]:
     """Computes a batch. Returns the output or the error of each item."""
-    return outputs(run(model, *inputs, cancels=cancels))
+    return outputs(run(model, *inputs, cancels_after_s=cancels_after_s))
 
 
-def run(model: StartedClass, *inputs: dict[str, Any], cancels: bool = False) -> BatchResult:
-    return model.run(*(prepared(values) for values in inputs), cancels=cancels)
+def run(
+    model: StartedClass, *inputs: dict[str, Any], cancels_after_s: float | None = None
+) -> BatchResult:
+    return model.run(*(prepared(values) for values in inputs), cancels_after_s=cancels_after_s)
 
 
 def outputs(done: BatchResult) -> list[Any]:
@@ -245,7 +250,7 @@ def test_a_canceled_batch_is_stopped_and_the_next_one_computed(started: Start, b
     model = started(body)
     before = compute(model, {"text": "c"}, {"text": "d"})
     for _ in range(2):
-        found = compute(model, {"text": "a", "mode": "loop"}, {"text": "b"}, cancels=True)
+        found = compute(model, {"text": "a", "mode": "loop"}, {"text": "b"}, cancels_after_s=0)
         assert [one.code for one in found] == ["canceled", "canceled"]
         assert compute(model, {"text": "c"}, {"text": "d"}) == before
 
@@ -261,11 +266,13 @@ def test_a_batch_that_does_not_stop_is_killed(started: Start, kind: str, sleep: 
     )
     model = started(body)
     (before,) = compute(model, {"a": 0})
-    assert [one.code for one in compute(model, {"a": 1}, {"a": 2}, cancels=True)] == [
-        "canceled"
-    ] * 2
-    (after,) = compute(model, {"a": 0})
-    assert before != after
+    after, wait_s = before, 0.1
+    while before == after:  # otherwise it was canceled before it began
+        wait_s *= 2
+        assert wait_s < WAIT_LIMIT_S
+        found = compute(model, {"a": 1}, {"a": 2}, cancels_after_s=wait_s)
+        assert [one.code for one in found] == ["canceled", "canceled"]
+        (after,) = compute(model, {"a": 0})
 
 
 @pytest.mark.parametrize("kind", KINDS)

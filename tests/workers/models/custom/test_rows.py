@@ -25,8 +25,8 @@ from tests.workers.models.custom.classes import (
 )
 from tests.workers.models.custom.started import StartClass, StartedClass
 from tests.workers.models.custom.wheels import make_wheel
+from workers.models.client import ModelProcessDied
 from workers.models.custom.checking import inspect_folder
-from workers.runtime.pool import ModelProcessDied
 
 ROOT = Path(__file__).parents[4]
 LAUNCHER = ROOT / "tests" / "anywhere" / "launcher.py"

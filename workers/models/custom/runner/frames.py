@@ -1,4 +1,4 @@
-"""The messages between a model process and the runner of a class: JSON, with bytes behind it.
+"""The messages between a worker and the runner of a class: JSON, with bytes behind it.
 
 A frame is the length of its JSON in bytes (unsigned 32-bit, little-endian), the JSON, and then the
 bytes of its blobs one after another. `blobs` in the JSON has their lengths.

@@ -28,6 +28,7 @@ import socket
 import sys
 import tempfile
 import traceback
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -344,7 +345,7 @@ class SyncRunner:
     """Runs a synchronous class, one prediction at a time.
 
     Args:
-        connection: to the model process.
+        connection: to the worker.
         loaded: the class, set up.
     """
 
@@ -354,15 +355,34 @@ class SyncRunner:
         self._pid = os.getpid()
         self._may_interrupt = False
         self._is_canceled = False
+        self._reader = FrameReader()
+        self._ahead: deque[Frame] = deque()
+        """Frames that were read while one was looked for."""
         signal.signal(signal.SIGUSR1, self._on_cancel)
 
     def run(self) -> None:
         """Computes until the socket is closed."""
-        reader = FrameReader()
         with contextlib.suppress(ConnectionError):
-            while (frame := read_frame(self._connection, reader)) is not None:
-                if "id" in frame.message:  # otherwise a cancellation, which the signal has said
+            while (frame := self._read_frame()) is not None:
+                if "id" in frame.message:  # otherwise a cancellation, which came too late
                     self._compute(frame)
+
+    def _read_frame(self) -> Frame | None:
+        """Waits for the next frame. Returns None at the end of the connection."""
+        return self._ahead.popleft() if self._ahead else read_frame(self._connection, self._reader)
+
+    def _has_cancel(self, number: int) -> bool:
+        """True if a cancellation of this prediction is among what has come.
+
+        Its signal may have come before the prediction was read. The cancellation itself is always
+        sent before its signal.
+        """
+        with contextlib.suppress(BlockingIOError):
+            while piece := self._connection.recv(1 << 20, socket.MSG_DONTWAIT):
+                self._reader.feed(piece)
+        while (frame := self._reader.next()) is not None:
+            self._ahead.append(frame)
+        return any(frame.message.get("cancel") == number for frame in self._ahead)
 
     def _on_cancel(self, number: int, frame: FrameType | None) -> None:
         if self._may_interrupt:
@@ -372,18 +392,28 @@ class SyncRunner:
 
     def _compute(self, frame: Frame) -> None:
         prediction = _Prediction(frame, self._loaded.signature)
-        self._answer_with(partial(self._answer, prediction), prediction.failure, [prediction])
+        answer = partial(self._answer, prediction)
+        self._answer_with(prediction.id, answer, prediction.failure, [prediction])
 
     def _answer_with(
         self,
+        number: int,
         answer: Callable[[], bytes],
         failure: Callable[[BaseException], bytes],
         predictions: Sequence[_Prediction],
     ) -> None:
-        """Computes predictions and sends the answer, or that of what the class raised."""
+        """Computes predictions and sends the answer, or that of what the class raised.
+
+        Args:
+            number: by which they are canceled.
+            answer: computes them, and returns the frames of the answer.
+            failure: returns the frame of an error.
+            predictions: whose files are removed in the end.
+        """
         self._is_canceled = False
         try:
             try:
+                self._is_canceled |= self._has_cancel(number)
                 self._interruptible()
                 sent = answer()
             finally:
@@ -447,7 +477,7 @@ class ListRunner(SyncRunner):
     """Runs a class with `predict_batch`, one batch at a time.
 
     Args:
-        connection: to the model process.
+        connection: to the worker.
         loaded: the class, set up.
         element: makes an element of the list that it takes.
     """
@@ -460,19 +490,17 @@ class ListRunner(SyncRunner):
 
     def run(self) -> None:
         """Computes until the socket is closed."""
-        reader = FrameReader()
         with contextlib.suppress(ConnectionError):
-            while (frame := read_frame(self._connection, reader)) is not None:
+            while (frame := self._read_frame()) is not None:
                 if "batch" in frame.message:
-                    frames = [
-                        read_frame(self._connection, reader) for _ in range(frame.message["batch"])
-                    ]
+                    frames = [self._read_frame() for _ in range(frame.message["batch"])]
                     self._compute_batch([one for one in frames if one is not None])
 
     def _compute_batch(self, frames: Sequence[Frame]) -> None:
         predictions = [_Prediction(frame, self._loaded.signature) for frame in frames]
         failure = partial(_batch_failure, predictions)
-        self._answer_with(partial(self._answer_all, predictions), failure, predictions)
+        answer = partial(self._answer_all, predictions)
+        self._answer_with(BATCH, answer, failure, predictions)
 
     def _answer_all(self, predictions: Sequence[_Prediction]) -> bytes:
         batch = _Batch(predictions, self._element)
@@ -569,7 +597,7 @@ class AsyncRunner:
     """Runs an asynchronous class, several predictions at a time.
 
     Args:
-        connection: to the model process.
+        connection: to the worker.
         loaded: the class, set up.
         loop: in which it runs.
     """
@@ -648,7 +676,7 @@ class AsyncListRunner(AsyncRunner):
     """Runs a class with an asynchronous `predict_batch`, one batch at a time.
 
     Args:
-        connection: to the model process.
+        connection: to the worker.
         loaded: the class, set up.
         loop: in which it runs.
         element: makes an element of the list that it takes.

@@ -1,0 +1,147 @@
+"""The interface of a process that computes items, as the pool drives it (workers/runtime/pool.py).
+
+A model process of ours has all models of a worker that share its libraries
+(workers/runtime/client.py). A process that is not ours, such as that of a custom class
+(workers/models/custom/client.py), has one model and a client of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from shared.errors import ModelFailed
+from workers.models.base import GPU_LOST_STATUS, Prepared
+from workers.models.reports import (
+    BatchResult,
+    Previews,
+    Ready,
+    ResidencyReport,
+    StepMessage,
+    StepsEnded,
+)
+
+
+class ModelProcessDied(ModelFailed):
+    """The process died, hung or sent an invalid message while it had the batch."""
+
+
+def has_lost_gpu(reason: str) -> bool:
+    """Returns whether a process ended for this reason: it lost its GPU."""
+    return f"(status {GPU_LOST_STATUS})" in reason
+
+
+OnProgress = Callable[[int, int], None]
+"""Called as on_step(step, steps) after some steps of a batch."""
+OnPreviews = Callable[[Previews], None]
+OnStepMessage = Callable[[StepMessage], None]
+"""Called with what comes of the items of a model that computes in steps."""
+
+
+class ProcessClient(Protocol):
+    """A process that is ready. It has at most one batch, of one of its models.
+
+    Its models have numbers from 0 on.
+    """
+
+    facts: Ready
+    """How it started."""
+    residency: ResidencyReport
+    """The models that it holds. A new object after each change."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Resident memory of the process and all that it started, as last reported."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id. 0: it is not running now."""
+
+    async def run(
+        self,
+        batch: Sequence[Prepared],
+        timeout_s: float,
+        on_step: OnProgress | None,
+        model: int = 0,
+        on_previews: OnPreviews | None = None,
+    ) -> BatchResult:
+        """Runs one batch on model number `model`, after the current one.
+
+        `timeout_s` counts from then, without the time in which the model is set up.
+
+        Raises:
+            ModelProcessDied: the process died, or was killed because the batch took too long or its
+                answer was invalid.
+        """
+
+    async def run_steps(
+        self,
+        batch: Sequence[Prepared],
+        timeout_s: float,
+        on_message: OnStepMessage,
+        model: int = 0,
+    ) -> StepsEnded:
+        """Runs items on model number `model`, which computes in steps, until none is left.
+
+        More may be admitted.
+
+        Args:
+            batch: the items, whose slots are their indexes.
+            timeout_s: the longest time without a sign of life.
+            on_message: called with each message but the last one.
+            model: the number of the model.
+
+        Raises:
+            ModelProcessDied: the process died, or was killed because it gave no sign of life.
+        """
+
+    def admit(self, items: Sequence[Prepared]) -> int | None:
+        """Adds items to the batch that runs in steps. Returns the slot of the first.
+
+        None: no batch runs. The batch may be over by now, which its end says: then the items have
+        no end of their own.
+        """
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Stops these items of the batch that runs in steps. They fail as canceled."""
+
+    def preempt(self, slots: Sequence[int]) -> None:
+        """Interrupts these items of the batch that runs in steps. They come back as preempted."""
+
+    def cancel(self) -> None:
+        """Stops the current batch, if it can be stopped. Its items fail as canceled."""
+
+    def watch(self, slots: Sequence[int]) -> None:
+        """Has previews of these slots of the current batch drawn, for a moment."""
+
+    async def evict(self, models: Sequence[int]) -> None:
+        """Frees the memory of these models, between two batches. They are loaded when used."""
+
+    async def serve(self, on_end: Callable[[], None]) -> str:
+        """Serves until the process has ended for good. Returns the reason, for operators.
+
+        `on_end` is called before the current batch fails. A process that sets itself up again does
+        not end. Canceled, it ends the process.
+        """
+
+
+MakeRoom = Callable[[], Awaitable[bool]]
+"""Evicts what other processes hold on the same device. Returns whether that was anything."""
+StartClient = Callable[[MakeRoom], Awaitable[ProcessClient]]
+"""Starts a process and waits until it is ready.
+
+Raises PenstockError: it refused (usually ConfigurationError), died, or was not ready in time
+(ModelFailed, with the end of its output).
+"""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A process of a pool: how it is started, and the models that it computes.
+
+    `models`: their numbers in the pool, in the order of their numbers in the process.
+    """
+
+    start: StartClient
+    models: Sequence[int] = (0,)

@@ -1,0 +1,475 @@
+"""The process of a class over its lives: set up, watched, and set up again after it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shared.catalog import Model
+from shared.catalog_entry import MAX_STARTUP_S
+from shared.concurrency import backoff
+from shared.errors import ConfigurationError, ModelFailed, PenstockError
+from shared.messages import PrintedLogs
+from shared.model_interface import ModelInterface
+from shared.settings import ClassSettings, Settings, read_settings
+from shared.tasks.custom import interface_of
+from workers.models.base import GPU_LOST_STATUS
+from workers.models.client import MakeRoom, ModelProcessDied
+from workers.models.custom.environments import python_for
+from workers.models.custom.gpus import gpu_variables
+from workers.models.custom.predictions import MALFORMED, NO_ANSWER, WrongAnswer
+from workers.models.custom.printed import BoundedShow, pass_on
+from workers.models.custom.process import KILL_AFTER_S, RunnerProcess, end_of
+from workers.models.custom.public_text import PathRemover
+from workers.models.custom.runner.confinement import SRC
+from workers.models.custom.runner.frames import Frame
+from workers.models.custom.services import service_ports
+from workers.models.custom.sources import Sources, read_sources
+from workers.models.custom.variables import EntryVariables, variables_of
+
+FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 60.0
+"""Between two starts of a class whose `setup` fails after it had been set up once."""
+GPU_LOST = "AcceleratorError: CUDA error: "
+"""How an error of torch begins after which its process computes nothing more on the GPU. No input
+of a caller can make an error begin like this."""
+USED_UP = "nobody is to fail for what earlier predictions left in memory or on disk"
+
+log = logging.getLogger(__name__)
+
+
+class Ended(NamedTuple):
+    """How a process of the class that had been set up has ended."""
+
+    status: int
+    """Its exit status, or the negative number of the signal that killed it."""
+    killed_for: str
+    """Why we killed it. Empty: we did not."""
+    is_at_fault: bool
+    """Whether we killed it for what the class did."""
+    printed: PrintedLogs
+    """What it printed since the last `take` of its output."""
+
+
+class ClassProcess:
+    """The process of a class.
+
+    All methods belong to the event loop. What may block runs on threads.
+
+    Args:
+        entry: of the catalog, with its interface.
+        folder: of the class.
+        device: `cpu`, `cuda`, `cuda:N` or `auto`.
+        threads: for libraries that compute on a CPU.
+        make_room: frees the device, if the class can't be set up beside other models.
+        on_frame: called with each answer.
+        on_change: called when the class is set up, could not be set up, or has ended.
+    """
+
+    def __init__(
+        self,
+        entry: Model,
+        folder: Path,
+        device: str,
+        threads: int,
+        make_room: MakeRoom,
+        on_frame: Callable[[Frame], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._entry = entry
+        self._folder = folder
+        self._device = device
+        self._threads = threads
+        self._make_room = make_room
+        self._on_frame = on_frame
+        self._on_change = on_change
+        self._interface = interface_of(entry)
+        self._limit_s = read_settings(ClassSettings).startup_s or entry.startup_s
+        """For each later `setup`."""
+        self._runner: RunnerProcess | None = None
+        self._answer: asyncio.Future[Frame | None] | None = None
+        """The first message of a process. None: it has ended instead."""
+        self._starting: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._kills: dict[int, asyncio.TimerHandle] = {}
+        self._pauses = backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
+        self._start_at_s = 0.0
+        """No start before that: the last `setup` failed."""
+        self._failure: PenstockError | None = None
+        self._reason = ""
+        """Why the last set-up failed, as callers may read it once its paths are removed."""
+        self._sources_of_runner: Sources
+        self._ended: Ended | None = None
+        self.paths = PathRemover(None, ())
+        """Removes the paths of this machine from what callers read."""
+        self.shows_tracebacks = True
+        """Whether callers read the tracebacks of the class."""
+        self.is_ready = False
+        self.computing: set[int] = set()
+        """The numbers of the predictions that it computes, dropped ones included."""
+        self._numbers = 0
+        self.setup_s = 0.0
+        """How long the last set-up took."""
+        self.set_up_at_s = 0.0
+        """When it was over, in Unix seconds."""
+        self.unconfined: Sequence[str] = ()
+
+    @property
+    def runner(self) -> RunnerProcess:
+        """The process, while it is ready."""
+        assert self._runner is not None, "asked for while it is ready; this is a bug"
+        return self._runner
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the process and all that it has started. 0: it does not run."""
+        return 0 if self._runner is None else self._runner.memory_bytes
+
+    @property
+    def pid(self) -> int:
+        """Its process id. 0: it does not run."""
+        return 0 if self._runner is None else self._runner.pid
+
+    async def start(self, limit_s: float = MAX_STARTUP_S) -> None:
+        """Starts it for the first time, and waits until the class is set up.
+
+        Raises:
+            ConfigurationError: the folder has no class that can be served, or it is not as the
+                interface says. The message names the field.
+            ModelFailed: its module or its `setup` failed. A later try may succeed.
+        """
+        try:
+            frame = await self._set_up(limit_s)
+        except ModelFailed:
+            if not await self._make_room():
+                raise
+            frame = await self._set_up(limit_s)
+        loaded = ModelInterface(
+            **frame.message["ready"], sources_sha256=self._sources_of_runner.sha256
+        )
+        if difference := self._interface.difference(loaded):
+            await self.end("its class is another one")
+            raise ConfigurationError(
+                f"{self._folder}: {difference}; if the code is right: "
+                f"penstock models check {self._folder}",
+                field="source",
+            )
+        if not self.is_ready:
+            raise ModelFailed(f"{self._folder}: its process ended just after it was set up")
+
+    def begin(self) -> None:
+        """Starts it again, unless it runs or starts already. `on_change` is called in the end."""
+        if self._starting is None and not self.is_ready and not self._tasks:
+            self._starting = asyncio.create_task(self._start_again())
+            self._starting.add_done_callback(self._on_started)
+
+    def take_failure(self) -> PenstockError | None:
+        """Returns why the last set-up failed, once."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    def take_end(self) -> Ended | None:
+        """Returns how the process has ended since the last call, once. None: it has not."""
+        ended, self._ended = self._ended, None
+        return ended
+
+    async def _start_again(self) -> None:
+        self._reason = ""
+        try:
+            await asyncio.sleep(max(0.0, self._start_at_s - time.monotonic()))
+            try:
+                await self._set_up(self._limit_s)
+            except ModelFailed:
+                if not await self._make_room():
+                    raise
+                await self._set_up(self._limit_s)
+        except PenstockError as error:
+            self._start_at_s = time.monotonic() + next(self._pauses)
+            facts = {"model": self._entry.name, "reason": error.message}
+            log.error("a class could not be set up again", extra=facts)
+            reason = f": {self.paths.remove(self._reason)}" if self._reason else ""
+            self._failure = ModelFailed(f"the model could not be set up again{reason}")
+
+    def _on_started(self, task: asyncio.Task[None]) -> None:
+        self._starting = None
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            log.error("a class could not be started again", exc_info=error)
+            self._failure = ModelFailed("the model could not be set up again")
+        self._on_change()
+
+    async def _set_up(self, limit_s: float) -> Frame:
+        """Starts a process and waits until the class is set up. Returns what it says of itself."""
+        began_s = time.monotonic()
+        runner, sources = await self._start_runner()
+        self._runner, self._answer = runner, asyncio.get_running_loop().create_future()
+        self._sources_of_runner = sources
+        self.shows_tracebacks = sources.shows_tracebacks
+        self.paths = paths_of(self._folder, sources, runner)
+        self._watch(runner)
+        try:
+            async with asyncio.timeout(limit_s):
+                frame = await self._answer
+        except TimeoutError as error:
+            raise await self._explain(runner, f"setup took longer than {limit_s:g} s") from error
+        finally:
+            self._answer = None
+        if frame is None:
+            raise await self._explain(runner, "")
+        if "ready" not in frame.message:
+            reason = str(frame.message.get("failed", "it did not begin"))
+            raise await self._explain(runner, reason, is_final=bool(frame.message.get("is_final")))
+        await self._note_ready(runner, began_s)
+        return frame
+
+    async def _start_runner(self) -> tuple[RunnerProcess, Sources]:
+        """Starts a process, on a thread: it copies files and may ask for secrets."""
+        starting = asyncio.ensure_future(asyncio.to_thread(self._make_runner))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            with contextlib.suppress(PenstockError, OSError):
+                runner, _ = await starting
+                await asyncio.to_thread(_end, runner, "the model is not needed any more")
+            raise
+        except OSError as error:
+            raise ModelFailed(f"{self._folder}: it could not be started: {error}") from error
+
+    def _make_runner(self) -> tuple[RunnerProcess, Sources]:
+        variables = variables_of(
+            self._folder, EntryVariables(self._entry.environment, self._entry.secrets)
+        )
+        sources = read_sources(self._folder)
+        runner = RunnerProcess(
+            self._folder,
+            python=python_for(self._folder),
+            threads=self._threads,
+            environment=gpu_variables(self._device) | dict(variables.environment),
+            hidden=variables.hidden,
+            resources=self._entry.resources,
+            denied_ports=service_ports(read_settings(Settings)),
+            shows=BoundedShow(),
+        )
+        return runner, sources
+
+    async def _note_ready(self, runner: RunnerProcess, began_s: float) -> None:
+        await asyncio.to_thread(runner.printed.end_showing)
+        await asyncio.to_thread(runner.look)
+        self.setup_s, self.set_up_at_s = time.monotonic() - began_s, time.time()
+        self._pauses, self._start_at_s = backoff(FIRST_PAUSE_S, MAX_PAUSE_S), 0.0
+        if not self.unconfined:
+            for one in runner.unconfined or ():
+                facts = {"model": self._entry.name, "reason": one}
+                log.warning("a class is not confined", extra=facts)
+        self.unconfined = runner.unconfined or ()
+        self.is_ready = self._runner is runner  # otherwise it has ended meanwhile
+
+    async def _explain(
+        self, runner: RunnerProcess, reason: str, *, is_final: bool = False
+    ) -> PenstockError:
+        """Ends a process that was not set up. Returns the error, with what it printed."""
+        printed = runner.printed.take().after(0).strip()
+        status = await self._finish(runner, reason or runner.killed_for)
+        if not reason:
+            how = end_of(status)
+            if runner.killed_for:
+                how = f"was ended: {runner.killed_for};"
+            reason = f"its process {how} before it was set up"
+        self._reason = reason
+        whole = f"{self._folder}: {reason}" + (f"\n{printed}" if printed else "")
+        return ConfigurationError(whole, field="source") if is_final else ModelFailed(whole)
+
+    def _watch(self, runner: RunnerProcess) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(runner.fileno(), self._on_readable, runner)
+        if runner.pidfd >= 0:
+            loop.add_reader(runner.pidfd, self._on_death, runner)
+
+    def _unwatch(self, runner: RunnerProcess) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(runner.fileno())
+        loop.remove_writer(runner.fileno())
+        if runner.pidfd >= 0:
+            loop.remove_reader(runner.pidfd)
+
+    def _on_readable(self, runner: RunnerProcess) -> None:
+        if not self._read(runner):
+            self._on_end(runner)
+
+    def _on_death(self, runner: RunnerProcess) -> None:
+        """The process has ended. A child of it may still hold its end of the socket."""
+        while self._runner is runner and runner.may_read() and self._read(runner):
+            pass
+        self._on_end(runner)
+
+    def _read(self, runner: RunnerProcess) -> bool:
+        """Reads what is there, and hands on whole frames. Returns whether more may come."""
+        if self._runner is not runner:
+            return False
+        may_come = runner.read()
+        try:
+            for frame in runner.take_frames():
+                if self._answer is None:
+                    self._on_frame(frame)
+                elif not self._answer.done():
+                    self._answer.set_result(frame)
+        except MALFORMED as error:
+            facts = {"model": self._entry.name, "reason": repr(error)[:200]}
+            log.warning(NO_ANSWER, extra=facts)
+            reason = str(error) if isinstance(error, WrongAnswer) else NO_ANSWER
+            runner.killed_for, runner.is_at_fault = runner.killed_for or reason, True
+            return False
+        return may_come
+
+    def _on_end(self, runner: RunnerProcess) -> None:
+        """The process has ended, or has closed its end of the socket."""
+        if self._runner is not runner:
+            return
+        self._unwatch(runner)
+        if self._answer is not None:
+            if not self._answer.done():
+                self._answer.set_result(None)
+            return
+        was_ready = self.is_ready
+        self._runner, self.is_ready = None, False
+        self._do(self._close_ended(runner, was_ready=was_ready))
+
+    async def _close_ended(self, runner: RunnerProcess, *, was_ready: bool) -> None:
+        printed = runner.printed.take()
+        status = await self._finish(runner, runner.killed_for)
+        if was_ready:
+            self._ended = Ended(status, runner.killed_for, runner.is_at_fault, printed)
+
+    async def _finish(self, runner: RunnerProcess, reason: str) -> int:
+        """Ends a process and removes its files. Returns its exit status."""
+        if self._runner is runner:
+            self._runner, self.is_ready = None, False
+            self._unwatch(runner)
+        for timer in self._kills.values():
+            timer.cancel()
+        self._kills.clear()
+        self.computing.clear()
+        return await asyncio.shield(asyncio.to_thread(_end, runner, reason))
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs something to its end, and calls `on_change` then."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+
+        def on_done(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.error("a class could not be ended", exc_info=error)
+            self._on_change()
+
+        task.add_done_callback(on_done)
+
+    def next_number(self) -> int:
+        """Returns a number for a prediction that no other has had."""
+        self._numbers += 1
+        return self._numbers
+
+    def send(
+        self,
+        messages: Sequence[tuple[dict[str, Any], Sequence[bytes]]],
+        numbers: Sequence[int],
+    ) -> None:
+        """Sends messages as one piece, as far as the process reads. The rest follows.
+
+        `numbers`: of the predictions that begin with them, or BATCH.
+        """
+        runner = self.runner
+        self.computing.update(numbers)
+        runner.send_all(messages)
+        if runner.flush():
+            loop = asyncio.get_running_loop()
+            loop.add_writer(runner.fileno(), self._on_writable, runner)
+
+    def _on_writable(self, runner: RunnerProcess) -> None:
+        if not runner.flush():
+            asyncio.get_running_loop().remove_writer(runner.fileno())
+
+    def cancel(self, number: int) -> None:
+        """Ends a prediction, and the process if the prediction does not end.
+
+        It has as long as the class took to be set up, so no caller can keep a class in `setup`.
+        """
+        runner = self.runner
+        limit_s = max(KILL_AFTER_S, self.setup_s)
+        reason = "it did not stop when it was canceled"
+        loop = asyncio.get_running_loop()
+        self._kills[number] = loop.call_later(limit_s, self._kill, runner, reason)
+        runner.cancel(number)
+
+    def ended(self, number: int) -> None:
+        """Notes that a prediction has ended."""
+        self.computing.discard(number)
+        if (timer := self._kills.pop(number, None)) is not None:
+            timer.cancel()
+
+    def _kill(self, runner: RunnerProcess, reason: str) -> None:
+        """Kills a process and all that it has started, on a thread."""
+        runner.killed_for = runner.killed_for or reason
+        self._do(asyncio.to_thread(runner.kill, reason))
+
+    async def end(self, reason: str) -> None:
+        """Ends the process, if it runs or starts. It is started again by `begin`."""
+        if (starting := self._starting) is not None:
+            starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await starting
+        if self._runner is not None:
+            await self._finish(self._runner, reason)
+        if self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    def add_traceback(self, logs: PrintedLogs, frame: Frame) -> PrintedLogs:
+        """Returns logs with the traceback of an answer, unless the author keeps it from callers."""
+        traceback = str(frame.message.get("log", ""))
+        if not self.shows_tracebacks:
+            pass_on(PrintedLogs(traceback))
+            return logs
+        return PrintedLogs(logs.text + self.paths.remove(traceback), logs.left_out)
+
+    def has_lost_gpu(self, frame: Frame) -> bool:
+        """Returns whether an answer says that the process can't use its GPU any more."""
+        said = str(frame.message.get("error", "")) or str(frame.message.get("batch_error", ""))
+        return self._device.startswith("cuda") and said.startswith(GPU_LOST)
+
+    async def give_up(self) -> ModelProcessDied:
+        """Ends a process that has lost its GPU. Returns the error for what it computed."""
+        reason = f"the process of the class lost its GPU (status {GPU_LOST_STATUS})"
+        await self.end(reason)
+        return ModelProcessDied(reason)
+
+    async def renew_if_used_up(self) -> bool:
+        """Ends the process if what it computed left too little memory or disk.
+
+        To be called while it computes nothing. Returns whether it was ended.
+        """
+        runner = self.runner
+        if not runner.may_be_used_up or not await asyncio.to_thread(lambda: runner.is_used_up):
+            return False
+        if self._runner is runner:
+            await self._finish(runner, USED_UP)
+        return True
+
+
+def paths_of(folder: Path, sources: Sources, runner: RunnerProcess) -> PathRemover:
+    """Returns what removes the paths that the class of a folder sees in its runner."""
+    named = sources.environment.get("COG_WEIGHTS") or os.environ.get("COG_WEIGHTS")
+    weights = [Path(named)] if named and named.startswith("/") else []
+    return PathRemover(runner.scratch_path, [folder, Path(SRC), *weights])
+
+
+def _end(runner: RunnerProcess, reason: str) -> int:
+    """Kills a process, if there is a reason, and waits for its end. Returns its exit status."""
+    if reason:
+        runner.kill(reason)
+    return runner.close()

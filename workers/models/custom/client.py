@@ -1,0 +1,192 @@
+"""The client of a custom class, as the pool drives it: no model process is in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
+
+from shared.catalog import Model
+from shared.tasks.custom import interface_of
+from workers.models.base import Prepared
+from workers.models.client import MakeRoom, OnPreviews, OnProgress, OnStepMessage
+from workers.models.custom.batches import ClassBatch
+from workers.models.custom.class_process import ClassProcess
+from workers.models.custom.gpus import gpu_name
+from workers.models.custom.runner.frames import Frame
+from workers.models.custom.steps import ClassSteps
+from workers.models.reports import BatchResult, Ready, ResidencyReport, StepsEnded
+from workers.models.step_shares import StepRoom
+
+
+class ClassClient:
+    """The process of a class, as ProcessClient. It is set up again when it has ended.
+
+    Args:
+        entry: of the catalog, with its interface.
+        folder: of the class.
+        device: `cpu`, `cuda`, `cuda:N` or `auto`.
+        threads: for libraries that compute on a CPU.
+        make_room: frees the device, if the class can't be set up beside other models.
+    """
+
+    def __init__(
+        self, entry: Model, folder: Path, device: str, threads: int, make_room: MakeRoom
+    ) -> None:
+        self._interface = interface_of(entry)
+        self._room = StepRoom(entry)
+        self._device_name = gpu_name(device)
+        self._turn = asyncio.Semaphore(1)
+        self._run: ClassSteps | ClassBatch | None = None
+        self._set_up_at_s = 0.0
+        self._process = ClassProcess(
+            entry, folder, device, threads, make_room, self._on_frame, self._on_change
+        )
+        self.facts = Ready(self._device_name, 0.0, 0.0, 0)
+        self.residency = ResidencyReport([])
+
+    @classmethod
+    async def start(
+        cls,
+        entry: Model,
+        folder: Path,
+        device: str,
+        threads: int,
+        timeout_s: float,
+        make_room: MakeRoom,
+    ) -> Self:
+        """Starts the process of a class and waits until the class is set up.
+
+        Raises:
+            ConfigurationError: the folder has no class that can be served, or it is not as the
+                interface says. The message names the field.
+            ModelFailed: its module or its `setup` failed. A later try may succeed.
+        """
+        client = cls(entry, folder, device, threads, make_room)
+        try:
+            await client._process.start(timeout_s)
+        except BaseException:
+            await client.close()
+            raise
+        client._note_residency()
+        client.facts = Ready(client._device_name, client._process.setup_s, 0.0, client.memory_bytes)
+        return client
+
+    @property
+    def pid(self) -> int:
+        """As ProcessClient."""
+        return self._process.pid
+
+    @property
+    def memory_bytes(self) -> int:
+        """As ProcessClient."""
+        return self._process.memory_bytes
+
+    async def run(
+        self,
+        batch: Sequence[Prepared],
+        timeout_s: float,
+        on_step: OnProgress | None,
+        model: int = 0,
+        on_previews: OnPreviews | None = None,
+    ) -> BatchResult:
+        """As ProcessClient. `timeout_s` is for each call of the class."""
+        async with self._turn:
+            self._run = run = ClassBatch(self._process, self._interface, batch)
+            try:
+                return await run.run(timeout_s)
+            finally:
+                self._run = None
+
+    async def run_steps(
+        self,
+        batch: Sequence[Prepared],
+        timeout_s: float,
+        on_message: OnStepMessage,
+        model: int = 0,
+    ) -> StepsEnded:
+        """As ProcessClient, without a limit: a class may compute for as long as its entry says."""
+        async with self._turn:
+            self._run = run = ClassSteps(self._process, self._interface, self._room, on_message)
+            try:
+                await run.run(batch)
+            finally:
+                self._run = None
+        return StepsEnded(0)
+
+    def admit(self, items: Sequence[Prepared]) -> int | None:
+        """As ProcessClient."""
+        return self._run.admit(items) if isinstance(self._run, ClassSteps) else None
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """As ProcessClient."""
+        if isinstance(self._run, ClassSteps):
+            self._run.drop(slots)
+
+    def preempt(self, slots: Sequence[int]) -> None:
+        """Nothing: a prediction can't be interrupted and go on."""
+
+    def cancel(self) -> None:
+        """As ProcessClient."""
+        if isinstance(self._run, ClassBatch):
+            self._run.cancel()
+
+    def watch(self, slots: Sequence[int]) -> None:
+        """Nothing: a class draws no previews."""
+
+    async def evict(self, models: Sequence[int]) -> None:
+        """Ends the process between two batches. It is started again when it is used."""
+        async with self._turn:
+            await self._process.end("its memory is needed by another model")
+            self._process.take_end()
+            known = self.residency
+            self.residency = ResidencyReport([], known.load_s, known.size_bytes, evictions=1)
+
+    async def serve(self, on_end: Callable[[], None]) -> str:
+        """Waits until it is canceled, and ends the process then."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            on_end()
+            await self.close()
+        raise AssertionError("it waits for ever; this is a bug")
+
+    async def close(self) -> None:
+        """Ends the process."""
+        await self._process.end("the model is not needed any more")
+
+    def _on_frame(self, frame: Frame) -> None:
+        """Hands on an answer.
+
+        Raises:
+            ValueError: it is none, as the others of predictions.MALFORMED.
+        """
+        number = frame.message.get("id")
+        if number is not None and "piece" not in frame.message:
+            self._process.ended(number)
+        if self._run is not None:
+            self._run.handle(frame)
+
+    def _on_change(self) -> None:
+        if self._process.is_ready:
+            self._note_residency()
+        if self._run is not None:
+            self._run.notice()
+        else:
+            self._process.take_failure()  # nobody waits who could fail for it
+
+    def _note_residency(self) -> None:
+        """Reports the class as resident, if it was set up since the last report."""
+        if self._process.set_up_at_s == self._set_up_at_s:
+            return
+        self._set_up_at_s = self._process.set_up_at_s
+        setup_s = self._process.setup_s
+        is_load = not self.residency.resident  # not one that died and was set up again
+        self.residency = ResidencyReport(
+            [0],
+            {0: round(setup_s, 6)},
+            {0: self.memory_bytes},
+            loads=int(is_load),
+            switch_s=setup_s if is_load else 0.0,
+        )

@@ -1,0 +1,43 @@
+"""The GPU of a class's process: which one it sees, and its name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+def gpu_variables(device: str) -> dict[str, str]:
+    """The variables by which CUDA shows one GPU to a process.
+
+    Args:
+        device: `cuda:N`. With any other, a process sees what this one does.
+    """
+    kind, _, number = device.partition(":")
+    if kind != "cuda" or not number:
+        return {}
+    visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+    chosen = visible[int(number)] if int(number) < len(visible) else number
+    return {"CUDA_VISIBLE_DEVICES": chosen}
+
+
+def gpu_name(device: str, driver: Path = _DRIVER) -> str:
+    """The name of a GPU as its driver gives it, `cpu`, or the device if there is no such driver.
+
+    Args:
+        device: `cpu`, `cuda`, `cuda:N` or `auto`.
+        driver: the folder with a folder for each GPU (NVIDIA driver README, "The /proc interface").
+    """
+    if device in ("cpu", "auto"):
+        return "cpu"
+    number = int(device.partition(":")[2] or 0)
+    folders = sorted(driver.glob("*"))
+    if number >= len(folders):
+        return device
+    try:
+        lines = (folders[number] / "information").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return device
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("Model:"))
+    return next(named, device)

@@ -1,0 +1,188 @@
+"""What a worker sends to the runner of a class, and what it makes of the answers."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from shared.blob import Blob
+from shared.errors import BadInput, Canceled, ModelFailed, PenstockError
+from shared.model_interface import ModelInterface
+from shared.tasks.custom import (
+    CustomResult,
+    FilePlace,
+    StreamedElement,
+    StreamedFile,
+    file_digest,
+    streamed_file,
+)
+from shared.tasks.text import TokenChunk
+from workers.models.base import PreparedCustom
+from workers.models.custom.public_text import PathRemover, PublicLogs
+from workers.models.custom.runner.frames import Frame
+from workers.models.reports import FileOfChunk
+
+MALFORMED = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
+"""What comes of reading an answer that is none: a class may write to its socket."""
+NO_ANSWER = "it sent something else than an answer"
+_FIRST_WORD = re.compile(r"\w+")
+_MEDIA_TYPE = re.compile(r"[\w.+-]{1,100}/[\w.+-]{1,100}")
+
+
+class WrongAnswer(ValueError):
+    """An answer that nobody asked for."""
+
+
+class Prediction:
+    """An item that is in: its input, and its pieces that were not reported yet.
+
+    A runner that starts over gives the first pieces again. They are compared by their ids, which
+    are checksums. If one is another than before, no more pieces are reported: readers can't go on.
+
+    Args:
+        slot: of the item.
+        number: by which the runner knows it.
+        item: its input.
+        is_text: whether its pieces are parts of one text.
+    """
+
+    def __init__(self, slot: int, number: int, item: PreparedCustom, *, is_text: bool) -> None:
+        self.slot = slot
+        self.number = number
+        self.item = item
+        self.is_sent = False
+        self.is_suspect = False
+        """Whether it was in a runner that ended with several. It runs alone from then on."""
+        self.logs = PublicLogs(PathRemover(None, ()))
+        """What it printed while it ran alone, and its traceback."""
+        self._received = 0
+        """Pieces from the current runner."""
+        self._is_text = is_text
+        self._ids = list(memoryview(item.written_ids).cast("I"))
+        """Of all pieces, reported or not."""
+        self._reported = len(self._ids)
+        self._texts: list[str] = []
+        """Of the pieces that were not reported."""
+        self._differs = False
+        self._filed = 0
+        """Pieces whose files are in `files`."""
+        self.files: list[tuple[FilePlace, Blob]] = []
+        """Those of all pieces so far."""
+        self._new_files: list[FileOfChunk] = []
+        """Those of the pieces that were not reported and are too large for them."""
+
+    def start_over(self) -> None:
+        """Notes that the runner has ended and that another one is to compute this."""
+        self.is_sent, self._received = False, 0
+
+    def add_piece(self, frame: Frame) -> None:
+        """Takes the next piece from the runner, with its files.
+
+        Raises:
+            ValueError: it is no piece, as the others of MALFORMED.
+        """
+        number, self._received = self._received, self._received + 1
+        if number >= self._filed:
+            self._filed = self._received
+            for where, data in zip(frame.message["files"], frame.blobs, strict=True):
+                _check_place(frame.message["piece"], where | {"at": where["at"][1:]})
+                place = FilePlace([number, *where["at"][1:]], where["name"], file_digest(data))
+                self.files.append((place, Blob(where["media_type"], data=data)))
+        if self._differs or not self.item.is_streamed:
+            return
+        piece = frame.message["piece"]
+        text, large = piece, list[FileOfChunk]()
+        if not self._is_text:
+            text, large = self._line(piece, number)
+        identity = zlib.crc32(text.encode())
+        if number < len(self._ids):
+            self._differs = identity != self._ids[number]
+            return
+        self._ids.append(identity)
+        self._texts.append(text)
+        self._new_files += large
+
+    def _line(self, piece: Any, number: int) -> tuple[str, list[FileOfChunk]]:
+        """An element as a line, and its files that are too large for it."""
+        files: list[StreamedFile] = []
+        large: list[FileOfChunk] = []
+        for at, (place, blob) in enumerate(self.files):
+            if place.at[0] != number:
+                continue
+            file = streamed_file(place.at[1:], at, place.digest, blob)
+            files.append(file)
+            if not file.uri:
+                large.append(FileOfChunk(file, blob.data or b""))
+        return StreamedElement(piece, files).line, large
+
+    def take_chunk(self) -> TokenChunk | None:
+        """The pieces since the last call. None: there are none."""
+        first, texts = self._reported, self._texts
+        if not texts:
+            return None
+        self._reported, self._texts = len(self._ids), []
+        ids, lengths = self._ids[first:], [len(text) for text in texts]
+        return TokenChunk(first, ids, "".join(texts), lengths=lengths)
+
+    def take_files(self) -> list[FileOfChunk]:
+        """The large files of the pieces that were taken just now."""
+        files, self._new_files = self._new_files, []
+        return files
+
+
+def outcome_of(
+    frame: Frame,
+    interface: ModelInterface,
+    work: int,
+    paths: PathRemover,
+    streamed: Sequence[tuple[FilePlace, Blob]] = (),
+) -> CustomResult | PenstockError:
+    """What the last frame of a prediction says.
+
+    Args:
+        frame: its last one.
+        interface: of the class.
+        work: what it weighs.
+        paths: removes our paths from an error.
+        streamed: the files of its pieces.
+
+    Raises:
+        ValueError: the frame is no answer, as the others of MALFORMED.
+    """
+    message = frame.message
+    if "error" not in message:
+        places, files = [place for place, _ in streamed], [file for _, file in streamed]
+        for where, data in zip(message["files"], frame.blobs, strict=True):
+            _check_place(message["output"], where)
+            files.append(Blob(where["media_type"], data=data))
+            places.append(FilePlace(where["at"], where["name"]))
+        result = CustomResult(
+            message["output"], files, places, interface.streams, message["metrics"], work
+        )
+        return result.packed()
+    reason = paths.remove(str(message["error"]))
+    if message["kind"] == "input":
+        named = _FIRST_WORD.match(reason)
+        is_known = named is not None and named[0] in interface.properties
+        return BadInput(reason, field=named[0] if named and is_known else None)
+    return Canceled() if message["kind"] == "canceled" else ModelFailed(reason)
+
+
+def message_of(number: int, item: PreparedCustom) -> tuple[dict[str, Any], list[bytes]]:
+    """The message that has the runner compute an item, and the bytes of its files."""
+    files = [{"at": one.at, "name": one.name} for one in item.files]
+    message = {"id": number, "input": item.values, "files": files, "context": item.context}
+    return message, [one.data for one in item.files]
+
+
+def _check_place(output: Any, where: dict[str, Any]) -> None:
+    """Raises an error if a file has no place in an output: a class may write to its socket."""
+    if not _MEDIA_TYPE.fullmatch(where["media_type"]) or not isinstance(where["name"], str):
+        raise ValueError("a file without a media type and a name")
+    place = output
+    for part in where["at"]:
+        place = place[part]
+    if place is not None:
+        raise ValueError("a file in the place of something else")

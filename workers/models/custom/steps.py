@@ -1,0 +1,330 @@
+"""Items of a class that computes predictions one by one, or several at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from shared.errors import Canceled, ModelFailed, PenstockError
+from shared.messages import PrintedLogs
+from shared.model_interface import ModelInterface
+from shared.tasks.custom import CustomResult
+from workers.models.base import Prepared, PreparedCustom
+from workers.models.client import ModelProcessDied, OnStepMessage
+from workers.models.custom.class_process import ClassProcess, Ended
+from workers.models.custom.predictions import Prediction, message_of, outcome_of
+from workers.models.custom.printed import pass_on
+from workers.models.custom.process import end_of
+from workers.models.custom.public_text import PublicLogs
+from workers.models.custom.runner.frames import Frame
+from workers.models.reports import Chunks, ItemEnded, ItemLogs, Spare, StepMessage
+from workers.models.step_shares import StepRoom, StepShares
+
+CHUNKS_EVERY_S = 0.05
+"""At most 20 events a second reach the readers of an item."""
+LOGS_EVERY_S = 0.5
+"""As often as webhooks and streams of predictions look at progress. Spare seconds go with them."""
+
+log = logging.getLogger(__name__)
+
+
+class ClassSteps:
+    """One run of a class, until no item is left. `interface.concurrency` are computed at a time.
+
+    Args:
+        process: of the class.
+        interface: of the class.
+        room: of the class in this process.
+        on_message: called with what comes of the items, never within a call of this.
+    """
+
+    def __init__(
+        self,
+        process: ClassProcess,
+        interface: ModelInterface,
+        room: StepRoom,
+        on_message: OnStepMessage,
+    ) -> None:
+        self._process = process
+        self._interface = interface
+        self._shares = StepShares(room)
+        self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._has_lost_gpu = False
+        self._fault: Exception | None = None
+        """What `on_message` raised."""
+        self._items: OrderedDict[int, Prediction] = OrderedDict()
+        self._slots = 0
+        """The items that have been admitted so far."""
+        self._charged_s: float | None = None
+        """Until when the time of the process was charged. None: it is not ready."""
+        self._alone: Prediction | None = None
+        """The only prediction that can have printed anything since the last `printed.take()`."""
+        self._logs_seen = 0
+        """What was reported of its output."""
+        self._reported_s = 0.0
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    async def run(self, batch: Sequence[Prepared]) -> None:
+        """Computes items until none is left.
+
+        Raises:
+            ModelProcessDied: the process was killed from outside.
+        """
+        self.admit(batch)
+        try:
+            self._set_timer("state", LOGS_EVERY_S)
+            while self._items:
+                await self._advance()
+            await asyncio.sleep(0)  # lets the last messages be delivered
+            if self._fault is not None:
+                raise self._fault
+        finally:
+            for timer in self._timers.values():
+                timer.cancel()
+            if self._items:  # it was canceled, or the process has died
+                self._cancel_all()
+
+    def admit(self, items: Sequence[Prepared]) -> int:
+        """Adds items. Returns the slot of the first."""
+        first, self._slots = self._slots, self._slots + len(items)
+        self._charge()
+        for slot, item in enumerate(items, first):
+            if not isinstance(item, PreparedCustom):
+                error = ModelFailed(f"a custom class can't compute {type(item).__name__}")
+                self._report_end(slot, error)
+                continue
+            number, is_text = self._process.next_number(), self._interface.streams == "text"
+            self._items[slot] = Prediction(slot, number, item, is_text=is_text)
+            self._shares.add(slot, item.room or item.length)
+        self._changed.set()
+        return first
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Stops items that are still in. They fail as canceled."""
+        self._charge()
+        for slot in slots:
+            prediction = self._items.pop(slot, None)
+            if prediction is not None:
+                if prediction.is_sent and self._process.is_ready:
+                    self._process.cancel(prediction.number)
+                self._report_end(slot, Canceled())
+        self._changed.set()
+
+    def _cancel_all(self) -> None:
+        """Stops what the process still computes. Nobody gets a result."""
+        for prediction in self._items.values():
+            if prediction.is_sent and self._process.is_ready:
+                self._process.cancel(prediction.number)
+        self._items.clear()
+
+    def notice(self) -> None:
+        """The process has changed its state."""
+        self._charge()
+        self._changed.set()
+
+    async def _advance(self) -> None:
+        """Does what is possible now, and waits until something has changed."""
+        process = self._process
+        self._changed.clear()
+        if self._fault is not None:
+            raise self._fault
+        if self._has_lost_gpu:
+            raise await process.give_up()
+        if (ended := process.take_end()) is not None:
+            self._on_end(ended)
+            return
+        if (failure := process.take_failure()) is not None:
+            for slot in list(self._items):
+                self._end(slot, failure)
+            return
+        if process.is_ready:
+            if not process.computing and await process.renew_if_used_up():
+                return
+            self._charge()
+            if process.is_ready:
+                self._send_items()
+        else:
+            process.begin()
+        await self._changed.wait()
+
+    def _send_items(self) -> None:
+        # A prediction that was dropped may still run, and a class computes one at a time.
+        inside = len(self._process.computing)
+        is_alone = any(one.is_sent and one.is_suspect for one in self._items.values())
+        for prediction in self._items.values():
+            must_wait = is_alone or (prediction.is_suspect and inside)
+            if inside >= self._interface.concurrency or must_wait:
+                return
+            if not prediction.is_sent:
+                is_alone = prediction.is_suspect
+                inside += 1
+                prediction.is_sent = True
+                self._attribute_output(prediction, is_only=inside == 1)
+                message = message_of(prediction.number, prediction.item)
+                self._process.send([message], [prediction.number])
+
+    def _attribute_output(self, joining: Prediction, *, is_only: bool) -> None:
+        """Takes the output so far, just before a prediction starts.
+
+        The output of a process belongs to a prediction only while no other runs. From the moment
+        that a second one joins until none is left, nobody knows which tenant's data a line has.
+        """
+        self._give_to_alone(self._process.runner.printed.take())
+        joining.logs = PublicLogs(self._process.paths)
+        self._alone = joining if is_only else None
+        if is_only:
+            self._logs_seen = 0
+
+    def _give_to_alone(self, printed: PrintedLogs) -> None:
+        """Takes output that ends now: the only prediction gets it, otherwise the operator."""
+        alone, self._alone = self._alone, None
+        if alone is not None:
+            alone.logs.add(printed, is_all=True)
+        else:
+            pass_on(printed)
+
+    def handle(self, frame: Frame) -> None:
+        """Takes an answer of the process.
+
+        Raises:
+            ValueError: it is none, as the others of predictions.MALFORMED.
+        """
+        number = frame.message["id"]
+        prediction = next((one for one in self._items.values() if one.number == number), None)
+        if prediction is None or not prediction.is_sent:
+            self._changed.set()  # one that was dropped has ended
+        elif "piece" in frame.message:
+            prediction.add_piece(frame)
+            self._report_pieces()
+        else:
+            self._on_answer(prediction, frame)
+
+    def _on_answer(self, prediction: Prediction, frame: Frame) -> None:
+        if self._process.has_lost_gpu(frame):
+            self._has_lost_gpu = True
+            self._changed.set()
+            return
+        if self._alone is prediction:
+            self._give_to_alone(self._process.runner.printed.take())
+        logs = self._process.add_traceback(prediction.logs.printed, frame)
+        work, paths = prediction.item.length, self._process.paths
+        outcome = outcome_of(frame, self._interface, work, paths, prediction.files)
+        self._charge()
+        self._end(prediction.slot, outcome, logs)
+        self._changed.set()
+
+    def _on_end(self, ended: Ended) -> None:
+        """The process has ended. What it computed fails, unless it was killed from outside."""
+        self._give_to_alone(ended.printed)
+        inside = [one for one in self._items.values() if one.is_sent]
+        for prediction in inside:
+            prediction.start_over()
+        if ended.killed_for and not ended.is_at_fault:  # for a prediction that was dropped
+            return
+        if ended.status == -signal.SIGKILL and inside and not ended.killed_for:
+            raise ModelProcessDied(f"the process of the class {end_of(ended.status)}")
+        if len(inside) > 1:  # one of them did it; the others go on
+            for prediction in inside:
+                prediction.is_suspect = True
+            return
+        how = f"{end_of(ended.status)} while it computed this"
+        if ended.killed_for:
+            how = f"was ended while it computed this: {ended.killed_for}"
+        for prediction in inside:
+            error = ModelFailed(f"the process of the model {how}")
+            self._end(prediction.slot, error, prediction.logs.printed)
+
+    def _charge(self) -> None:
+        """Charges the time since the last call to the items that are in.
+
+        Nobody pays for the time in which the class is set up: another's item may be the cause.
+        """
+        now_s = time.monotonic()
+        if self._charged_s is not None:
+            self._shares.charge(now_s - self._charged_s)
+        self._charged_s = now_s if self._process.is_ready else None
+
+    def _end(
+        self, slot: int, outcome: CustomResult | PenstockError, logs: PrintedLogs | None = None
+    ) -> None:
+        if isinstance(outcome, PenstockError):
+            self._report_chunks()  # a result has all pieces, a failure has none
+        del self._items[slot]
+        self._report_end(slot, outcome, logs)
+
+    def _report_end(
+        self, slot: int, outcome: CustomResult | PenstockError, logs: PrintedLogs | None = None
+    ) -> None:
+        self._report_spare()
+        done = self._shares.end(
+            slot,
+            outcome,
+            memory_bytes=self._process.memory_bytes,
+            loaded_at_s=self._process.set_up_at_s,
+            logs=logs,
+        )
+        self._report(ItemEnded(0, slot, done))
+
+    def _report_spare(self) -> None:
+        if spare_s := self._shares.take_spare_s():
+            self._report(Spare(0, spare_s))
+
+    def _report(self, message: StepMessage) -> None:
+        # Not at once: the caller of `admit` knows the slots of its items only when it returns.
+        self._loop.call_soon(self._deliver, message)
+
+    def _deliver(self, message: StepMessage) -> None:
+        try:
+            self._on_message(message)
+        except Exception as error:
+            # Whatever it is, it ends the run: nobody else would see it.
+            self._fault = self._fault or error
+            self._changed.set()
+
+    def _report_pieces(self) -> None:
+        """Reports the pieces since the last report, now or once CHUNKS_EVERY_S have passed."""
+        if "pieces" in self._timers:
+            return
+        wait_s = self._reported_s + CHUNKS_EVERY_S - time.monotonic()
+        if wait_s > 0:
+            self._set_timer("pieces", wait_s)
+        else:
+            self._report_chunks()
+
+    def _report_chunks(self) -> None:
+        self._reported_s = time.monotonic()
+        chunks, files = {}, {}
+        for slot, prediction in self._items.items():
+            if (chunk := prediction.take_chunk()) is not None:
+                chunks[slot], files[slot] = chunk, prediction.take_files()
+        if chunks:
+            self._report(Chunks(0, chunks, files))
+
+    def _report_logs(self) -> None:
+        """Reports what an item that is alone has printed so far, if it is more than before."""
+        prediction = self._alone
+        if prediction is None or not self._process.is_ready or prediction.slot not in self._items:
+            return
+        logs = prediction.logs.add(self._process.runner.printed.look())
+        if logs.end > self._logs_seen:
+            self._logs_seen = logs.end
+            self._report(ItemLogs(0, prediction.slot, logs))
+
+    def _set_timer(self, name: str, after_s: float) -> None:
+        self._timers[name] = self._loop.call_later(after_s, self._on_timer, name)
+
+    def _on_timer(self, name: str) -> None:
+        del self._timers[name]
+        if name == "pieces":
+            self._report_pieces()
+        else:
+            self._set_timer("state", LOGS_EVERY_S)
+            self._charge()
+            self._report_spare()
+            self._report_logs()

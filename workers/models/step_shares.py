@@ -1,0 +1,161 @@
+"""Divides the time of the steps of a model among the items that they compute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from shared.catalog import Model
+from shared.messages import PrintedLogs
+from shared.service_rate import StepTime
+from shared.tasks import Result
+from workers.models.reports import BatchResult, check_result
+
+SHARED_WEIGHTS_SHARE = 0.5
+"""The guess for a model whose steps read all weights once: a step that writes a token of each slot
+takes twice the fixed time. SmolLM2-135M: 16 texts 1.8 to 4.1 times one
+(docs/reference/generation.md)."""
+
+
+class StepRoom:
+    """The room of a model in a process, and what of it was spare in the steps so far.
+
+    Args:
+        model: the entry of the catalog.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._max_items = model.batch.max_items
+        self._budget = model.budget
+        share = SHARED_WEIGHTS_SHARE if model.definition.shares_weights else 0.0
+        self._time = StepTime(share, full_work=self._max_items)
+
+    def spare_s(self, rooms: Sequence[int], work: int, seconds: float) -> float:
+        """Takes note of a step. Returns which of its seconds others could have used for nothing.
+
+        Args:
+            rooms: what each item that was in takes of the budget.
+            work: that the step computed. 0: not known, so each item counts as one.
+            seconds: that it took.
+        """
+        fill = min(1.0, max(len(rooms) / self._max_items, sum(rooms) / self._budget))
+        work = work or max(1, len(rooms))
+        self._time.observe(work, seconds)
+        return self._time.spare_s(fill, work, seconds)
+
+
+@dataclass(slots=True)
+class _Item:
+    """An item that is in the model, and its part of the time of the steps so far."""
+
+    started_at_s: float
+    room: int
+    """The part of the budget that it takes."""
+    steps: int = 0
+    item_steps: int = 0
+    """Items in all of its steps, added up."""
+    share_s: float = 0.0
+    spare_s: float = 0.0
+    cpu_s: float = 0.0
+
+
+class StepShares:
+    """The items of one batch, and the part of each in the time of its steps.
+
+    Args:
+        room: of the model in this process.
+        number: of the batch.
+    """
+
+    def __init__(self, room: StepRoom, number: int = 0) -> None:
+        self._room = room
+        self._number = number
+        self._items: dict[int, _Item] = {}
+        self._spare_s = 0.0
+
+    def add(self, slot: int, room: int) -> None:
+        """Takes an item in, which takes this part of the budget."""
+        self._items[slot] = _Item(time.time(), room)
+
+    def remove(self, slot: int) -> None:
+        """Forgets an item that has to wait, if it is in."""
+        self._items.pop(slot, None)
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._items
+
+    @property
+    def slots(self) -> list[int]:
+        """The slots of the items that are in."""
+        return list(self._items)
+
+    def charge(
+        self, step_s: float, cpu_s: float = 0.0, work: int = 0, waiting: Collection[int] = ()
+    ) -> None:
+        """Gives each item that a step has computed its part of it.
+
+        Args:
+            step_s: seconds that the step took.
+            cpu_s: CPU seconds of the process meanwhile.
+            work: that it computed, in tokens or pixels. 0: not known.
+            waiting: slots of items that it did not compute.
+        """
+        computed = [item for slot, item in self._items.items() if slot not in waiting]
+        if not (count := len(computed)):
+            return
+        spare_s = self._room.spare_s([item.room for item in computed], work, step_s)
+        self._spare_s += spare_s
+        for item in computed:
+            item.steps += 1
+            item.item_steps += count
+            item.share_s += step_s / count
+            item.spare_s += spare_s / count
+            item.cpu_s += cpu_s / count
+
+    def take_spare_s(self) -> float:
+        """Returns the spare seconds since the last call."""
+        spare_s, self._spare_s = self._spare_s, 0.0
+        return spare_s
+
+    def end(
+        self,
+        slot: int,
+        result: Result | Exception,
+        *,
+        memory_bytes: int,
+        loaded_at_s: float,
+        steps_saved: int | None = None,
+        logs: PrintedLogs | None = None,
+    ) -> BatchResult:
+        """Removes an item, and returns what it took and what came of it.
+
+        Args:
+            slot: of the item. One that never came in took no time.
+            result: what came of it.
+            memory_bytes: resident memory of the process.
+            loaded_at_s: when it loaded the model, in Unix seconds.
+            steps_saved: steps that were left out because the item was canceled.
+            logs: what the model printed for it.
+        """
+        item = self._items.pop(slot, None) or _Item(time.time(), 0)
+        batch_items = max(1, round(item.item_steps / item.steps)) if item.steps else 1
+        work = int(getattr(result, "tokens", 0)) or int(getattr(result, "pixel_steps", 0))
+        work = work or int(getattr(result, "work", 0))
+        return BatchResult(
+            number=self._number,
+            results=[check_result(result)],
+            started_at_s=item.started_at_s,
+            finished_at_s=time.time(),
+            # Divided by the items of the batch, as everywhere, it is the item's part of the time.
+            inference_ms=item.share_s * batch_items * 1000,
+            spare_s=item.spare_s,
+            real_work=work,
+            padded_work=work,
+            memory_bytes=memory_bytes,
+            cpu_s=item.cpu_s,
+            loaded_at_s=loaded_at_s,
+            average_items=batch_items,
+            steps_saved=steps_saved,
+            logs={0: logs} if logs is not None and logs.end else {},
+        )

@@ -1,0 +1,281 @@
+"""A place of a worker's pool: the processes that take turns on one device.
+
+A worker's models are computed by one model process and, for each custom class, by a process of its
+own. To the worker they are one process that holds some of the models and runs one batch at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from shared.errors import PenstockError
+from workers.models.base import Prepared
+from workers.models.client import Launch, OnPreviews, OnProgress, OnStepMessage, ProcessClient
+from workers.models.reports import BatchResult, ResidencyReport, StepsEnded
+from workers.runtime.kept_process import KeptProcess
+
+log = logging.getLogger(__name__)
+
+
+class _Host(NamedTuple):
+    """A process, and the numbers of its models in the pool."""
+
+    process: KeptProcess
+    models: Sequence[int]
+
+    def residency(self) -> ResidencyReport:
+        """The models that the process holds, as last reported, by its own numbers."""
+        client = self.process.client
+        return _NOTHING if client is None else client.residency
+
+
+_NOTHING = ResidencyReport([])
+
+
+class PooledProcess:
+    """Processes that take turns on one device.
+
+    Args:
+        launches: of the processes. Together they compute all models of the pool.
+        memory_budget_bytes: for the models of all of them together. 0 means no limit.
+    """
+
+    def __init__(self, launches: Sequence[Launch], memory_budget_bytes: int = 0) -> None:
+        self._hosts = [
+            _Host(
+                KeptProcess(partial(one.start, partial(self._evict_others, one.models))), one.models
+            )
+            for one in launches
+        ]
+        self._budget_bytes = memory_budget_bytes
+        self._opened = asyncio.Event()
+        """Set when each process has been started, or could not be."""
+        self._current: ProcessClient | None = None
+        """The process that has the batch which runs."""
+        self._used_s: dict[int, float] = {}
+        """When each model began its last batch, in monotonic seconds."""
+        self._reports = [_NOTHING] * len(self._hosts)
+        self._residency = _NOTHING
+
+    async def ready(self) -> None:
+        """Waits until each process can run a batch.
+
+        Raises:
+            PenstockError: one could not be started or restarted.
+        """
+        await self._opened.wait()
+        for host in self._hosts:
+            await host.process.ready()
+
+    async def keep_alive(self) -> None:
+        """Starts the processes one after another, and restarts them when they die.
+
+        Returns when none can be started any more.
+        """
+        async with asyncio.TaskGroup() as group:
+            try:
+                for host in self._hosts:
+                    group.create_task(host.process.keep_alive())
+                    with contextlib.suppress(PenstockError):  # `ready` raises it again
+                        await host.process.ready()
+                        await self._fit(host)
+            finally:
+                self._opened.set()
+
+    async def run(
+        self,
+        batch: Sequence[Prepared],
+        *,
+        timeout_s: float,
+        model: int = 0,
+        on_step: OnProgress | None = None,
+        on_previews: OnPreviews | None = None,
+    ) -> BatchResult:
+        """Runs a batch of items with equal keys. Only one batch runs at a time.
+
+        Args:
+            batch: at least one item.
+            model: the number of the model, which is loaded first if it is not resident.
+            timeout_s: counts from when the process has the batch. After it the process is killed.
+            on_step: called after steps, about ten times a second, if the model has steps.
+            on_previews: called with what `watch` asked for.
+
+        Raises:
+            ModelProcessDied: the process died, hung, or returned a wrong number of results.
+        """
+        host, number = self._find(model)
+        client = await self._begin(host, model)
+        done = await client.run(batch, timeout_s, on_step, number, on_previews)
+        if done.out_of_memory or number not in client.residency.resident:
+            await self._evict_others(host.models)
+        if done.switched is not None:
+            done.switched = _renumber(done.switched, host.models)
+        return done
+
+    async def run_steps(
+        self,
+        batch: Sequence[Prepared],
+        *,
+        timeout_s: float,
+        on_message: OnStepMessage,
+        model: int = 0,
+    ) -> StepsEnded:
+        """Runs items on a model that computes in steps, until none is left. More may be admitted.
+
+        Args:
+            batch: at least one item.
+            timeout_s: the longest time without a sign of life. After it the process is killed.
+            on_message: called with each message but the last one.
+            model: the number of the model, which is loaded first if it is not resident.
+
+        Raises:
+            ModelProcessDied: the process died or hung.
+        """
+        host, number = self._find(model)
+        client = await self._begin(host, model)
+        ended = await client.run_steps(batch, timeout_s, on_message, number)
+        if number not in client.residency.resident:
+            await self._evict_others(host.models)
+        if ended.switched is not None:
+            ended.switched = _renumber(ended.switched, host.models)
+        return ended
+
+    def _find(self, model: int) -> tuple[_Host, int]:
+        """The process that computes a model, and the model's number there."""
+        host = next(one for one in self._hosts if model in one.models)
+        return host, host.models.index(model)
+
+    async def _begin(self, host: _Host, model: int) -> ProcessClient:
+        client = host.process.up()
+        if len(self._hosts) > 1:
+            await self._make_room(host, model)
+        self._used_s[model] = time.monotonic()
+        self._current = client
+        return client
+
+    async def _make_room(self, host: _Host, model: int) -> None:
+        """Evicts models of other processes until a model that is not resident fits the budget."""
+        if not self._budget_bytes or model in self.residency.resident:
+            return
+        while (held := self._held_by_others(host.models)) and self._is_above_budget(model):
+            await self._evict(min(held, key=lambda one: self._used_s.get(one, 0.0)))
+
+    def _is_above_budget(self, model: int) -> bool:
+        sizes = self.residency.size_bytes
+        taken = {*self.residency.resident, model}
+        return sum(sizes.get(one, 0) for one in taken) > self._budget_bytes
+
+    async def _fit(self, host: _Host) -> None:
+        """Evicts what has just been started, if it does not fit beside the others."""
+        last = host.models[-1]
+        if self._budget_bytes and self._held_by_others(host.models) and self._is_above_budget(last):
+            for model in host.models:
+                await self._evict(model)
+
+    def _held_by_others(self, models: Sequence[int]) -> list[int]:
+        return [one for one in self.residency.resident if one not in models]
+
+    async def _evict(self, model: int) -> None:
+        host, number = self._find(model)
+        if host.process.client is not None:
+            await host.process.client.evict([number])
+
+    async def _evict_others(self, models: Sequence[int]) -> bool:
+        """Evicts all but these models: the device has too little memory for all.
+
+        Returns whether there were any.
+        """
+        held = self._held_by_others(models)
+        for model in held:
+            log.warning("model evicted to make room for another", extra={"model": model})
+            await self._evict(model)
+        return bool(held)
+
+    def admit(self, items: Sequence[Prepared]) -> int | None:
+        """Adds items to the batch that runs in steps, as ProcessClient.admit."""
+        return None if self._current is None else self._current.admit(items)
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Stops these items of the batch that runs in steps. They fail as canceled."""
+        if self._current is not None:
+            self._current.drop(slots)
+
+    def preempt(self, slots: Sequence[int]) -> None:
+        """Interrupts these items of the batch that runs in steps. They come back as preempted."""
+        if self._current is not None:
+            self._current.preempt(slots)
+
+    def cancel(self) -> None:
+        """Stops the running batch, if any, after its current step.
+
+        Items without a result fail as Canceled.
+        """
+        if self._current is not None:
+            self._current.cancel()
+
+    def watch(self, slots: Sequence[int]) -> None:
+        """Has previews of these slots of the running batch drawn, for a moment."""
+        if self._current is not None:
+            self._current.watch(slots)
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the first process that is running."""
+        pids = (host.process.client.pid for host in self._hosts if host.process.client is not None)
+        return next((pid for pid in pids if pid), None)
+
+    @property
+    def residency(self) -> ResidencyReport:
+        """The models that the processes hold, as last reported. A new object after each change."""
+        reports = [host.residency() for host in self._hosts]
+        if any(new is not old for new, old in zip(reports, self._reports, strict=True)):
+            changed = [new is not old for new, old in zip(reports, self._reports, strict=True)]
+            self._reports = reports
+            self._residency = self._merge(reports, changed)
+        return self._residency
+
+    def _merge(
+        self, reports: Sequence[ResidencyReport], changed: Sequence[bool]
+    ) -> ResidencyReport:
+        """One report of all processes. Loads and evictions count of those that have changed."""
+        whole = ResidencyReport([])
+        for host, report, is_new in zip(self._hosts, reports, changed, strict=True):
+            part = _renumber(report, host.models)
+            whole.resident = [*whole.resident, *part.resident]
+            whole.load_s |= part.load_s
+            whole.size_bytes |= part.size_bytes
+            if is_new:
+                whole.loads += part.loads
+                whole.evictions += part.evictions
+                whole.switch_s += part.switch_s
+        return whole
+
+    @property
+    def device_name(self) -> str:
+        """The device that they run on."""
+        client = self._hosts[0].process.client
+        return "" if client is None else client.facts.device_name
+
+    @property
+    def memory_bytes(self) -> int:
+        """Their resident memory, as last reported."""
+        clients = (host.process.client for host in self._hosts)
+        return sum(client.memory_bytes for client in clients if client is not None)
+
+
+def _renumber(report: ResidencyReport, models: Sequence[int]) -> ResidencyReport:
+    """A report of a process, with the numbers that its models have in the pool."""
+    return ResidencyReport(
+        [models[number] for number in report.resident],
+        {models[number]: seconds for number, seconds in report.load_s.items()},
+        {models[number]: size for number, size in report.size_bytes.items()},
+        report.loads,
+        report.evictions,
+        report.switch_s,
+    )
