@@ -44,11 +44,21 @@ class CogServer:
 
     def predict(self, values: dict[str, Any], **more: Any) -> Prediction:
         """Runs one prediction. `more`: further fields of the body."""
-        answer = self._client.post("/predictions", json={"input": values, **more}).json()
+        answer = self._post({"input": values, **more})
         if "status" not in answer:  # the input is not valid
             return Prediction(None, json.dumps(answer["detail"]))
         is_right = answer["status"] == "succeeded"
         return Prediction(answer.get("output"), "" if is_right else str(answer["error"]))
+
+    def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Asks again while the slot of the last prediction is about to end."""
+        until_s = time.monotonic() + WAIT_LIMIT_S
+        while True:
+            answer: dict[str, Any] = self._client.post("/predictions", json=body).json()
+            is_busy = "At capacity" in str(answer.get("error"))
+            if not is_busy or time.monotonic() > until_s:
+                return answer
+            time.sleep(0.05)
 
     def close(self) -> None:
         """Closes the connections to it."""
