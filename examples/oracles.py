@@ -6,7 +6,6 @@ process of its own.
 
 from __future__ import annotations
 
-import importlib.resources
 import importlib.util
 import os
 import re
@@ -19,7 +18,7 @@ from types import ModuleType
 import pytest
 from PIL import Image
 
-from examples.show import EXAMPLES, KEPT, fetch_weights
+from examples.show import EXAMPLES, KEPT, fetch_weights, photograph_file
 from shared.errors import ConfigurationError
 
 INSTALL_LIMIT_S = 600.0
@@ -49,8 +48,7 @@ def loaded(name: str) -> ModuleType:
 
 def photograph(name: str) -> Image.Image:
     """`flower.jpg` or `china.jpg` of scikit-learn's data (CC BY 2.0), 640 x 427 pixels."""
-    file = importlib.resources.files("sklearn") / "datasets" / "images" / name
-    with file.open("rb") as opened, Image.open(opened) as image:
+    with Image.open(photograph_file(name)) as image:
         return image.convert("RGB")
 
 

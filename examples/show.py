@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.resources
+import importlib.metadata
 import json
 import mimetypes
 import os
@@ -136,6 +136,15 @@ def settings_of(name: str) -> dict[str, Any]:
     return {"input": "image", "output": "output.png"} | settings
 
 
+def photograph_file(name: str) -> Path:
+    """The file `flower.jpg` or `china.jpg` of scikit-learn's data, which is not imported for it.
+
+    Its import takes a second of CPU time, and warns on machines without /dev/shm.
+    """
+    files = importlib.metadata.distribution("scikit-learn")
+    return Path(str(files.locate_file(f"sklearn/datasets/images/{name}")))
+
+
 def usual_input(name: str, kept: Path) -> Path | str:
     """The text or the sample of a model, or a photograph of a flower.
 
@@ -147,8 +156,7 @@ def usual_input(name: str, kept: Path) -> Path | str:
         return str(settings["text"])
     if "sample" in settings:
         return EXAMPLES / name / str(settings["sample"])
-    file = importlib.resources.files("sklearn") / "datasets" / "images" / "flower.jpg"
-    with file.open("rb") as opened, Image.open(opened) as image:
+    with Image.open(photograph_file("flower.jpg")) as image:
         side = settings.get("image_px", max(image.size))
         image.thumbnail((side, side))
         image.save(kept / "input.jpg", quality=95)

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from multiprocessing.queues import SimpleQueue
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -191,16 +191,17 @@ def main() -> int:
     if order.steps_back:
         step_back()
     context = multiprocessing.get_context("fork")  # one session, as the processes of a part
-    took_s: SimpleQueue[float] = context.SimpleQueue()
-    for one in order.bursts:
-        context.Process(target=_burn_one, args=(one, order.seconds, took_s)).start()
-    total_s = sum(took_s.get() for _ in order.bursts)
+    # A pipe for each, as a queue takes semaphores in /dev/shm, which a machine may lack.
+    pipes = [context.Pipe(duplex=False) for _ in order.bursts]
+    for one, (_, told) in zip(order.bursts, pipes, strict=True):
+        context.Process(target=_burn_one, args=(one, order.seconds, told)).start()
+    total_s = sum(hears.recv() for hears, _ in pipes)
     sys.stdout.buffer.write(msgspec.json.encode(total_s / order.seconds))
     return 0
 
 
-def _burn_one(burst: CpuBurst, seconds: float, took_s: SimpleQueue[float]) -> None:
-    took_s.put(burn(burst, seconds))
+def _burn_one(burst: CpuBurst, seconds: float, told: Connection[float, None]) -> None:
+    told.send(burn(burst, seconds))
 
 
 if __name__ == "__main__":
