@@ -39,7 +39,7 @@ import msgspec
 
 from shared.errors import InputTooLarge, PenstockError, UndecodableMessage
 from shared.tasks import Input, Result
-from shared.tasks.text import TokenChunk
+from shared.tasks.custom import PieceChunk
 from shared.tenants.plan import HEAVIEST, LIGHTEST, Priority
 from shared.tracing.spans import TraceContext, current, read_context
 
@@ -310,7 +310,7 @@ class ItemOutcome(msgspec.Struct, omit_defaults=True):
     result: Result | None = None
     error: ItemError | None = None
     logs: PrintedLogs | None = None
-    partial: TokenChunk | None = None
+    partial: PieceChunk | None = None
     """What a custom class had yielded, if there is no result: as much as its caller may have."""
 
 

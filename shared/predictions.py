@@ -26,13 +26,14 @@ from shared.stores.token_streams import TokenStreams
 from shared.tasks import Result
 from shared.tasks.custom import (
     CustomResult,
+    PieceChunk,
     StreamedFile,
     read_elements,
     streamed_key,
     with_places,
 )
 from shared.tasks.image import ImageResult, ImagesResult
-from shared.tasks.text import TokenChunk
+from shared.tasks.stream import Chunk
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
 """One of the output formats of the API. Workers produce PNG."""
@@ -286,7 +287,7 @@ async def read_partial(
 
 
 def partial_output_of(
-    prediction: Prediction, chunks: Sequence[TokenChunk], url_signer: UrlSigner
+    prediction: Prediction, chunks: Sequence[Chunk], url_signer: UrlSigner
 ) -> list[Any]:
     """Returns the first elements of an output, as the whole output will have them."""
 
@@ -298,9 +299,9 @@ def partial_output_of(
     for chunk in chunks:
         if prediction.streams == "items":
             pieces += [one.shown(link_to) for one in read_elements(chunk.text)]
-        elif (texts := chunk.pieces) is not None:
-            pieces += texts
-        else:
+        elif isinstance(chunk, PieceChunk):
+            pieces += chunk.pieces
+        else:  # release 0.1.0 wrote it, and where its pieces end is not known
             break
     return pieces
 

@@ -28,7 +28,8 @@ from shared.messages import (
 )
 from shared.stores.cache import Hit, Owed
 from shared.tasks import Result
-from shared.tasks.text import GenerationInput, TokenChunk
+from shared.tasks.stream import Chunk
+from shared.tasks.text import GenerationInput
 from shared.tenants.plan import Priority
 from shared.tracing.spans import STAGE, Attributes, SpanBlock, TraceContext, record, span
 from shared.transport import (
@@ -76,7 +77,7 @@ class PulledJob:
     """Unpaid results that this job pays for, by cache key, each with the index of its item."""
     undelivered: frozenset[int] = frozenset()
     """Indexes of items whose results were not part of the answer, once it is known."""
-    written: dict[int, list[TokenChunk]] = field(default_factory=dict)
+    written: dict[int, list[Chunk]] = field(default_factory=dict)
     """What was written of items of custom classes that ended, by their indexes."""
     is_over: bool = False
     """The job is being finished, is finished, or was handed back. Its queued items are dropped."""
@@ -278,7 +279,7 @@ class QueuedItem:
     """Model processes that died while they computed it."""
     deaths_alone: int = 0
     """The number of them that computed nothing else."""
-    written: list[TokenChunk] = field(default_factory=list)
+    written: list[Chunk] = field(default_factory=list)
     """The output of a generation so far, if somebody reads along, or if it was preempted."""
     has_started: bool = False
     """Whether a model process had it, so that a limit of its time in the queue is over."""

@@ -34,7 +34,8 @@ from shared.errors import BadInput, DeadlineExceeded, Overloaded, PenstockError
 from shared.messages import ItemOutcome
 from shared.predictions import Prediction, ended_at_s, printed_of
 from shared.stores.token_streams import READER_S, TokenReader, Tokens, TokenStreams
-from shared.tasks.custom import CustomResult
+from shared.tasks.custom import CustomResult, PieceChunk
+from shared.tasks.stream import Chunk
 from shared.tasks.text import GenerationResult, TokenChunk, TokenLogprob
 
 MAX_STREAMS = 2048
@@ -499,12 +500,11 @@ class _Stream:
         self._looked_s = now_s
         return True
 
-    def read(self, index: int, chunks: Sequence[TokenChunk]) -> Iterator[bytes]:
+    def read(self, index: int, chunks: Sequence[Chunk]) -> Iterator[bytes]:
         """Returns the events of the tokens written of a generation."""
         generation = self.generations[index]
         if chunks or not self._is_new:
-            first = chunks[0] if chunks else TokenChunk(0, [])
-            yield from self._open(index, PromptSize(first.input_tokens, first.cached_tokens))
+            yield from self._open(index, _prompt_before(chunks))
         for chunk in itertools.chain.from_iterable(map(self._parts, chunks)):
             if chunk.first < generation.seen.tokens < chunk.end or chunk.first != generation.tokens:
                 raise StreamLost(
@@ -513,8 +513,9 @@ class _Stream:
             before, generation.tokens = generation.text, chunk.end
             generation.text += chunk.text
             if generation.tokens > generation.seen.tokens:
+                logprobs = chunk.logprobs if isinstance(chunk, TokenChunk) else []
                 event = self._shape.delta(
-                    index, before, chunk.text, chunk.logprobs, (generation.tokens, 0)
+                    index, before, chunk.text, logprobs, (generation.tokens, 0)
                 )
                 if event is not None:
                     yield self._with_id(event)
@@ -593,14 +594,14 @@ class _Stream:
             if event is not None:
                 yield self._with_id(event)
 
-    def _parts(self, chunk: TokenChunk) -> Iterator[TokenChunk]:
+    def _parts(self, chunk: Chunk) -> Iterator[Chunk]:
         """Splits a chunk into what has an event of its own."""
         if not self._has_elements:
             yield chunk
             return
         lines = chunk.text.split("\n")[:-1]
         for number, (identity, line) in enumerate(zip(chunk.ids, lines, strict=True)):
-            yield TokenChunk(chunk.first + number, [identity], f"{line}\n")
+            yield PieceChunk(chunk.first + number, [identity], f"{line}\n", [len(line) + 1])
 
     def _open(self, index: int, prompt: PromptSize) -> Iterator[bytes]:
         generation = self.generations[index]
@@ -616,6 +617,13 @@ class _Stream:
         event_id = ".".join(generation.id for generation in self.generations)
         logs = f"~{self.logs_seen}" if self.logs_seen else ""
         return f"id: {event_id}{logs}\n".encode() + event
+
+
+def _prompt_before(chunks: Sequence[Chunk]) -> PromptSize:
+    """The prompt of a generation, as its first chunk says. Pieces of a class follow no prompt."""
+    if not chunks or not isinstance(chunks[0], TokenChunk):
+        return PromptSize()
+    return PromptSize(chunks[0].input_tokens, chunks[0].cached_tokens)
 
 
 def _prompt_of(result: StreamedResult) -> PromptSize:

@@ -29,6 +29,7 @@ import msgspec
 
 from shared.errors import Unavailable
 from shared.stores.redis_client import Commands, load_script
+from shared.tasks.stream import Chunk, decode_chunk
 from shared.tasks.text import TokenChunk
 
 KEPT_S = 600
@@ -45,7 +46,6 @@ _APPEND = load_script("shared/stores/token_append.lua")
 _READ = load_script("shared/stores/token_read.lua")
 _DELIVERED = load_script("shared/stores/token_delivered.lua")
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(TokenChunk)
 
 
 class Written(NamedTuple):
@@ -54,7 +54,7 @@ class Written(NamedTuple):
     record: str
     item: int
     attempt: int
-    chunk: TokenChunk
+    chunk: Chunk
 
 
 class Delivered(NamedTuple):
@@ -68,7 +68,7 @@ class Delivered(NamedTuple):
 class Tokens(NamedTuple):
     """The tokens that a reader gets. `is_over`: the record is over or gone, so no more come."""
 
-    chunks: list[TokenChunk]
+    chunks: list[Chunk]
     is_over: bool
 
 
@@ -110,7 +110,9 @@ class TokenStreams:
         args: list[str | bytes | float] = [KEPT_S]
         for one in written:
             chunk = one.chunk
-            prompt = f"{chunk.input_tokens} {chunk.cached_tokens}"
+            prompt = "0 0"
+            if isinstance(chunk, TokenChunk):
+                prompt = f"{chunk.input_tokens} {chunk.cached_tokens}"
             args += [one.attempt, chunk.first, chunk.end, _encoder.encode(chunk), prompt]
         with contextlib.suppress(Unavailable):
             ends = await self._commands.run_script(_APPEND, keys, *args)
@@ -136,11 +138,11 @@ class TokenStreams:
         ]
         entries = await self._commands.run_script(_READ, keys, *(end for _, _, end in wanted))
         return [
-            Tokens([_decoder.decode(chunk) for chunk in chunks], bool(is_over))
+            Tokens([decode_chunk(chunk) for chunk in chunks], bool(is_over))
             for is_over, *chunks in entries
         ]
 
-    async def written(self, wanted: Sequence[tuple[str, int]]) -> list[list[TokenChunk]]:
+    async def written(self, wanted: Sequence[tuple[str, int]]) -> list[list[Chunk]]:
         """Returns all chunks of several items, for the worker that goes on with them.
 
         Args:
@@ -155,7 +157,7 @@ class TokenStreams:
                 for record, index in wanted
             )
         )
-        return [[_decoder.decode(entry[b"c"]) for _, entry in entries] for entries in delivered]
+        return [[decode_chunk(entry[b"c"]) for _, entry in entries] for entries in delivered]
 
     async def end_delivery(self, record: str, items: Sequence[int]) -> list[Delivered | None]:
         """Returns what was delivered of items that end without a result, for their charge.

@@ -8,6 +8,7 @@ import json
 import math
 import mimetypes
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self
 
 import msgspec
@@ -27,6 +28,7 @@ from shared.tasks.base import (
     TaskResult,
     WorkBound,
 )
+from shared.tasks.stream_chunk import StreamChunk
 
 MAX_FILES = 32
 """Of one prediction, or one item of a step of a flow. Each may be in the message."""
@@ -76,6 +78,28 @@ class StreamedElement(msgspec.Struct, frozen=True, array_like=True, omit_default
         """The element with URIs of its files, ready for JSON."""
         uris = [file.uri or link_to(file) for file in self.files]
         return _with_files(self.value, [file.at for file in self.files], uris)
+
+
+class PieceChunk(StreamChunk, omit_defaults=True):
+    """Pieces of an output that a class has yielded one after another.
+
+    `ids`: a checksum of each. `text`: the pieces, one behind the other; of a list, each is a line
+    (StreamedElement). `lengths`: the number of characters of each. Release 0.1.0 reads it as
+    tokens.
+    """
+
+    lengths: list[int] = msgspec.field(default_factory=list)
+
+    @property
+    def pieces(self) -> list[str]:
+        """The pieces."""
+        ends = [*accumulate(self.lengths, initial=0)]
+        return [self.text[start:end] for start, end in pairwise(ends)]
+
+    def until(self, count: int) -> PieceChunk:
+        """The first pieces, at most so many."""
+        text = self.text[: sum(self.lengths[:count])]
+        return PieceChunk(self.first, self.ids[:count], text, self.lengths[:count])
 
 
 _encoder = msgspec.json.Encoder()

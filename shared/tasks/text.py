@@ -10,9 +10,7 @@ from __future__ import annotations
 import math
 import re
 import secrets
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 import msgspec
@@ -31,6 +29,7 @@ from shared.tasks.base import (
     WorkBound,
 )
 from shared.tasks.embedding import BYTES_PER_TOKEN, SPECIAL_TOKENS, bound_tokens, estimate_tokens
+from shared.tasks.stream_chunk import StreamChunk
 
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+|[^\w\s]")
 """A word, a punctuation mark, or a character of a script that has no spaces between words."""
@@ -99,7 +98,7 @@ class TokenLogprob(msgspec.Struct, omit_defaults=True):
     top: list[TokenLogprob] = []
 
 
-class TokenChunk(msgspec.Struct, omit_defaults=True):
+class TokenChunk(StreamChunk, omit_defaults=True):
     """Tokens that were written one after another.
 
     `first`: how many tokens of the item come before. `text` may lag behind `ids`: it ends before a
@@ -107,48 +106,9 @@ class TokenChunk(msgspec.Struct, omit_defaults=True):
     an item says how many tokens its prompt has, and how many of these are `cached_tokens`.
     """
 
-    first: int
-    ids: list[int]
-    text: str = ""
-    logprobs: list[TokenLogprob] = []
+    logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
     input_tokens: int = 0
     cached_tokens: int = 0
-    lengths: list[int] = []
-    """Number of characters of each piece, if a custom class yielded `text`. Empty for tokens."""
-
-    @property
-    def end(self) -> int:
-        """The number of tokens that the item has with these."""
-        return self.first + len(self.ids)
-
-    @property
-    def pieces(self) -> list[str] | None:
-        """The pieces of a custom class. None: release 0.1.0 wrote them, without their lengths."""
-        if len(self.lengths) != len(self.ids):
-            return None
-        ends = [*accumulate(self.lengths, initial=0)]
-        return [self.text[start:end] for start, end in pairwise(ends)]
-
-
-def merge_chunks(written: Sequence[TokenChunk], first: int) -> TokenChunk | None:
-    """Returns one chunk with all tokens from `first` on.
-
-    None: there are none, or `first` is within one.
-    """
-    parts = written[bisect_left(written, first, key=lambda chunk: chunk.first) :]
-    if not parts or parts[0].first != first:
-        return None
-    if len(parts) == 1:
-        return parts[0]
-    return TokenChunk(
-        first,
-        [token for part in parts for token in part.ids],
-        "".join(part.text for part in parts),
-        [one for part in parts for one in part.logprobs],
-        parts[0].input_tokens,
-        parts[0].cached_tokens,
-        [length for part in parts for length in part.lengths],
-    )
 
 
 class GenerationInput(TaskInput, tag="generation"):

@@ -19,7 +19,8 @@ from shared.catalog import Model
 from shared.catalog_entry import Batch, Cache, Generation, Price
 from shared.in_memory_broker import InMemoryBroker
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, record_id
-from shared.tasks.text import GenerationInput, GenerationResult, TokenChunk
+from shared.tasks.stream import Chunk
+from shared.tasks.text import GenerationInput, GenerationResult
 from shared.tenants.plan import Priority
 from shared.transport import inbox_topic_id
 from tests.limits import WAIT_LIMIT_S
@@ -533,7 +534,7 @@ async def test_another_worker_goes_on_from_the_stream(redis_url: str, tmp_path: 
             assert result.cached_tokens == 50, "it wrote only what was missing"
 
 
-async def read_until(harness: WorkerHarness, record: str, tokens: int) -> list[TokenChunk]:
+async def read_until(harness: WorkerHarness, record: str, tokens: int) -> list[Chunk]:
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             [(chunks, _)] = await harness.records.tokens.read([(record, 0, 0)])
@@ -542,7 +543,7 @@ async def read_until(harness: WorkerHarness, record: str, tokens: int) -> list[T
             await asyncio.sleep(0.002)
 
 
-def assert_gapless(chunks: list[TokenChunk]) -> None:
+def assert_gapless(chunks: list[Chunk]) -> None:
     """Each token once, in order, and as the model spells them."""
     at = 0
     for chunk in chunks:

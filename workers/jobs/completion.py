@@ -57,8 +57,9 @@ from shared.stores.record_state import Finish
 from shared.stores.records import Records
 from shared.stores.token_streams import Delivered, TokenStreams
 from shared.tasks import Result
-from shared.tasks.custom import CustomInput, CustomResult
-from shared.tasks.text import GenerationInput, TokenChunk, merge_chunks
+from shared.tasks.custom import CustomInput, CustomResult, PieceChunk
+from shared.tasks.stream import merge_chunks
+from shared.tasks.text import GenerationInput
 from shared.tracing.spans import entered
 from shared.transport import Publisher
 from shared.usage.row import Row, RowSink
@@ -229,14 +230,13 @@ def _with_partial(
     outcome: ItemOutcome, pulled: PulledJob, delivered: Mapping[int, Delivered | None]
 ) -> ItemOutcome:
     whole = merge_chunks(pulled.written.get(outcome.index, ()), 0)
-    if outcome.result is not None or whole is None or (pieces := whole.pieces) is None:
+    if outcome.result is not None or not isinstance(whole, PieceChunk):
         return outcome
+    count = len(whole.ids)
     if outcome.index in delivered:
         read = delivered[outcome.index]
-        pieces = pieces[: read.output_tokens if read is not None else 0]
-    count = len(pieces)
-    partial = TokenChunk(0, whole.ids[:count], "".join(pieces), lengths=whole.lengths[:count])
-    return msgspec.structs.replace(outcome, partial=partial if count else None)
+        count = read.output_tokens if read is not None else 0
+    return msgspec.structs.replace(outcome, partial=whole.until(count) if count else None)
 
 
 def _is_charged_as_read(outcome: ItemOutcome, item: Item) -> bool:

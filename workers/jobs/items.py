@@ -24,13 +24,14 @@ from shared.errors import Canceled, ModelFailed, Unavailable
 from shared.messages import Item, PrintedLogs, failure
 from shared.stores.records import Records
 from shared.stores.token_streams import Written
-from shared.tasks.custom import streamed_key
-from shared.tasks.text import TokenChunk, merge_chunks
+from shared.tasks.custom import PieceChunk, streamed_key
+from shared.tasks.stream import Chunk, merge_chunks
+from shared.tasks.text import TokenChunk
 from workers import metrics
 from workers.job import Computed, PulledJob, QueuedItem, kept_traces
 from workers.jobs.completion import Completion, is_streamed
 from workers.models.base import Prepared, PreparedCustom, PreparedPrompt, RgbImage
-from workers.models.reports import BatchResult, FileOfChunk, ItemPreview, Previews
+from workers.models.reports import BatchResult, FileOfPiece, ItemPreview, Previews
 from workers.scheduling.priority_queue import PriorityQueue
 from workers.scheduling.tenant_shares import TenantShares
 
@@ -99,9 +100,7 @@ class ModelQueue:
             self._completion.settle(pulled, queued.coalesced(pulled, item))
         return True
 
-    def add(
-        self, prepared: Prepared, pulled: PulledJob, item: Item, written: list[TokenChunk]
-    ) -> None:
+    def add(self, prepared: Prepared, pulled: PulledJob, item: Item, written: list[Chunk]) -> None:
         """Queues a prepared item. The caller calls `on_queued` after the last one.
 
         `written` is what an earlier worker has written of it.
@@ -416,7 +415,7 @@ OUTPUT_EVENT_EVERY_S = 0.6
 that come within 0.5 s of the last one."""
 _Reader = tuple[PulledJob, int]
 """A job, and the index of its item."""
-_HeldChunk = tuple[TokenChunk, Sequence[FileOfChunk]]
+_HeldChunk = tuple[Chunk, Sequence[FileOfPiece]]
 
 
 class TokenOutput:
@@ -434,9 +433,7 @@ class TokenOutput:
         self._is_sending = False
         self._has_more = False
 
-    def pass_on(
-        self, chunks: Sequence[tuple[QueuedItem, TokenChunk, Sequence[FileOfChunk]]]
-    ) -> None:
+    def pass_on(self, chunks: Sequence[tuple[QueuedItem, Chunk, Sequence[FileOfPiece]]]) -> None:
         """Appends what items have written to the streams of their readers, behind its files."""
         for queued, chunk, files in chunks:
             if queued in self._held:
@@ -467,7 +464,7 @@ class TokenOutput:
         if self._held.get(queued) is held:
             del self._held[queued]
 
-    def _append(self, queued: QueuedItem, chunk: TokenChunk) -> None:
+    def _append(self, queued: QueuedItem, chunk: Chunk) -> None:
         queued.written.append(chunk)
         self._open.setdefault(queued, {})
         self._has_more = True
@@ -511,7 +508,7 @@ class TokenOutput:
             # A reader whose record another worker holds gets nothing more from here.
             sent[reader] = end if end is not None else _NEVER
             self._has_more |= end is not None and end < chunk.end
-            if end and chunk.lengths:
+            if end and isinstance(chunk, PieceChunk):
                 self._announce(reader[0], end)
 
     def _announce(self, pulled: PulledJob, pieces: int) -> None:
@@ -534,12 +531,12 @@ class TokenOutput:
 
     async def resume(
         self, missing: Sequence[tuple[PulledJob, Item]], prepared: Sequence[object]
-    ) -> list[list[TokenChunk]]:
+    ) -> list[list[Chunk]]:
         """Reads what earlier workers have written of items that are about to be queued.
 
         Waits only for those that may have been delivered before.
         """
-        written: list[list[TokenChunk]] = [[] for _ in missing]
+        written: list[list[Chunk]] = [[] for _ in missing]
         wanted = [
             index
             for index, (pulled, item) in enumerate(missing)
@@ -579,6 +576,7 @@ def to_compute(queued: QueuedItem) -> Prepared:
     written_ids = b"".join(token.to_bytes(4, "little") for token in whole.ids)
     if isinstance(prepared, PreparedCustom):
         return msgspec.structs.replace(prepared, written_ids=written_ids)
+    assert isinstance(whole, TokenChunk), "a generation writes tokens; this is a bug"
     return msgspec.structs.replace(
         prepared,
         owner=queued.tenant,

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from shared.errors import BadInput, Canceled
+from shared.tasks.stream import Chunk
 from shared.tenants.plan import Priority
 from workers.job import QueuedItem
 from workers.jobs.consumer import JobConsumer
@@ -25,6 +26,7 @@ from workers.models.reports import (
     ItemLogs,
     ItemPreview,
     ItemsProgress,
+    Pieces,
     Preempted,
     Spare,
     StepMessage,
@@ -157,13 +159,8 @@ class StepRun:
 
     def _handle(self, message: StepMessage) -> None:
         match message:
-            case Chunks():
-                chunks = [
-                    (self._inside[slot], chunk, message.files.get(slot, ()))
-                    for slot, chunk in message.chunks.items()
-                    if slot in self._inside
-                ]
-                self._consumer.tokens.pass_on(chunks)
+            case Chunks() | Pieces():
+                self._pass_on(message)
             case ItemsProgress():
                 self._report_progress(message)
             case ItemLogs():
@@ -179,6 +176,18 @@ class StepRun:
                 self._busy.spare(self._counted, message.seconds)
             case Preempted():
                 self._wait_again(message)
+
+    def _pass_on(self, message: Chunks | Pieces) -> None:
+        """Hands on what items have written, with its large files."""
+        files = message.files if isinstance(message, Pieces) else {}
+        written: Mapping[int, Chunk] = message.chunks
+        self._consumer.tokens.pass_on(
+            [
+                (self._inside[slot], chunk, files.get(slot, ()))
+                for slot, chunk in written.items()
+                if slot in self._inside
+            ]
+        )
 
     def _wait_again(self, message: Preempted) -> None:
         """Queues generations again that are not to be computed now."""

@@ -11,7 +11,7 @@ import msgspec
 from shared.errors import ModelFailed, PenstockError, error_for_code
 from shared.messages import PrintedLogs
 from shared.tasks import Result
-from shared.tasks.custom import StreamedFile
+from shared.tasks.custom import PieceChunk, StreamedFile
 from shared.tasks.text import TokenChunk
 from workers.models.base import RgbImage
 
@@ -145,22 +145,29 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
         )
 
 
-class FileOfChunk(msgspec.Struct, array_like=True):
-    """A file whose place is in a chunk, and its bytes."""
+class FileOfPiece(msgspec.Struct, array_like=True):
+    """A file whose place is in a piece of an output, and its bytes."""
 
     file: StreamedFile
     data: bytes
 
 
 class Chunks(msgspec.Struct, tag="chunks"):
-    """The output of slots of batch `number` since the last message of this kind.
-
-    `files`: those of a model of one's own that are too large for the chunks.
-    """
+    """The tokens of slots of batch `number` since the last message of this kind."""
 
     number: int
     chunks: dict[int, TokenChunk]
-    files: dict[int, list[FileOfChunk]] = {}
+
+
+class Pieces(msgspec.Struct, tag="pieces"):
+    """What a custom class has yielded for slots of batch `number` since the last such message.
+
+    `files`: those that are too large for the pieces.
+    """
+
+    number: int
+    chunks: dict[int, PieceChunk]
+    files: dict[int, list[FileOfPiece]]
 
 
 class ItemsProgress(msgspec.Struct, tag="items_progress"):
@@ -231,7 +238,15 @@ class StepsEnded(msgspec.Struct, tag="steps_ended"):
 
 
 StepMessage = (
-    Chunks | ItemsProgress | ItemLogs | ItemPreview | ItemEnded | Spare | Preempted | StepsEnded
+    Chunks
+    | Pieces
+    | ItemsProgress
+    | ItemLogs
+    | ItemPreview
+    | ItemEnded
+    | Spare
+    | Preempted
+    | StepsEnded
 )
 
 

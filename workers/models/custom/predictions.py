@@ -13,16 +13,16 @@ from shared.model_interface import ModelInterface
 from shared.tasks.custom import (
     CustomResult,
     FilePlace,
+    PieceChunk,
     StreamedElement,
     StreamedFile,
     file_digest,
     streamed_file,
 )
-from shared.tasks.text import TokenChunk
 from workers.models.base import PreparedCustom
 from workers.models.custom.public_text import PathRemover, PublicLogs
 from workers.models.custom.runner.frames import Frame
-from workers.models.reports import FileOfChunk
+from workers.models.reports import FileOfPiece
 
 MALFORMED = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
 """What comes of reading an answer that is none: a class may write to its socket."""
@@ -70,7 +70,7 @@ class Prediction:
         """Pieces whose files are in `files`."""
         self.files: list[tuple[FilePlace, Blob]] = []
         """Those of all pieces so far."""
-        self._new_files: list[FileOfChunk] = []
+        self._new_files: list[FileOfPiece] = []
         """Those of the pieces that were not reported and are too large for them."""
 
     def start_over(self) -> None:
@@ -93,7 +93,7 @@ class Prediction:
         if self._differs or not self.item.is_streamed:
             return
         piece = frame.message["piece"]
-        text, large = piece, list[FileOfChunk]()
+        text, large = piece, list[FileOfPiece]()
         if not self._is_text:
             text, large = self._line(piece, number)
         identity = zlib.crc32(text.encode())
@@ -104,29 +104,29 @@ class Prediction:
         self._texts.append(text)
         self._new_files += large
 
-    def _line(self, piece: Any, number: int) -> tuple[str, list[FileOfChunk]]:
+    def _line(self, piece: Any, number: int) -> tuple[str, list[FileOfPiece]]:
         """An element as a line, and its files that are too large for it."""
         files: list[StreamedFile] = []
-        large: list[FileOfChunk] = []
+        large: list[FileOfPiece] = []
         for at, (place, blob) in enumerate(self.files):
             if place.at[0] != number:
                 continue
             file = streamed_file(place.at[1:], at, place.digest, blob)
             files.append(file)
             if not file.uri:
-                large.append(FileOfChunk(file, blob.data or b""))
+                large.append(FileOfPiece(file, blob.data or b""))
         return StreamedElement(piece, files).line, large
 
-    def take_chunk(self) -> TokenChunk | None:
+    def take_chunk(self) -> PieceChunk | None:
         """The pieces since the last call. None: there are none."""
         first, texts = self._reported, self._texts
         if not texts:
             return None
         self._reported, self._texts = len(self._ids), []
         ids, lengths = self._ids[first:], [len(text) for text in texts]
-        return TokenChunk(first, ids, "".join(texts), lengths=lengths)
+        return PieceChunk(first, ids, "".join(texts), lengths)
 
-    def take_files(self) -> list[FileOfChunk]:
+    def take_files(self) -> list[FileOfPiece]:
         """The large files of the pieces that were taken just now."""
         files, self._new_files = self._new_files, []
         return files

@@ -21,7 +21,7 @@ from workers.models.custom.printed import pass_on
 from workers.models.custom.process import end_of
 from workers.models.custom.public_text import PublicLogs
 from workers.models.custom.runner.frames import Frame
-from workers.models.reports import Chunks, ItemEnded, ItemLogs, Spare, StepMessage
+from workers.models.reports import ItemEnded, ItemLogs, Pieces, Spare, StepMessage
 from workers.models.step_shares import StepRoom, StepShares
 
 CHUNKS_EVERY_S = 0.05
@@ -304,7 +304,7 @@ class ClassSteps:
             if (chunk := prediction.take_chunk()) is not None:
                 chunks[slot], files[slot] = chunk, prediction.take_files()
         if chunks:
-            self._report(Chunks(0, chunks, files))
+            self._report(Pieces(0, chunks, files))
 
     def _report_logs(self) -> None:
         """Reports what an item that is alone has printed so far, if it is more than before."""

@@ -18,17 +18,16 @@ from shared.catalog import Model
 from shared.errors import PenstockError
 from shared.messages import PrintedLogs
 from shared.tasks import Result
-from shared.tasks.custom import StreamedFile
-from shared.tasks.text import TokenChunk
+from shared.tasks.custom import PieceChunk, StreamedFile
 from tests.limits import WAIT_LIMIT_S
 from workers.models.base import PreparedCustom
 from workers.models.client import ModelProcessDied
-from workers.models.reports import BatchResult, Chunks, ItemEnded, ItemLogs, StepMessage
+from workers.models.reports import BatchResult, ItemEnded, ItemLogs, Pieces, StepMessage
 from workers.runtime.pool import HostedModel, ModelPool
 
 STEP_S = 0.05
 Found = TypeVar("Found")
-_Message = TokenChunk | list[tuple[StreamedFile, bytes]] | PrintedLogs | BatchResult | PenstockError
+_Message = PieceChunk | list[tuple[StreamedFile, bytes]] | PrintedLogs | BatchResult | PenstockError
 StartClass = Callable[..., "StartedClass"]
 """The fixture `start_class`: takes a folder, and fields of its entry."""
 
@@ -68,7 +67,7 @@ class StartedClass:
         """The number of each slot of the running batch."""
         self._inside: dict[int, PreparedCustom] = {}
         self._running: asyncio.Task[None] | None = None
-        self._chunks: dict[int, TokenChunk] = {}
+        self._chunks: dict[int, PieceChunk] = {}
         self._files: dict[int, list[tuple[StreamedFile, bytes]]] = {}
         self._logs: dict[int, PrintedLogs] = {}
         self._pool = ModelPool(
@@ -117,7 +116,7 @@ class StartedClass:
             number, message = self._messages.get(timeout=STEP_S)
         except queue.Empty:
             return end
-        if isinstance(message, TokenChunk):
+        if isinstance(message, PieceChunk):
             self._chunks[number] = message
         elif isinstance(message, list):
             self._files.setdefault(number, []).extend(message)
@@ -147,7 +146,7 @@ class StartedClass:
                 return logs
         raise AssertionError(f"prediction {number} has printed nothing in time")
 
-    def take_chunks(self) -> dict[int, TokenChunk]:
+    def take_chunks(self) -> dict[int, PieceChunk]:
         """Returns the streamed pieces since the last call, by prediction."""
         chunks, self._chunks = self._chunks, {}
         return chunks
@@ -211,7 +210,7 @@ class StartedClass:
                 await self._process.ready()
 
     def _on_message(self, message: StepMessage) -> None:
-        if isinstance(message, Chunks):
+        if isinstance(message, Pieces):
             for slot, files in message.files.items():
                 self._put(slot, [(one.file, one.data) for one in files])
             for slot, chunk in message.chunks.items():
