@@ -22,7 +22,7 @@ from workers.runtime.client import ModelClient, Start
 from workers.runtime.pooled_process import PooledProcess
 from workers.runtime.template import Template, can_fork
 from workers.tasks import WORKER_TASKS
-from workers.tasks.base import Resources
+from workers.tasks.base import Resources, WorkerTask
 
 CPU_PROCESSES_MAX = 4
 
@@ -97,15 +97,18 @@ class ProcessPool:
 
 
 class ModelPool(ProcessPool):
-    """All model processes of a worker, each of which serves all models.
+    """The processes of a worker that compute its models.
+
+    Each place of the pool has all models: those of ours in one model process, and each custom class
+    in a process of its own.
 
     Args:
         models: at least one. A model's position here is the number that `run` takes.
-        device: as WorkerSettings.device. `auto` and `cuda` spread the processes over all GPUs.
-        processes: how many. 0 means one per GPU, or one per core on a CPU (at most 4).
+        device: as WorkerSettings.device. `auto` and `cuda` spread the places over all GPUs.
+        processes: how many places. 0 means one per GPU, or one per core on a CPU (at most 4).
         threads: of each process on a CPU.
         memory_fraction: the part of a GPU's memory each process may take.
-        memory_budget_bytes: for all models of a process together. 0 means no limit.
+        memory_budget_bytes: for all models of a place together. 0 means no limit.
         start_timeout_s: time limit for a process to get ready.
         command: starts a model process, or the template that they are forked from.
     """
@@ -123,34 +126,40 @@ class ModelPool(ProcessPool):
         command: Sequence[str] = (sys.executable, "-m", "workers.runtime.server"),
     ) -> None:
         targets = _devices(device, processes, threads)
-        foreign = {
-            number: model
-            for number, model in enumerate(models)
-            if WORKER_TASKS[model.entry.task].has_own_process
-        }
-        own = [number for number in range(len(models)) if number not in foreign]
-        launches: list[list[Launch]] = [[] for _ in targets]
-        template = None
+        numbers = range(len(models))
+        foreign = [one for one in numbers if _task_of(models[one]).has_own_process]
+        own = [one for one in numbers if one not in foreign]
+        ours = None
         if own:
             options = [f"--threads={threads}", f"--memory-fraction={memory_fraction}"]
             options.append(f"--memory-budget-bytes={memory_budget_bytes}")
             options += ["--deny-inspection"] if foreign else []
-            for entry, folder, backend in (models[number] for number in own):
-                options += [f"--model={entry.model_dump_json()}", f"--folder={folder.resolve()}"]
-                options.append(f"--backend={msgspec.json.encode(backend).decode()}")
-            processes_of_ours = _ModelProcesses((*command, *options), threads, start_timeout_s)
-            template = processes_of_ours.share_start(targets[0])
-            for place, target in zip(launches, targets, strict=True):
-                place.append(Launch(processes_of_ours.start_on(target), own))
-        for number, (entry, folder, _) in foreign.items():
-            for place, target in zip(launches, targets, strict=True):
-                resources = Resources(device=target, threads=threads)
-                start = WORKER_TASKS[entry.task].start_own_process(
-                    entry, folder, resources, start_timeout_s
-                )
-                place.append(Launch(start, [number]))
-        places = [PooledProcess(one, memory_budget_bytes) for one in launches]
-        super().__init__(places, template)
+            for number in own:
+                options += _describe(models[number])
+            ours = _ModelProcesses((*command, *options), threads, start_timeout_s, targets[0])
+        places = []
+        for target in targets:
+            launches = [] if ours is None else [Launch(ours.start_on(target), own)]
+            resources = Resources(device=target, threads=threads)
+            for number in foreign:
+                task, (entry, folder, _) = _task_of(models[number]), models[number]
+                start = task.start_own_process(entry, folder, resources, start_timeout_s)
+                launches.append(Launch(start, [number]))
+            places.append(PooledProcess(launches, memory_budget_bytes))
+        super().__init__(places, None if ours is None else ours.template)
+
+
+def _task_of(model: HostedModel) -> WorkerTask:
+    return WORKER_TASKS[model.entry.task]
+
+
+def _describe(model: HostedModel) -> list[str]:
+    """The options of a model process for one model."""
+    return [
+        f"--model={model.entry.model_dump_json()}",
+        f"--folder={model.folder.resolve()}",
+        f"--backend={msgspec.json.encode(model.backend).decode()}",
+    ]
 
 
 class _ModelProcesses:
@@ -160,26 +169,24 @@ class _ModelProcesses:
         command: starts one, without its device.
         threads: of each on a CPU.
         timeout_s: until one is ready.
+        device: for which their template loads ahead.
     """
 
-    def __init__(self, command: Sequence[str], threads: int, timeout_s: float) -> None:
+    def __init__(self, command: Sequence[str], threads: int, timeout_s: float, device: str) -> None:
         self._command = command
         self._environment = child_environment(threads)
         self._timeout_s = timeout_s
-        self._template: Template | None = None
-
-    def share_start(self, device: str) -> Template | None:
-        """Returns the template of all, which loads ahead for this device. None: they can't fork."""
+        self.template: Template | None = None
+        """What they are forked from. None: this system can't fork them."""
         if can_fork():
-            ahead = (*self._command, f"--device={device}")
-            self._template = Template(ahead, self._environment, self._timeout_s)
-        return self._template
+            ahead = (*command, f"--device={device}")
+            self.template = Template(ahead, self._environment, timeout_s)
 
     def start_on(self, device: str) -> StartClient:
         """Returns what starts a model process on a device."""
         start: Start = partial(spawn, (*self._command, f"--device={device}"), self._environment)
-        if self._template is not None:
-            start = partial(self._template.fork, device)
+        if self.template is not None:
+            start = partial(self.template.fork, device)
 
         async def start_client(make_room: MakeRoom) -> ModelClient:
             return await ModelClient.start(start, self._timeout_s)
