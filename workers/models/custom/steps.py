@@ -81,7 +81,8 @@ class ClassSteps:
             self._set_timer("state", LOGS_EVERY_S)
             while self._items:
                 await self._advance()
-            await asyncio.sleep(0)  # lets the last messages be delivered
+                if not self._items:
+                    await asyncio.sleep(0)  # the last messages are delivered, and more admitted
             if self._fault is not None:
                 raise self._fault
         finally:
