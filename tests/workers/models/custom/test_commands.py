@@ -12,6 +12,7 @@ import pytest
 from tests.workers.models.custom.classes import compute, entry_of, output_of, write_class
 from tests.workers.models.custom.started import StartedClass
 from tests.workers.models.custom.wheels import make_wheel
+from workers.models.custom import class_process
 from workers.models.custom.environments import python_for
 
 RUNS = """
@@ -47,6 +48,27 @@ def test_python_is_that_of_the_class(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ["sh", "-c", "exec python entry.py"],
     )
     assert found == [sys.prefix] * 4
+
+
+def test_programs_below_tmp_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class has a `/tmp` of its own, where neither links to Python nor folders of PATH are."""
+    programs, environment = tmp_path / "programs", tmp_path / "environment"
+    (environment / "bin").mkdir(parents=True)
+    programs.mkdir()
+    (programs / "python").symlink_to(Path(sys.executable).resolve())
+    (environment / "bin" / "python").symlink_to(programs / "python")
+    (environment / "lib").symlink_to(Path(sys.prefix) / "lib")
+    config = (Path(sys.prefix) / "pyvenv.cfg").read_text()
+    (environment / "pyvenv.cfg").write_text(config)
+    python = environment / "bin" / "python"
+    monkeypatch.setattr(class_process, "python_for", lambda folder: str(python))
+    (programs / "answer").write_text("#!/bin/sh\necho 42\n")
+    (programs / "answer").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "class").mkdir()
+    folder = write_class(tmp_path / "class", RUNS)
+    found = outputs(folder, ["python", "-c", SAYS_WHERE], ["answer"])
+    assert found == [str(environment), "42"]
 
 
 @pytest.mark.slow(about_s=8)
