@@ -23,6 +23,7 @@ from shared.messages import ItemOutcome, PrintedLogs, decode_reply_body, reason_
 from shared.stores.objects import UrlSigner
 from shared.stores.record_state import QueuePosition, Record, State, receipts_of
 from shared.stores.token_streams import TokenStreams
+from shared.stream_chunks import Chunk
 from shared.tasks import Result
 from shared.tasks.custom import (
     CustomResult,
@@ -33,7 +34,6 @@ from shared.tasks.custom import (
     with_places,
 )
 from shared.tasks.image import ImageResult, ImagesResult
-from shared.tasks.stream import Chunk
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
 """One of the output formats of the API. Workers produce PNG."""

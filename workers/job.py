@@ -27,8 +27,8 @@ from shared.messages import (
     record_id,
 )
 from shared.stores.cache import Hit, Owed
+from shared.stream_chunks import Chunk
 from shared.tasks import Result
-from shared.tasks.stream import Chunk
 from shared.tasks.text import GenerationInput
 from shared.tenants.plan import Priority
 from shared.tracing.spans import STAGE, Attributes, SpanBlock, TraceContext, record, span

@@ -34,8 +34,8 @@ from shared.errors import BadInput, DeadlineExceeded, Overloaded, PenstockError
 from shared.messages import ItemOutcome
 from shared.predictions import Prediction, ended_at_s, printed_of
 from shared.stores.token_streams import READER_S, TokenReader, Tokens, TokenStreams
+from shared.stream_chunks import Chunk
 from shared.tasks.custom import CustomResult, PieceChunk
-from shared.tasks.stream import Chunk
 from shared.tasks.text import GenerationResult, TokenChunk, TokenLogprob
 
 MAX_STREAMS = 2048

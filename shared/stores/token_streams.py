@@ -29,7 +29,7 @@ import msgspec
 
 from shared.errors import Unavailable
 from shared.stores.redis_client import Commands, load_script
-from shared.tasks.stream import Chunk, decode_chunk
+from shared.stream_chunks import Chunk, decode_chunk
 from shared.tasks.text import TokenChunk
 
 KEPT_S = 600

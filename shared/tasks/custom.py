@@ -15,6 +15,7 @@ import msgspec
 
 from shared.blob import FILE_FORMAT, INLINE_LIMIT_BYTES, RESULTS, Blob
 from shared.catalog_entry import CatalogEntry, ServedApi, Tolerance
+from shared.chunk import StreamChunk
 from shared.errors import BadInput
 from shared.flow_types import StepSchema
 from shared.model_interface import SECRET_FORMAT, ModelInterface
@@ -28,7 +29,6 @@ from shared.tasks.base import (
     TaskResult,
     WorkBound,
 )
-from shared.tasks.stream_chunk import StreamChunk
 
 MAX_FILES = 32
 """Of one prediction, or one item of a step of a flow. Each may be in the message."""

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, Self
 import msgspec
 
 from shared.catalog_entry import CatalogEntry, Tolerance
+from shared.chunk import StreamChunk
 from shared.errors import BadInput, ContextLengthExceeded
 from shared.flow_types import StepSchema
 from shared.tasks.base import (
@@ -29,7 +30,6 @@ from shared.tasks.base import (
     WorkBound,
 )
 from shared.tasks.embedding import BYTES_PER_TOKEN, SPECIAL_TOKENS, bound_tokens, estimate_tokens
-from shared.tasks.stream_chunk import StreamChunk
 
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+|[^\w\s]")
 """A word, a punctuation mark, or a character of a script that has no spaces between words."""

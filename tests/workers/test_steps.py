@@ -19,7 +19,7 @@ from shared.catalog import Model
 from shared.catalog_entry import Batch, Cache, Generation, Price
 from shared.in_memory_broker import InMemoryBroker
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody, record_id
-from shared.tasks.stream import Chunk
+from shared.stream_chunks import Chunk
 from shared.tasks.text import GenerationInput, GenerationResult
 from shared.tenants.plan import Priority
 from shared.transport import inbox_topic_id

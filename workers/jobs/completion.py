@@ -56,9 +56,9 @@ from shared.stores.objects import ObjectStore
 from shared.stores.record_state import Finish
 from shared.stores.records import Records
 from shared.stores.token_streams import Delivered, TokenStreams
+from shared.stream_chunks import merge_chunks
 from shared.tasks import Result
 from shared.tasks.custom import CustomInput, CustomResult, PieceChunk
-from shared.tasks.stream import merge_chunks
 from shared.tasks.text import GenerationInput
 from shared.tracing.spans import entered
 from shared.transport import Publisher

@@ -24,8 +24,8 @@ from shared.errors import Canceled, ModelFailed, Unavailable
 from shared.messages import Item, PrintedLogs, failure
 from shared.stores.records import Records
 from shared.stores.token_streams import Written
+from shared.stream_chunks import Chunk, merge_chunks
 from shared.tasks.custom import PieceChunk, streamed_key
-from shared.tasks.stream import Chunk, merge_chunks
 from shared.tasks.text import TokenChunk
 from workers import metrics
 from workers.job import Computed, PulledJob, QueuedItem, kept_traces
