@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import textwrap
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import psutil
 import pytest
 
 from shared.catalog_file import read_catalog
+from shared.errors import Canceled
 from shared.tasks.custom import CustomResult
 from shared.tasks.embedding import EmbeddingResult, TextInput
 from tests.limits import WAIT_LIMIT_S
@@ -30,6 +32,8 @@ CLASS, TEXTS = 0, 1
 SAYS_ITS_PROCESS = """
 class Predictor(BasePredictor):
     def predict(self, text: str) -> str:
+        while text == "loop":
+            time.sleep(0.01)
         return f"{text} {os.getpid()}"
 """
 NEEDS_ROOM = """
@@ -120,6 +124,15 @@ async def test_both_answer_in_turn_within_the_budget(
             assert not psutil.pid_exists(int(pid)), "an evicted class has no process"
     assert process.residency.load_s.keys() == {CLASS, TEXTS}
     assert process.residency.size_bytes[CLASS] > 1_000_000
+
+
+async def test_an_item_that_is_dropped_while_others_are_evicted_does_not_run(
+    process: PooledProcess,
+) -> None:
+    saying = asyncio.create_task(say(process, "loop"))
+    await asyncio.sleep(0)  # it has begun, and may wait for the other model to leave
+    process.drop([0])
+    assert isinstance(await asyncio.wait_for(saying, WAIT_LIMIT_S), Canceled)
 
 
 async def start(folder: Path, body: str, device: str, make_room: MakeRoom) -> ClassClient:

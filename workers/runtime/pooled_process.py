@@ -58,6 +58,9 @@ class PooledProcess:
         """Set when each process has been started, or could not be."""
         self._current: ProcessClient | None = None
         """The process that has the batch which runs."""
+        self._early_drops: list[int] = []
+        self._is_canceled_early = False
+        """What was dropped or canceled of the batch that is about to run."""
         self._used_s: dict[int, float] = {}
         """When each model began its last batch, in monotonic seconds."""
         self._reports = [_NOTHING] * len(self._hosts)
@@ -153,10 +156,17 @@ class PooledProcess:
 
     async def _begin(self, host: _Host, model: int) -> ProcessClient:
         client = host.process.up()
+        self._current, self._early_drops, self._is_canceled_early = None, [], False
         if len(self._hosts) > 1:
             await self._make_room(host, model)
         self._used_s[model] = time.monotonic()
         self._current = client
+        # Behind the first turn of the batch, in which the process gets it.
+        loop = asyncio.get_running_loop()
+        if self._is_canceled_early:
+            loop.call_soon(client.cancel)
+        if self._early_drops:
+            loop.call_soon(client.drop, self._early_drops)
         return client
 
     async def _make_room(self, host: _Host, model: int) -> None:
@@ -205,6 +215,8 @@ class PooledProcess:
         """Stops these items of the batch that runs in steps. They fail as canceled."""
         if self._current is not None:
             self._current.drop(slots)
+        else:
+            self._early_drops += slots
 
     def preempt(self, slots: Sequence[int]) -> None:
         """Interrupts these items of the batch that runs in steps. They come back as preempted."""
@@ -218,6 +230,8 @@ class PooledProcess:
         """
         if self._current is not None:
             self._current.cancel()
+        else:
+            self._is_canceled_early = True
 
     def watch(self, slots: Sequence[int]) -> None:
         """Has previews of these slots of the running batch drawn, for a moment."""

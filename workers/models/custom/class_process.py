@@ -38,6 +38,9 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 60.0
 GPU_LOST = "AcceleratorError: CUDA error: "
 """How an error of torch begins after which its process computes nothing more on the GPU. No input
 of a caller can make an error begin like this."""
+MAX_LAST_READS = 8
+"""Of a megabyte each, of a process that has ended. What it sent itself fits into its socket; a
+child that it left may send without end."""
 USED_UP = "nobody is to fail for what earlier predictions left in memory or on disk"
 
 log = logging.getLogger(__name__)
@@ -54,6 +57,8 @@ class Ended(NamedTuple):
     """Whether we killed it for what the class did."""
     printed: PrintedLogs
     """What it printed since the last `take` of its output."""
+    computing: int
+    """The predictions that it computed, dropped ones included."""
 
 
 class ClassProcess:
@@ -105,6 +110,8 @@ class ClassProcess:
         """Why the last set-up failed, as callers may read it once its paths are removed."""
         self._sources_of_runner: Sources
         self._ended: Ended | None = None
+        self._is_gone = False
+        """Whether a process has ended before it was ready."""
         self.paths = PathRemover(None, ())
         """Removes the paths of this machine from what callers read."""
         self.shows_tracebacks = True
@@ -149,9 +156,13 @@ class ClassProcess:
             if not await self._make_room():
                 raise
             frame = await self._set_up(limit_s)
-        loaded = ModelInterface(
-            **frame.message["ready"], sources_sha256=self._sources_of_runner.sha256
-        )
+        try:
+            loaded = ModelInterface(
+                **frame.message["ready"], sources_sha256=self._sources_of_runner.sha256
+            )
+        except (TypeError, ValueError) as error:
+            await self.end(NO_ANSWER)
+            raise ModelFailed(f"{self._folder}: {NO_ANSWER}") from error
         if difference := self._interface.difference(loaded):
             await self.end("its class is another one")
             raise ConfigurationError(
@@ -159,8 +170,6 @@ class ClassProcess:
                 f"penstock models check {self._folder}",
                 field="source",
             )
-        if not self.is_ready:
-            raise ModelFailed(f"{self._folder}: its process ended just after it was set up")
 
     def begin(self) -> None:
         """Starts it again, unless it runs or starts already. `on_change` is called in the end."""
@@ -209,6 +218,7 @@ class ClassProcess:
         began_s = time.monotonic()
         runner, sources = await self._start_runner()
         self._runner, self._answer = runner, asyncio.get_running_loop().create_future()
+        self._is_gone = False
         self._sources_of_runner = sources
         self.shows_tracebacks = sources.shows_tracebacks
         self.paths = paths_of(self._folder, sources, runner)
@@ -225,7 +235,11 @@ class ClassProcess:
         if "ready" not in frame.message:
             reason = str(frame.message.get("failed", "it did not begin"))
             raise await self._explain(runner, reason, is_final=bool(frame.message.get("is_final")))
-        await self._note_ready(runner, began_s)
+        await asyncio.to_thread(runner.printed.end_showing)
+        await asyncio.to_thread(runner.look)
+        if self._is_gone:
+            raise await self._explain(runner, "")
+        self._note_ready(runner, began_s)
         return frame
 
     async def _start_runner(self) -> tuple[RunnerProcess, Sources]:
@@ -258,9 +272,7 @@ class ClassProcess:
         )
         return runner, sources
 
-    async def _note_ready(self, runner: RunnerProcess, began_s: float) -> None:
-        await asyncio.to_thread(runner.printed.end_showing)
-        await asyncio.to_thread(runner.look)
+    def _note_ready(self, runner: RunnerProcess, began_s: float) -> None:
         self.setup_s, self.set_up_at_s = time.monotonic() - began_s, time.time()
         self._pauses, self._start_at_s = backoff(FIRST_PAUSE_S, MAX_PAUSE_S), 0.0
         if not self.unconfined:
@@ -268,7 +280,7 @@ class ClassProcess:
                 facts = {"model": self._entry.name, "reason": one}
                 log.warning("a class is not confined", extra=facts)
         self.unconfined = runner.unconfined or ()
-        self.is_ready = self._runner is runner  # otherwise it has ended meanwhile
+        self.is_ready = True
 
     async def _explain(
         self, runner: RunnerProcess, reason: str, *, is_final: bool = False
@@ -304,8 +316,9 @@ class ClassProcess:
 
     def _on_death(self, runner: RunnerProcess) -> None:
         """The process has ended. A child of it may still hold its end of the socket."""
-        while self._runner is runner and runner.may_read() and self._read(runner):
-            pass
+        for _ in range(MAX_LAST_READS):
+            if self._runner is not runner or not runner.may_read() or not self._read(runner):
+                break
         self._on_end(runner)
 
     def _read(self, runner: RunnerProcess) -> bool:
@@ -332,19 +345,20 @@ class ClassProcess:
         if self._runner is not runner:
             return
         self._unwatch(runner)
-        if self._answer is not None:
-            if not self._answer.done():
+        if not self.is_ready:  # whoever sets it up ends it
+            self._is_gone = True
+            if self._answer is not None and not self._answer.done():
                 self._answer.set_result(None)
             return
-        was_ready = self.is_ready
         self._runner, self.is_ready = None, False
-        self._do(self._close_ended(runner, was_ready=was_ready))
+        self._do(self._close_ended(runner, len(self.computing)))
 
-    async def _close_ended(self, runner: RunnerProcess, *, was_ready: bool) -> None:
-        printed = runner.printed.take()
-        status = await self._finish(runner, runner.killed_for)
-        if was_ready:
-            self._ended = Ended(status, runner.killed_for, runner.is_at_fault, printed)
+    async def _close_ended(self, runner: RunnerProcess, computing: int) -> None:
+        printed, status = runner.printed.take(), 0
+        try:
+            status = await self._finish(runner, runner.killed_for)
+        finally:
+            self._ended = Ended(status, runner.killed_for, runner.is_at_fault, printed, computing)
 
     async def _finish(self, runner: RunnerProcess, reason: str) -> int:
         """Ends a process and removes its files. Returns its exit status."""
@@ -387,6 +401,9 @@ class ClassProcess:
         runner = self.runner
         self.computing.update(numbers)
         runner.send_all(messages)
+        self._flush(runner)
+
+    def _flush(self, runner: RunnerProcess) -> None:
         if runner.flush():
             loop = asyncio.get_running_loop()
             loop.add_writer(runner.fileno(), self._on_writable, runner)
@@ -406,6 +423,7 @@ class ClassProcess:
         loop = asyncio.get_running_loop()
         self._kills[number] = loop.call_later(limit_s, self._kill, runner, reason)
         runner.cancel(number)
+        self._flush(runner)
 
     def ended(self, number: int) -> None:
         """Notes that a prediction has ended."""
@@ -454,7 +472,13 @@ class ClassProcess:
         To be called while it computes nothing. Returns whether it was ended.
         """
         runner = self.runner
-        if not runner.may_be_used_up or not await asyncio.to_thread(lambda: runner.is_used_up):
+        try:
+            is_used_up = runner.may_be_used_up and await asyncio.to_thread(
+                lambda: runner.is_used_up
+            )
+        except OSError:  # the class has removed its own scratch folder
+            is_used_up = True
+        if not is_used_up:
             return False
         if self._runner is runner:
             await self._finish(runner, USED_UP)

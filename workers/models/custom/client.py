@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
 from shared.catalog import Model
+from shared.errors import PenstockError
 from shared.tasks.custom import interface_of
 from workers.models.base import Prepared
-from workers.models.client import MakeRoom, OnPreviews, OnProgress, OnStepMessage
+from workers.models.client import (
+    MakeRoom,
+    ModelProcessDied,
+    OnPreviews,
+    OnProgress,
+    OnStepMessage,
+)
 from workers.models.custom.batches import ClassBatch
 from workers.models.custom.class_process import ClassProcess
 from workers.models.custom.gpus import gpu_name
@@ -18,6 +26,8 @@ from workers.models.custom.runner.frames import Frame
 from workers.models.custom.steps import ClassSteps
 from workers.models.reports import BatchResult, Ready, ResidencyReport, StepsEnded
 from workers.models.step_shares import StepRoom
+
+log = logging.getLogger(__name__)
 
 
 class ClassClient:
@@ -96,6 +106,10 @@ class ClassClient:
             self._run = run = ClassBatch(self._process, self._interface, batch)
             try:
                 return await run.run(timeout_s)
+            except PenstockError:
+                raise
+            except Exception as error:
+                raise await self._die(error) from error
             finally:
                 self._run = None
 
@@ -111,9 +125,24 @@ class ClassClient:
             self._run = run = ClassSteps(self._process, self._interface, self._room, on_message)
             try:
                 await run.run(batch)
+            except PenstockError:
+                raise
+            except Exception as error:
+                raise await self._die(error) from error
             finally:
                 self._run = None
+            if run.fault is not None:
+                raise run.fault
         return StepsEnded(0)
+
+    async def _die(self, error: Exception) -> ModelProcessDied:
+        """Ends the process after an error that nobody foresaw. Its items are tried again.
+
+        The boundary to the code of the class: what it makes us do wrong never ends the worker.
+        """
+        log.error("a class could not be driven", exc_info=error)
+        await self._process.end("the worker failed on its answers")
+        return ModelProcessDied(f"the class could not be driven: {type(error).__name__}")
 
     def admit(self, items: Sequence[Prepared]) -> int | None:
         """As ProcessClient."""

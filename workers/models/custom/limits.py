@@ -352,10 +352,13 @@ class LimitWatch:
         looks = 0
         while not self._is_over.wait(LOOK_EVERY_S):
             looks += 1
-            is_due = looks % WHOLE_EVERY == 0 or self.disk.may_be_above()
+            is_due = looks % WHOLE_EVERY == 0
             if self._memory_bytes and resident_bytes_of(self._pid) > self._memory_bytes:
                 is_due = True
-            if is_due and (reason := self._broken()):
+            reason = ""
+            with contextlib.suppress(OSError):  # the class has removed its own scratch folder
+                reason = self._broken() if is_due or self.disk.may_be_above() else ""
+            if reason:
                 self._exceeded(reason)
                 return
 

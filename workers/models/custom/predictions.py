@@ -21,12 +21,14 @@ from shared.tasks.custom import (
 )
 from workers.models.base import PreparedCustom
 from workers.models.custom.public_text import PathRemover, PublicLogs
-from workers.models.custom.runner.frames import Frame
+from workers.models.custom.runner.frames import MAX_BLOBS_BYTES, Frame
 from workers.models.reports import FileOfPiece
 
-MALFORMED = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
+MALFORMED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 """What comes of reading an answer that is none: a class may write to its socket."""
 NO_ANSWER = "it sent something else than an answer"
+MAX_PIECES = 1_000_000
+"""Of one prediction. The runner allows fewer: together they are 1 MiB of JSON."""
 _FIRST_WORD = re.compile(r"\w+")
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,100}/[\w.+-]{1,100}")
 
@@ -57,8 +59,8 @@ class Prediction:
         """Whether it was in a runner that ended with several. It runs alone from then on."""
         self.logs = PublicLogs(PathRemover(None, ()))
         """What it printed while it ran alone, and its traceback."""
-        self._received = 0
-        """Pieces from the current runner."""
+        self._received = self._received_bytes = 0
+        """Pieces from the current runner, and the bytes of their files."""
         self._is_text = is_text
         self._ids = list(memoryview(item.written_ids).cast("I"))
         """Of all pieces, reported or not."""
@@ -75,7 +77,7 @@ class Prediction:
 
     def start_over(self) -> None:
         """Notes that the runner has ended and that another one is to compute this."""
-        self.is_sent, self._received = False, 0
+        self.is_sent, self._received, self._received_bytes = False, 0, 0
 
     def add_piece(self, frame: Frame) -> None:
         """Takes the next piece from the runner, with its files.
@@ -84,6 +86,9 @@ class Prediction:
             ValueError: it is no piece, as the others of MALFORMED.
         """
         number, self._received = self._received, self._received + 1
+        self._received_bytes += sum(map(len, frame.blobs))
+        if self._received > MAX_PIECES or self._received_bytes > MAX_BLOBS_BYTES:
+            raise WrongAnswer("it streamed more than is allowed")
         if number >= self._filed:
             self._filed = self._received
             for where, data in zip(frame.message["files"], frame.blobs, strict=True):
@@ -153,6 +158,8 @@ def outcome_of(
     """
     message = frame.message
     if "error" not in message:
+        if not isinstance(message["metrics"], dict):
+            raise ValueError("metrics that are no object")
         places, files = [place for place, _ in streamed], [file for _, file in streamed]
         for where, data in zip(message["files"], frame.blobs, strict=True):
             _check_place(message["output"], where)

@@ -166,10 +166,15 @@ class RunnerProcess:
             is_aside=is_aside,
         )
         variables = runner_environment(self._scratch.path, python, threads, environment or {})
-        with theirs:
-            self._process, output = _started(
-                [python, "-c", program], variables, theirs, self._scratch.path
-            )
+        try:
+            with theirs:
+                self._process, output = _started(
+                    [python, "-c", program], variables, theirs, self._scratch.path
+                )
+        except OSError:
+            self._socket.close()
+            self._scratch.close()
+            raise
         self.pidfd = -1
         """Readable once it has ended. -1: this system has none (Linux before 5.3)."""
         with contextlib.suppress(OSError, AttributeError):
@@ -279,8 +284,10 @@ class RunnerProcess:
         for message, blobs in messages:
             self._outgoing += encode_frame(message, blobs)
         self.flush()
-        if len(self._outgoing) > MAX_WAITING_BYTES:
-            self.kill_at_fault("it reads nothing")
+        if len(self._outgoing) > MAX_WAITING_BYTES and not self.killed_for:
+            self.killed_for, self.is_at_fault = "it reads nothing", True
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)  # `close` ends what it has started
 
     def flush(self) -> bool:
         """Sends what waits, as far as the process reads. Returns whether some still waits."""
@@ -378,5 +385,8 @@ class RunnerProcess:
 def end_of(status: int) -> str:
     """How a process ended, in words."""
     if status < 0:
-        return f"was killed by signal {-status} ({signal.Signals(-status).name})"
+        name = ""
+        with contextlib.suppress(ValueError):  # most real-time signals have none
+            name = f" ({signal.Signals(-status).name})"
+        return f"was killed by signal {-status}{name}"
     return f"ended with exit status {status}"

@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import subprocess
 import tempfile
 import time
 from collections import deque
@@ -174,9 +175,13 @@ def _clone(source: str, place: Path) -> None:
 
 def _remove(scratch: Path) -> None:
     """Removes it, also if the class has made folders in it that can't be written."""
-    shutil.rmtree(scratch, ignore_errors=True)
-    if scratch.exists():
-        for place, _, _ in os.walk(scratch):  # from above, so that each can be read
-            with contextlib.suppress(OSError):
-                Path(place).chmod(0o700)
+    try:
         shutil.rmtree(scratch, ignore_errors=True)
+        if scratch.exists():
+            for place, _, _ in os.walk(scratch):  # from above, so that each can be read
+                with contextlib.suppress(OSError):
+                    Path(place).chmod(0o700)
+            shutil.rmtree(scratch, ignore_errors=True)
+    except RecursionError:  # folders in folders, a thousand deep
+        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*command, "--", str(scratch)], stderr=subprocess.DEVNULL, check=False)

@@ -56,8 +56,8 @@ class ClassSteps:
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._has_lost_gpu = False
-        self._fault: Exception | None = None
-        """What `on_message` raised."""
+        self.fault: Exception | None = None
+        """What `on_message` raised. It ends the run."""
         self._items: OrderedDict[int, Prediction] = OrderedDict()
         self._slots = 0
         """The items that have been admitted so far."""
@@ -83,8 +83,6 @@ class ClassSteps:
                 await self._advance()
                 if not self._items:
                     await asyncio.sleep(0)  # the last messages are delivered, and more admitted
-            if self._fault is not None:
-                raise self._fault
         finally:
             for timer in self._timers.values():
                 timer.cancel()
@@ -133,8 +131,9 @@ class ClassSteps:
         """Does what is possible now, and waits until something has changed."""
         process = self._process
         self._changed.clear()
-        if self._fault is not None:
-            raise self._fault
+        if self.fault is not None:
+            self._cancel_all()
+            return
         if self._has_lost_gpu:
             raise await process.give_up()
         if (ended := process.take_end()) is not None:
@@ -230,7 +229,7 @@ class ClassSteps:
             return
         if ended.status == -signal.SIGKILL and inside and not ended.killed_for:
             raise ModelProcessDied(f"the process of the class {end_of(ended.status)}")
-        if len(inside) > 1:  # one of them did it; the others go on
+        if ended.computing > 1:  # one of them did it, or a dropped one; the others go on
             for prediction in inside:
                 prediction.is_suspect = True
             return
@@ -244,11 +243,13 @@ class ClassSteps:
     def _charge(self) -> None:
         """Charges the time since the last call to the items that are in.
 
-        Nobody pays for the time in which the class is set up: another's item may be the cause.
+        Nobody pays for the time in which the class is set up, or in which an item waits for a
+        dropped one to end: another's item may be the cause.
         """
         now_s = time.monotonic()
         if self._charged_s is not None:
-            self._shares.charge(now_s - self._charged_s)
+            waiting = [slot for slot, one in self._items.items() if not one.is_sent]
+            self._shares.charge(now_s - self._charged_s, waiting=waiting)
         self._charged_s = now_s if self._process.is_ready else None
 
     def _end(
@@ -256,8 +257,8 @@ class ClassSteps:
     ) -> None:
         if isinstance(outcome, PenstockError):
             self._report_chunks()  # a result has all pieces, a failure has none
-        del self._items[slot]
         self._report_end(slot, outcome, logs)
+        del self._items[slot]
 
     def _report_end(
         self, slot: int, outcome: CustomResult | PenstockError, logs: PrintedLogs | None = None
@@ -285,7 +286,7 @@ class ClassSteps:
             self._on_message(message)
         except Exception as error:
             # Whatever it is, it ends the run: nobody else would see it.
-            self._fault = self._fault or error
+            self.fault = self.fault or error
             self._changed.set()
 
     def _report_pieces(self) -> None:

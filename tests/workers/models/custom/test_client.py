@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shared.errors import Canceled, ModelFailed
 from shared.tasks.custom import CustomResult
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import entry_of, prepared, write_class
@@ -24,16 +27,96 @@ class Predictor(BasePredictor):
 """
 
 
+HOSTILE = """
+import signal, threading
+
+def write_frame(text):
+    data = text.encode()
+    for fd in sorted(map(int, os.listdir("/proc/self/fd")))[3:]:
+        try:
+            os.write(fd, len(data).to_bytes(4, "little") + data)
+        except OSError:
+            pass
+
+class Predictor(BasePredictor):
+    def setup(self) -> None:
+        if os.path.exists("dies"):
+            threading.Timer(0.01, os._exit, [3]).start()
+
+    def predict(self, how: str) -> Iterator[str]:
+        if how == "leave a child that sends without end":
+            if os.fork():
+                os._exit(3)
+            while True:
+                write_frame('{"id": 0, "piece": 1, "files": [], "blobs": []}')
+        elif how == "die of a signal without a name":
+            os.kill(os.getpid(), 40)
+        elif how == "send wrong metrics":
+            write_frame('{"id": 1, "output": [], "files": [], "metrics": 5, "blobs": []}')
+        elif how == "exit":
+            os._exit(3)
+        yield how
+"""
+WAITS = """
+class Predictor(BasePredictor):
+    @concurrent(max=2)
+    async def predict(self, how: str) -> str:
+        try:
+            await asyncio.sleep(60 if how == "crash" else 0.5)
+        except asyncio.CancelledError:
+            os._exit(3)
+        return how
+"""
+STUBBORN = """
+class Predictor(BasePredictor):
+    def predict(self, how: str) -> str:
+        until_s = time.monotonic() + (1 if how == "stubborn" else 0)
+        while time.monotonic() < until_s:
+            try:
+                time.sleep(0.01)
+            except BaseException:
+                pass
+        return how
+"""
+StartClient = Callable[[str], Awaitable[ClassClient]]
+
+
 async def keep_all() -> bool:
     return False
 
 
 @pytest.fixture
-async def client(tmp_path: Path) -> AsyncIterator[ClassClient]:
-    entry = entry_of(write_class(tmp_path, ECHOES))
-    started = await ClassClient.start(entry, tmp_path, "cpu", 1, WAIT_LIMIT_S, keep_all)
-    yield started
-    await started.close()
+async def start(tmp_path: Path) -> AsyncIterator[StartClient]:
+    clients: list[ClassClient] = []
+
+    async def start_client(body: str) -> ClassClient:
+        entry = entry_of(write_class(tmp_path, body))
+        client = await ClassClient.start(entry, tmp_path, "cpu", 1, WAIT_LIMIT_S, keep_all)
+        clients.append(client)
+        return client
+
+    yield start_client
+    for client in clients:
+        await client.close()
+
+
+@pytest.fixture
+async def client(start: StartClient) -> ClassClient:
+    return await start(ECHOES)
+
+
+async def compute(client: ClassClient, **values: Any) -> object:
+    """The output of one prediction, or its error."""
+    ended: list[ItemEnded] = []
+
+    def on_message(message: StepMessage) -> None:
+        if isinstance(message, ItemEnded):
+            ended.append(message)
+
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        await client.run_steps([prepared(values, is_streamed=True)], WAIT_LIMIT_S, on_message)
+    (result,) = ended[0].done.outcomes
+    return result.output if isinstance(result, CustomResult) else result
 
 
 @pytest.mark.parametrize("first", ["text 0", "exit"])
@@ -63,3 +146,73 @@ async def test_what_a_worker_raises_ends_the_run(client: ClassClient) -> None:
     ended: list[StepMessage] = []
     await client.run_steps([prepared({"text": "b"})], WAIT_LIMIT_S, ended.append)
     assert any(isinstance(one, ItemEnded) for one in ended), "the process goes on"
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("leave a child that sends without end", "ended with exit status 3"),
+        ("die of a signal without a name", "was killed by signal 40"),
+        ("send wrong metrics", "it sent something else than an answer"),
+    ],
+)
+async def test_what_a_class_does_fails_its_prediction_alone(
+    start: StartClient, how: str, reason: str
+) -> None:
+    client = await start(HOSTILE)
+    failed = await compute(client, how=how)
+    assert isinstance(failed, ModelFailed)
+    assert reason in failed.message
+    assert await compute(client, how="well") == ["well"]
+
+
+async def test_an_item_ends_though_its_process_dies_as_soon_as_it_is_set_up(
+    start: StartClient, tmp_path: Path
+) -> None:
+    """Before, with or just after the item: it fails then, unless it was faster."""
+    client = await start(HOSTILE)
+    (tmp_path / "dies").touch()
+    assert isinstance(await compute(client, how="exit"), ModelFailed)
+    for _ in range(3):
+        outcome = await compute(client, how="well")
+        assert outcome == ["well"] or isinstance(outcome, ModelFailed), outcome
+    (tmp_path / "dies").unlink()
+    while isinstance(await compute(client, how="well"), ModelFailed):
+        pass  # it was being set up already
+
+
+async def test_a_crash_of_a_canceled_prediction_is_not_blamed_on_another(
+    start: StartClient,
+) -> None:
+    client = await start(WAITS)
+    outcomes: dict[int, object] = {}
+
+    def on_message(message: StepMessage) -> None:
+        if isinstance(message, ItemEnded):
+            (outcomes[message.slot],) = message.done.outcomes
+
+    batch = [prepared({"how": how}) for how in ("crash", "well")]
+    running = asyncio.create_task(client.run_steps(batch, WAIT_LIMIT_S, on_message))
+    await asyncio.sleep(0.1)  # otherwise the first has not begun, and ends without a crash
+    client.drop([0])
+    await asyncio.wait_for(running, WAIT_LIMIT_S)
+    assert isinstance(outcomes[0], Canceled)
+    assert isinstance(outcomes[1], CustomResult), outcomes[1]
+
+
+async def test_nobody_pays_for_a_canceled_prediction_that_goes_on(start: StartClient) -> None:
+    client = await start(STUBBORN)
+    ended: dict[int, ItemEnded] = {}
+
+    def on_message(message: StepMessage) -> None:
+        if isinstance(message, ItemEnded):
+            ended[message.slot] = message
+
+    batch = [prepared({"how": how}) for how in ("stubborn", "well")]
+    running = asyncio.create_task(client.run_steps(batch, WAIT_LIMIT_S, on_message))
+    await asyncio.sleep(0.1)
+    client.drop([0])
+    await asyncio.wait_for(running, WAIT_LIMIT_S)
+    done = ended[1].done
+    assert done.finished_at_s - done.started_at_s > 0.8
+    assert done.inference_ms < 500

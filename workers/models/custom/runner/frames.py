@@ -16,6 +16,8 @@ HEADER = struct.Struct("<I")
 MAX_JSON_BYTES = 40 * 1024 * 1024
 """Two outputs of the maximum size fit into one frame."""
 MAX_BLOBS_BYTES = 256 * 1024 * 1024
+MAX_BLOBS = 16_384
+"""The files of two outputs of the maximum size, and those of any input, are fewer."""
 BATCH = -1
 """The number by which a batch is canceled."""
 
@@ -46,6 +48,8 @@ class FrameReader:
 
     def __init__(self) -> None:
         self._data = bytearray()
+        self._begun: tuple[dict[str, Any], list[int]] | None = None
+        """The message whose blobs are missing, and their lengths."""
 
     def feed(self, piece: bytes) -> None:
         """Takes the next bytes."""
@@ -57,6 +61,23 @@ class FrameReader:
         Raises:
             ValueError: what came is no frame, or is above the bounds.
         """
+        if self._begun is None:
+            self._begun = self._read_message()
+        if self._begun is None:
+            return None
+        message, lengths = self._begun
+        if len(self._data) < sum(lengths):
+            return None
+        blobs, begin = [], 0
+        for one in lengths:
+            blobs.append(bytes(self._data[begin : begin + one]))
+            begin += one
+        del self._data[:begin]
+        self._begun = None
+        return Frame(message, blobs)
+
+    def _read_message(self) -> tuple[dict[str, Any], list[int]] | None:
+        """Takes the JSON of the next frame, if it is whole. Raises as `next` does."""
         if len(self._data) < HEADER.size:
             return None
         (length,) = HEADER.unpack_from(self._data)
@@ -66,22 +87,16 @@ class FrameReader:
         if len(self._data) < begin:
             return None
         written = bytes(self._data[HEADER.size : begin])
+        del self._data[:begin]
         message = json.loads(written)
         if b"\\u" in written:  # `encode_frame` writes no half of a surrogate pair; others may
             json.dumps(message, ensure_ascii=False).encode()
         lengths = message.pop("blobs") if isinstance(message, dict) else None
         if not isinstance(lengths, list) or not all(_is_length(one) for one in lengths):
             raise ValueError("a message without the lengths of its blobs")
-        if sum(lengths) > MAX_BLOBS_BYTES:
-            raise ValueError(f"blobs of {sum(lengths)} bytes")
-        if len(self._data) < begin + sum(lengths):
-            return None
-        blobs = []
-        for one in lengths:
-            blobs.append(bytes(self._data[begin : begin + one]))
-            begin += one
-        del self._data[:begin]
-        return Frame(message, blobs)
+        if len(lengths) > MAX_BLOBS or sum(lengths) > MAX_BLOBS_BYTES:
+            raise ValueError(f"{len(lengths)} blobs of {sum(lengths)} bytes")
+        return message, lengths
 
 
 def _is_length(value: object) -> bool:

@@ -124,6 +124,8 @@ def main(
         connection.sendall(encode_frame({"failed": words_of(error), "is_final": is_final}))
         return
     sys.stdout.flush()
+    # A cancellation may come before the handler of whoever serves is there.
+    signal.signal(signal.SIGUSR1, lambda number, frame: None)
     connection.sendall(encode_frame({"ready": interface, "notes": loaded.notes}))
     if not inspects_only:
         _serve(connection, loaded, is_aside=is_aside)
