@@ -22,16 +22,6 @@ from workers.models.reports import (
     StepsEnded,
 )
 
-
-class ModelProcessDied(ModelFailed):
-    """The process died, hung or sent an invalid message while it had the batch."""
-
-
-def has_lost_gpu(reason: str) -> bool:
-    """Returns whether a process ended for this reason: it lost its GPU."""
-    return f"(status {GPU_LOST_STATUS})" in reason
-
-
 OnProgress = Callable[[int, int], None]
 """Called as on_step(step, steps) after some steps of a batch."""
 OnPreviews = Callable[[Previews], None]
@@ -145,3 +135,12 @@ class Launch:
 
     start: StartClient
     models: Sequence[int] = (0,)
+
+
+class ModelProcessDied(ModelFailed):
+    """The process died, hung or sent an invalid message while it had the batch."""
+
+
+def has_lost_gpu(reason: str) -> bool:
+    """Returns whether a process ended for this reason: it lost its GPU."""
+    return f"(status {GPU_LOST_STATUS})" in reason
