@@ -66,7 +66,11 @@ class CustomWorker(WorkerTask):
         )
 
     def model(self, entry: Model, folder: Path, resources: Resources) -> LoadedModel:
-        """None: a class has a process of its own."""
+        """Refuses: a class has a process of its own.
+
+        Raises:
+            ConfigurationError: always.
+        """
         raise ConfigurationError(f"{entry.name}: a custom class runs in no model process")
 
 

@@ -63,6 +63,20 @@ def test_commands_in_a_folder_below_tmp_are_found(
     assert outputs(write_class(tmp_path / "class", RUNS), ["answer"]) == ["42"]
 
 
+def test_tmp_itself_in_path_shows_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "class").mkdir()
+    (tmp_path / "other").touch()
+    (tmp_path / "link").symlink_to("/tmp")
+    folder = write_class(tmp_path / "class", RUNS)
+    look = ["sh", "-c", f"test -e {tmp_path}/other && echo seen || echo hidden"]
+    usual = outputs(folder, look)
+    path = os.environ["PATH"]
+    monkeypatch.setenv("PATH", os.pathsep.join([path, "/tmp/.", "/tmp/", f"{tmp_path}/link"]))
+    assert outputs(folder, look) == usual
+
+
 def test_python_behind_a_link_below_tmp_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,7 +95,7 @@ def main(
     weights = os.environ.get("COG_WEIGHTS")
     confined = confinement.confine(
         scratch,
-        read_only=(sys.prefix, sys.base_prefix, sys.executable, *_programs()),
+        read_only=(sys.prefix, sys.base_prefix, sys.executable, *os.get_exec_path()),
         followed=(folder, weights) if weights else (folder,),
         denied_ports=denied_ports,
         max_file_bytes=disk_bytes,
@@ -129,11 +129,6 @@ def main(
     connection.sendall(encode_frame({"ready": interface, "notes": loaded.notes}))
     if not inspects_only:
         _serve(connection, loaded, is_aside=is_aside)
-
-
-def _programs() -> list[str]:
-    """The folders in PATH that a private `/tmp` would hide."""
-    return [one for one in os.get_exec_path() if one.startswith(f"{confinement.TMP}/")]
 
 
 def _serve(connection: socket.socket, loaded: loading.Loaded, *, is_aside: bool) -> None:
