@@ -255,7 +255,7 @@ class ClassBatch:
 
     def _explain(self, slots: Sequence[int], ended: Ended) -> ModelFailed:
         """Why the process ended in the middle of a call."""
-        self._note_logs(slots, ended.printed)
+        self._note_logs(slots, ended.printed.take())
         if ended.killed_for:
             return ModelFailed(f"the process of the model was killed: {ended.killed_for}")
         how = end_of(ended.status)

@@ -24,7 +24,7 @@ from workers.models.client import MakeRoom, ModelProcessDied
 from workers.models.custom.environments import python_for
 from workers.models.custom.gpus import gpu_variables
 from workers.models.custom.predictions import MALFORMED, NO_ANSWER, WrongAnswer
-from workers.models.custom.printed import BoundedShow, pass_on
+from workers.models.custom.printed import BoundedShow, PrintedOutput, pass_on
 from workers.models.custom.process import KILL_AFTER_S, RunnerProcess, end_of
 from workers.models.custom.public_text import PathRemover
 from workers.models.custom.runner.confinement import SRC
@@ -55,8 +55,8 @@ class Ended(NamedTuple):
     """Why we killed it. Empty: we did not."""
     is_at_fault: bool
     """Whether we killed it for what the class did."""
-    printed: PrintedLogs
-    """What it printed since the last `take` of its output."""
+    printed: PrintedOutput
+    """What it printed, as far as it was not taken."""
     computing: int
     """The predictions that it computed, dropped ones included."""
 
@@ -354,11 +354,13 @@ class ClassProcess:
         self._do(self._close_ended(runner, len(self.computing)))
 
     async def _close_ended(self, runner: RunnerProcess, computing: int) -> None:
-        printed, status = runner.printed.take(), 0
+        status = 0
         try:
             status = await self._finish(runner, runner.killed_for)
         finally:
-            self._ended = Ended(status, runner.killed_for, runner.is_at_fault, printed, computing)
+            self._ended = Ended(
+                status, runner.killed_for, runner.is_at_fault, runner.printed, computing
+            )
 
     async def _finish(self, runner: RunnerProcess, reason: str) -> int:
         """Ends a process and removes its files. Returns its exit status."""

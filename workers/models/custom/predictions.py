@@ -58,7 +58,7 @@ class Prediction:
         self.is_suspect = False
         """Whether it was in a runner that ended with several. It runs alone from then on."""
         self.logs = PublicLogs(PathRemover(None, ()))
-        """What it printed while it ran alone, and its traceback."""
+        """What it printed."""
         self._received = self._received_bytes = 0
         """Pieces from the current runner, and the bytes of their files."""
         self._is_text = is_text

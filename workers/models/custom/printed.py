@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from shared.messages import PrintedLogs
+from workers.models.custom.runner.printing import split_records
 
 MAX_LOG_CHARS = 32 * 1024
 """Of what a prediction printed, its end is kept."""
@@ -19,6 +20,8 @@ MAX_READ_BYTES = 256 * 1024
 """Read at once. A pipe has 64 KiB, so only what never stops printing has more."""
 READ_BYTES_PER_S, MAX_BURST_BYTES = 8 * 1024 * 1024, 16 * 1024 * 1024
 """Rate and burst of what is read. A class that prints faster waits, and holds up nobody else."""
+MIN_PART_BYTES = 128
+"""A shorter marked part counts as long as this, for the time that it takes."""
 MIN_HIDDEN_CHARS = 6
 """A shorter secret is not looked for in what a class prints: it may be part of other words."""
 HIDDEN = "[secret]"
@@ -27,7 +30,10 @@ SHOWN_BYTES_PER_S, MAX_SHOWN_BYTES = 16 * 1024, 64 * 1024
 
 
 class PrintedOutput:
-    """What a process prints. A thread reads it, so that the process waits for no reader.
+    """Output of a process, by prediction. A thread reads it, so the process waits for no reader.
+
+    The process marks what a prediction prints (workers/models/custom/runner/printing.py). Output
+    without a mark belongs to the prediction that runs alone, or to nobody.
 
     Args:
         fd: the end of the pipe to read.
@@ -42,18 +48,78 @@ class PrintedOutput:
         hidden: HiddenValues | None = None,
     ) -> None:
         self._fd = fd
-        self._shows = shows
         self._hidden = hidden or HiddenValues([])
-        self._held = ""
-        """The end of what was read, which may be the beginning of a secret."""
+        self._unowned = KeptText(self._hidden, shows)
+        self._logs: dict[int, KeptText] = {}
+        self._alone = self._unowned
+        """Gets what has no mark."""
+        self._mark = b""
+        self._rest = b""
+        """The beginning of a record whose end was not read yet."""
         self._lock = threading.Lock()
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._kept = ""
-        self._left_out = 0
         self._is_over = threading.Event()
         os.set_blocking(fd, False)
         self._thread = threading.Thread(target=self._read_on, daemon=True, name="printed")
         self._thread.start()
+
+    def set_mark(self, mark: bytes) -> None:
+        """Sets the mark of the process. Nothing is marked before it is known."""
+        with self._lock:
+            self._mark = mark
+
+    def open_log(self, number: int, *, is_alone: bool) -> None:
+        """Begins to keep the output of a prediction, until it is taken.
+
+        Args:
+            number: of the prediction.
+            is_alone: whether no other prediction runs. Then output without a mark is kept with it,
+                until another log is opened.
+        """
+        self._drain()
+        with self._lock:
+            log = self._logs[number] = KeptText(self._hidden)
+            self._alone = log if is_alone else self._unowned
+
+    def look(self) -> dict[int, PrintedLogs]:
+        """Returns the output so far of each prediction with an open log."""
+        with self._lock:
+            return {number: log.look() for number, log in self._logs.items()}
+
+    def take_log(self, number: int) -> PrintedLogs:
+        """Returns the output of a prediction that has ended. Later output of it is unowned."""
+        self._drain()
+        with self._lock:
+            log = self._logs.pop(number, None)
+            if log is None:
+                return PrintedLogs()
+            if log is self._alone:
+                self._alone = self._unowned
+            return log.take()
+
+    def take(self) -> PrintedLogs:
+        """Returns the output since the last call that belongs to no prediction with an open log."""
+        self._drain()
+        with self._lock:
+            return self._unowned.take()
+
+    def end_showing(self) -> None:
+        """Shows the rest of what was printed so far, and forgets it: it belongs to no prediction.
+
+        Later output is kept only. Without anyone who shows it, nothing changes.
+        """
+        if self._unowned.shows is not None:
+            self.take()
+            with self._lock:
+                self._unowned.shows = None
+
+    def close(self) -> None:
+        """Closes the pipe, once the process has ended. What was read can still be taken."""
+        self._drain()
+        self._is_over.set()
+        self._thread.join(timeout=1.0)
+        with self._lock, contextlib.suppress(OSError):
+            os.close(self._fd)
+            self._fd = -1
 
     def _read_on(self) -> None:
         room_bytes, looked_s = float(MAX_BURST_BYTES), time.monotonic()
@@ -83,56 +149,68 @@ class PrintedOutput:
                 except OSError:
                     piece = b""
                 if not piece:
-                    self._keep(self._held)
-                    self._held = ""
+                    self._alone.add(self._rest)
+                    self._rest = b""
                     return read_bytes, False
-                read_bytes += len(piece)
-                text = self._hidden.clear(self._held + self._decoder.decode(piece))
-                text, self._held = self._hidden.split(text)
-                self._keep(text)
+                read_bytes += max(len(piece), MIN_PART_BYTES * self._keep(piece))
         return read_bytes, True
 
+    def _keep(self, piece: bytes) -> int:
+        """Hands each part to the log that it belongs to. Returns the number of parts."""
+        parts: list[tuple[int | None, bytes]] = [(None, piece)]
+        if self._mark:
+            parts, self._rest = split_records(self._rest + piece, self._mark)
+        by_log: dict[KeptText, list[bytes]] = {}
+        for number, data in parts:
+            log = self._alone if number is None else self._logs.get(number, self._unowned)
+            by_log.setdefault(log, []).append(data)
+        for log, pieces in by_log.items():
+            log.add(b"".join(pieces))
+        return len(parts)
+
+
+class KeptText:
+    """The last MAX_LOG_CHARS characters of a text that grows, without secrets.
+
+    Args:
+        hidden: replaced in all of it.
+        shows: gets the text as it comes. None: nobody does.
+    """
+
+    def __init__(self, hidden: HiddenValues, shows: Callable[[str], None] | None = None) -> None:
+        self.shows = shows
+        self._hidden = hidden
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""
+        """The end of what came, which may be the beginning of a secret."""
+        self._kept = ""
+        self._left_out = 0
+
+    def add(self, data: bytes) -> None:
+        """Appends text in UTF-8. It may end within a character."""
+        text = self._hidden.clear(self._held + self._decoder.decode(data))
+        text, self._held = self._hidden.split(text)
+        self._keep(text)
+
+    def look(self) -> PrintedLogs:
+        """Returns the text since the last call of `take`."""
+        return PrintedLogs(self._kept, self._left_out)
+
+    def take(self) -> PrintedLogs:
+        """Returns the text since the last call, with what may be the beginning of a secret."""
+        held, self._held = self._held, ""
+        self._keep(held)
+        taken = self.look()
+        self._kept, self._left_out = "", 0
+        return taken
+
     def _keep(self, text: str) -> None:
-        if self._shows is not None:
-            self._shows(text)
+        if self.shows is not None:
+            self.shows(text)
         self._kept += text
         if (extra := len(self._kept) - MAX_LOG_CHARS) > 0:
             self._left_out += extra
             self._kept = self._kept[extra:]
-
-    def end_showing(self) -> None:
-        """Shows the rest of what was printed so far, and forgets it: it belongs to no prediction.
-
-        Later output is kept only. Without anyone who shows it, nothing changes.
-        """
-        if self._shows is not None:
-            self.take()
-            with self._lock:
-                self._shows = None
-
-    def look(self) -> PrintedLogs:
-        """Returns what was printed since the last call of `take`."""
-        self._drain()
-        with self._lock:
-            return PrintedLogs(self._kept, self._left_out)
-
-    def take(self) -> PrintedLogs:
-        """Returns what was printed since the last call."""
-        self._drain()
-        with self._lock:
-            self._keep(self._held)  # it belongs to nobody else
-            self._held = ""
-            taken = PrintedLogs(self._kept, self._left_out)
-            self._kept, self._left_out = "", 0
-        return taken
-
-    def close(self) -> None:
-        """Closes the pipe, once the process has ended."""
-        self._drain()
-        self._is_over.set()
-        self._thread.join(timeout=1.0)
-        with contextlib.suppress(OSError):
-            os.close(self._fd)
 
 
 class HiddenValues:

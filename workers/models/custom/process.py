@@ -264,6 +264,7 @@ class RunnerProcess:
             if self.unconfined is None:  # its first message, before it runs code of the class
                 self.unconfined = list(frame.message.get("unconfined", ()))
                 self.view = str(frame.message.get("view", ""))
+                self.printed.set_mark(bytes.fromhex(frame.message["mark"]))
                 self._limits.disk.devices.add(frame.message.get("device", -1))
                 self._family.note_namespace()
             else:

@@ -63,10 +63,6 @@ class ClassSteps:
         """The items that have been admitted so far."""
         self._charged_s: float | None = None
         """Until when the time of the process was charged. None: it is not ready."""
-        self._alone: Prediction | None = None
-        """The only prediction that can have printed anything since the last `printed.take()`."""
-        self._logs_seen = 0
-        """What was reported of its output."""
         self._reported_s = 0.0
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
@@ -88,6 +84,8 @@ class ClassSteps:
                 timer.cancel()
             if self._items:  # it was canceled, or the process has died
                 self._cancel_all()
+            if self._process.is_ready:
+                pass_on(self._process.runner.printed.take())
 
     def admit(self, items: Sequence[Prepared]) -> int:
         """Adds items. Returns the slot of the first."""
@@ -110,17 +108,21 @@ class ClassSteps:
         for slot in slots:
             prediction = self._items.pop(slot, None)
             if prediction is not None:
-                if prediction.is_sent and self._process.is_ready:
-                    self._process.cancel(prediction.number)
+                self._stop(prediction)
                 self._report_end(slot, Canceled())
         self._changed.set()
 
     def _cancel_all(self) -> None:
         """Stops what the process still computes. Nobody gets a result."""
         for prediction in self._items.values():
-            if prediction.is_sent and self._process.is_ready:
-                self._process.cancel(prediction.number)
+            self._stop(prediction)
         self._items.clear()
+
+    def _stop(self, prediction: Prediction) -> None:
+        """Stops a prediction, if the process computes it. Nobody reads what it prints."""
+        if prediction.is_sent and self._process.is_ready:
+            self._process.cancel(prediction.number)
+            self._process.runner.printed.take_log(prediction.number)
 
     def notice(self) -> None:
         """The process has changed its state."""
@@ -165,29 +167,10 @@ class ClassSteps:
                 is_alone = prediction.is_suspect
                 inside += 1
                 prediction.is_sent = True
-                self._attribute_output(prediction, is_only=inside == 1)
+                prediction.logs = PublicLogs(self._process.paths)
+                self._process.runner.printed.open_log(prediction.number, is_alone=inside == 1)
                 message = message_of(prediction.number, prediction.item)
                 self._process.send([message], [prediction.number])
-
-    def _attribute_output(self, joining: Prediction, *, is_only: bool) -> None:
-        """Takes the output so far, just before a prediction starts.
-
-        The output of a process belongs to a prediction only while no other runs. From the moment
-        that a second one joins until none is left, nobody knows which tenant's data a line has.
-        """
-        self._give_to_alone(self._process.runner.printed.take())
-        joining.logs = PublicLogs(self._process.paths)
-        self._alone = joining if is_only else None
-        if is_only:
-            self._logs_seen = 0
-
-    def _give_to_alone(self, printed: PrintedLogs) -> None:
-        """Takes output that ends now: the only prediction gets it, otherwise the operator."""
-        alone, self._alone = self._alone, None
-        if alone is not None:
-            alone.logs.add(printed, is_all=True)
-        else:
-            pass_on(printed)
 
     def handle(self, frame: Frame) -> None:
         """Takes an answer of the process.
@@ -210,9 +193,8 @@ class ClassSteps:
             self._has_lost_gpu = True
             self._changed.set()
             return
-        if self._alone is prediction:
-            self._give_to_alone(self._process.runner.printed.take())
-        logs = self._process.add_traceback(prediction.logs.printed, frame)
+        printed = self._process.runner.printed.take_log(prediction.number)
+        logs = self._process.add_traceback(prediction.logs.add(printed, is_all=True), frame)
         work, paths = prediction.item.length, self._process.paths
         outcome = outcome_of(frame, self._interface, work, paths, prediction.files)
         self._charge()
@@ -221,9 +203,10 @@ class ClassSteps:
 
     def _on_end(self, ended: Ended) -> None:
         """The process has ended. What it computed fails, unless it was killed from outside."""
-        self._give_to_alone(ended.printed)
+        pass_on(ended.printed.take())
         inside = [one for one in self._items.values() if one.is_sent]
         for prediction in inside:
+            prediction.logs.add(ended.printed.take_log(prediction.number), is_all=True)
             prediction.start_over()
         if ended.killed_for and not ended.is_at_fault:  # for a prediction that was dropped
             return
@@ -309,14 +292,18 @@ class ClassSteps:
             self._report(Pieces(0, chunks, files))
 
     def _report_logs(self) -> None:
-        """Reports what an item that is alone has printed so far, if it is more than before."""
-        prediction = self._alone
-        if prediction is None or not self._process.is_ready or prediction.slot not in self._items:
+        """Reports what each prediction has printed so far, if it is more than before."""
+        if not self._process.is_ready:
             return
-        logs = prediction.logs.add(self._process.runner.printed.look())
-        if logs.end > self._logs_seen:
-            self._logs_seen = logs.end
-            self._report(ItemLogs(0, prediction.slot, logs))
+        printed = self._process.runner.printed
+        pass_on(printed.take())
+        logs_by_number = printed.look()
+        for prediction in self._items.values():
+            if (look := logs_by_number.get(prediction.number)) is None:
+                continue
+            before = prediction.logs.printed.end
+            if (logs := prediction.logs.add(look)).end > before:
+                self._report(ItemLogs(0, prediction.slot, logs))
 
     def _set_timer(self, name: str, after_s: float) -> None:
         self._timers[name] = self._loop.call_later(after_s, self._on_timer, name)

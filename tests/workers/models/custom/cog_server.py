@@ -24,6 +24,7 @@ class Prediction(NamedTuple):
 
     output: Any
     error: str
+    logs: str = ""
 
 
 class CogServer:
@@ -48,7 +49,8 @@ class CogServer:
         if "status" not in answer:  # the input is not valid
             return Prediction(None, json.dumps(answer["detail"]))
         is_right = answer["status"] == "succeeded"
-        return Prediction(answer.get("output"), "" if is_right else str(answer["error"]))
+        error = "" if is_right else str(answer["error"])
+        return Prediction(answer.get("output"), error, str(answer.get("logs", "")))
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
         """Asks again while the slot of the last prediction is about to end."""

@@ -268,7 +268,12 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "shared/test_catalog.py::"
             "test_a_class_computes_as_many_at_a_time_as_it_can_unless_the_entry_lowers_it",
             "test_public_text.py::test_check_prints_how_many_run_at_a_time_and_their_memory",
-            "test_forms.py::test_concurrent_predictions_never_get_each_others_output",
+        ),
+        "Each prediction has its own output": (
+            "test_concurrent_prints.py::"
+            "test_concurrent_predictions_have_their_own_lines_and_no_others",
+            "test_concurrent_prints.py::"
+            "test_a_task_that_outlives_its_prediction_prints_to_the_operators_log",
         ),
     },
     "Work": {
@@ -433,8 +438,9 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "`logs` contains the last 32 Ki": (
             "test_forms.py::test_much_output_is_cut_at_its_begin",
-            "test_forms.py::test_output_before_a_second_prediction_joins_stays_with_the_first",
-            "test_forms.py::test_concurrent_predictions_never_get_each_others_output",
+            "test_concurrent_prints.py::test_each_of_two_has_its_lines_whenever_the_other_joins",
+            "test_concurrent_prints.py::"
+            "test_concurrent_predictions_have_their_own_lines_and_no_others",
             "api/test_custom_models.py::test_what_a_class_prints_is_shown_while_it_runs",
             "test_forms.py::test_metrics_and_what_was_printed",
         ),
@@ -483,6 +489,9 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "the error of an exception whose `str` fails": (
             "test_forms.py::test_an_error_ends_its_prediction_and_not_the_model",
+        ),
+        "parts of a line that several": (
+            "test_concurrent_prints.py::test_parts_of_lines_are_not_mixed_as_by_cog",
         ),
         "errors of invalid metric names": (
             "test_forms.py::test_wrong_names_of_metrics_are_refused_with_their_reason",

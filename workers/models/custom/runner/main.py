@@ -29,13 +29,13 @@ import sys
 import tempfile
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from workers.models.custom.runner import confinement, loading, scope
+from workers.models.custom.runner import confinement, loading, printing, scope
 from workers.models.custom.runner.batch_form import METHOD
 from workers.models.custom.runner.cog_import import adt, cog
 from workers.models.custom.runner.frames import (
@@ -106,7 +106,12 @@ def main(
     os.register_at_fork(after_in_child=connection.close)
     os.chdir(confined.view)
     device = Path(confined.view).stat().st_dev
-    beginning = {"unconfined": confined.missing, "view": confined.view, "device": device}
+    beginning = {
+        "unconfined": confined.missing,
+        "view": confined.view,
+        "device": device,
+        "mark": printing.install(),
+    }
     connection.sendall(encode_frame(beginning))
     scope.install()
     try:
@@ -152,6 +157,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     import asyncio
 
     loop = asyncio.new_event_loop()
+    printing.log_apart(loop)
     asyncio.set_event_loop(loop)
     return loop
 
@@ -644,6 +650,7 @@ class AsyncRunner:
 
     async def _compute(self, frame: Frame) -> None:
         prediction = _Prediction(frame, self._loaded.signature)
+        printing.mark_with(prediction.id)
         try:
             answer = await self._answer(prediction)
         except BaseException as error:
@@ -659,8 +666,10 @@ class AsyncRunner:
             output = await output
         if not self._loaded.signature.output.streams:
             return prediction.result(prediction.encoder.encode(output))
-        async for value in _iterated_async(output):
-            await self._send(prediction.piece(value))
+        # Closed in this context, so what it prints in the end is its prediction's.
+        async with contextlib.aclosing(_iterated_async(output)) as values:
+            async for value in values:
+                await self._send(prediction.piece(value))
         return prediction.result(prediction.pieces)
 
     async def _send(self, frame: bytes) -> None:
@@ -732,13 +741,17 @@ def _iterated(output: Any) -> Iterator[Any]:
     return iter(output)
 
 
-async def _iterated_async(output: Any) -> AsyncIterator[Any]:
-    if hasattr(output, "__aiter__"):
-        async for value in output:
-            yield value
-    else:
+async def _iterated_async(output: Any) -> AsyncGenerator[Any, None]:
+    if not hasattr(output, "__aiter__"):
         for value in _iterated(output):
             yield value
+        return
+    try:
+        async for value in output:
+            yield value
+    finally:
+        if inspect.isasyncgen(output):
+            await output.aclose()
 
 
 def _flush() -> None:
