@@ -76,7 +76,7 @@ slow-unit: $(STAMP)
 
 check: lint types imports ## the checks that run nothing
 
-lint: $(STAMP) ## ruff: rules and format; codespell: American spelling
+lint: $(STAMP) ## ruff: rules and format; codespell: American spelling; plain English
 	$(call timed,ruff check,$(BIN)/ruff check)
 	$(call timed,ruff format,$(BIN)/ruff format --check)
 	$(call timed,codespell,$(BIN)/python -m tests.source_files | xargs -0 $(BIN)/codespell)

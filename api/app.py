@@ -276,7 +276,6 @@ def create_app(
 
     Args:
         settings: the settings of this process.
-        catalog: the models to serve.
         transport: the connection to the broker. Not yet open.
         admin: creates an inbox if no pool has one. Not yet open.
         rows: takes the rows that the API writes. Not yet open.

@@ -33,7 +33,6 @@ class WrongField(ValueError):
 
     Args:
         field: its name in the body whose validator raises this.
-        reason: with the accepted form.
     """
 
     def __init__(self, field: str, reason: str) -> None:

@@ -50,7 +50,6 @@ async def running_api(
 
     Args:
         broker: shared with the workers. The API makes its own inbox there.
-        entries: the models to serve.
         flows: what `shared.catalog.flow_of` makes of flows of these models.
         redis_url: keeps records, limits, streams and results, if there is a Redis.
         objects_url: where large results lie. Workers must have the same.

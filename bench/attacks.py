@@ -357,7 +357,6 @@ async def measure(
 
     Args:
         folder: for the state of the stack.
-        attacks: what runs.
         seconds: how long each of the three drives of an attack takes.
 
     Returns:

@@ -47,7 +47,6 @@ def distant(
     """The port of a proxy in front of `target_port` of this machine.
 
     Args:
-        target_port: where it leads.
         delay_ms: of each direction, in milliseconds. With 0, and nothing else, there is no proxy.
         log_dir: the folder of its log.
         jitter: sigma of the log-normal delay. 0: it is always the same.
@@ -103,8 +102,6 @@ async def serve(
     """Proxies connections until canceled.
 
     Args:
-        port: where it listens.
-        target_port: where it leads.
         pause_s: returns the delay of the next piece, in seconds.
         cut_every_s: all connections are lost after each such time. 0: never.
     """

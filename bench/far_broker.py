@@ -95,7 +95,6 @@ class _Broker:
     """The measurements with one broker.
 
     Args:
-        name: of the broker.
         site: opens it at the end of a link.
         details: gets all that was seen.
     """

@@ -104,11 +104,9 @@ def far_site(
     """The broker at a distance.
 
     Args:
-        broker: which one.
         address: its endpoint (Pub/Sub), or its URL (RabbitMQ).
         redis_url: of the Redis, which is near.
         link: the way to the broker.
-        folder: of logs.
     """
     port = urlsplit(address if broker == "rabbitmq" else f"//{address}").port or 0
     with distant(
@@ -122,14 +120,7 @@ def far_site(
 
 
 class WorkerProcess:
-    """A worker in a process of its own. A context manager that starts and ends it.
-
-    Args:
-        site: its servers.
-        project: as provisioned.
-        load: has its model.
-        hand: as of TimedWorker.
-    """
+    """A worker in a process of its own. A context manager that starts and ends it."""
 
     def __init__(self, site: BrokerSite, project: str, load: FarLoad, hand: int = 0) -> None:
         context = multiprocessing.get_context("spawn")
@@ -300,7 +291,6 @@ def kill_with_full_hand(
     """Kills a worker under load, and starts another.
 
     Args:
-        site: its servers.
         load: more jobs in flight than a worker holds.
         lead_s: time of load before the kill.
         limit_s: for the answers of all that were in flight.

@@ -41,9 +41,6 @@ class RawModel:
     They idle when not asked.
 
     Args:
-        folder: folder of the model.
-        processes: number of child processes.
-        threads: threads of each.
         backend: what computes: torch in a precision, or ONNX Runtime with a graph.
     """
 

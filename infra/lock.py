@@ -67,7 +67,6 @@ def uncovered(installed: str, allowed: list[str]) -> list[str]:
     """The lines of `installed`, as `name==version`, that are not in the lock in this version.
 
     Args:
-        installed: one package a line.
         allowed: names that need not be in it, as `name`, `name==version` or `name*`.
     """
     versions = {name: locked.version for name, locked in read_lock().items()}

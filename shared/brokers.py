@@ -26,7 +26,6 @@ def admin_of(settings: Settings, timeout_s: float = 30.0) -> AbstractAsyncContex
     """The admin connection of these settings, not opened. Enter it to open it.
 
     Args:
-        settings: name the broker.
         timeout_s: limit of each call, retries included.
     """
     if settings.broker:

@@ -243,7 +243,6 @@ class Catalog:
         """The flow that a request for images is. None: it has no step after the image.
 
         Args:
-            model: the image model.
             images: how many it asks for.
             upscales: whether it asks for larger ones.
 
@@ -397,10 +396,6 @@ def unknown_model(name: str) -> UnknownModel:
 def flow_of(entry: FlowEntry, catalog: Catalog) -> Model:
     """Returns a flow as it is served: like a model of one's own, with the models of its steps.
 
-    Args:
-        entry: what the file says.
-        catalog: has the models.
-
     Raises:
         FlowError: the steps do not fit their models.
         ValidationError: the name can't be served.
@@ -417,7 +412,6 @@ def image_flow_of(model: Model, catalog: Catalog, *, upscales: bool) -> Model | 
     It has as much time as its steps together.
 
     Args:
-        model: the image model.
         catalog: has the models of the steps.
         upscales: whether the requests ask for larger images.
 

@@ -17,7 +17,6 @@ class BackgroundTask:
 
     Args:
         work: what it does, for the log.
-        run: makes the coroutine.
         on_bug: called if it ends before `stop`.
     """
 
@@ -77,9 +76,6 @@ class FairPermits:
     An owner starts if more permits are free than it has. So alone it has half of them and leaves
     half, and it takes several owners at their worst to hold all. Those who wait take turns by
     owner.
-
-    Args:
-        permits: how many there are.
     """
 
     def __init__(self, permits: int) -> None:

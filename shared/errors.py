@@ -177,9 +177,7 @@ def error_for_code(code: str, message: str, field: str | None = None) -> Penstoc
     """Returns the error that came as these. An unknown code gives a plain PenstockError.
 
     Args:
-        code: of the error.
         message: as it left the sender, which sends only what is public.
-        field: of the request.
     """
     for kind in _ON_THE_WIRE:
         if kind.code == code:

@@ -120,7 +120,6 @@ class FlowEngine:
 
     Args:
         catalog: the models of the steps.
-        records: have the runs.
         publisher: publishes jobs, events, and the reply to an instance that waits.
         cache: may have results of steps. None: it is not asked before they are published.
         purges: says how often what the cache had of a revision was purged.
@@ -172,7 +171,6 @@ class FlowEngine:
         """Notes how items of a job ended. The first call for an item counts.
 
         Args:
-            job: of a step.
             outcomes: of its items, or of some. Large results are in the object store.
 
         Raises:
@@ -554,7 +552,6 @@ def jobs_of(items: Sequence[Item], largest: int) -> list[list[Item]]:
     Equal items share one, so that they are computed once.
 
     Args:
-        items: of a step.
         largest: the most items of a job that are not equal.
     """
     equal: dict[str, list[Item]] = {}

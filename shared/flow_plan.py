@@ -76,9 +76,6 @@ class Reference(NamedTuple):
     def in_scope(self, scope: Mapping[str, Any]) -> Any:
         """Returns its value.
 
-        Args:
-            scope: values by name.
-
         Raises:
             BadInput: there is no such field.
         """
@@ -473,7 +470,6 @@ def plan_step(step: FlowStep, scope: Mapping[str, Any]) -> dict[int, dict[str, A
 
     Args:
         step: whose references all have values.
-        scope: these, by name.
 
     Raises:
         BadInput: a value is not what the step needs.
@@ -532,7 +528,6 @@ def value_of(step: FlowStep, results: Mapping[int, Any], scope: Mapping[str, Any
     """Returns the value of a step that is over.
 
     Args:
-        step: the step.
         results: the values of its items, by position. Those that failed or were skipped have none.
         scope: the values that its references had.
     """

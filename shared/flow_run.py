@@ -41,8 +41,6 @@ class Run:
     """A run as Redis has it, and what follows.
 
     Args:
-        run_id: of the run.
-        plan: that it began with.
         state: what Redis has of it.
 
     Raises:
@@ -157,11 +155,7 @@ async def outcomes_after(
     An item is not yielded before those in front of it, while they may still come.
 
     Args:
-        runs: have the outcomes.
-        run_id: of the run.
-        plan: that it began with.
         seen: the number of the last item that is known. -1: none.
-        is_over: whether the run is.
 
     Yields:
         The number of the item in this order, and how it ended.

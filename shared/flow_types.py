@@ -45,7 +45,6 @@ class FlowError(ValueError):
 
     Args:
         place: the path to it in the entry.
-        reason: why.
     """
 
     def __init__(self, place: Place, reason: str) -> None:
@@ -57,7 +56,6 @@ def check_flow(plan: FlowPlan, find: Find) -> dict[str, Any]:
     """Checks the references and types of a flow. Returns the type of its output.
 
     Args:
-        plan: the flow.
         find: returns what the model of this name takes and gives, or None.
 
     Raises:

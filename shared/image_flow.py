@@ -33,7 +33,6 @@ def plan_of_images(entry: CatalogEntry, *, upscales: bool) -> FlowPlan | None:
     """Returns the steps of a request for images. None: it has one, so it needs no flow.
 
     Args:
-        entry: of the image model.
         upscales: whether the request asks for larger images.
     """
     safety, upscale = entry.image.safety, entry.image.upscale if upscales else None
@@ -70,7 +69,6 @@ def check_steps(entry: CatalogEntry, find: Callable[[str], StepSchema | None]) -
     """Checks the models that an entry names.
 
     Args:
-        entry: of an image model.
         find: returns what the model of this name takes and gives, or None.
 
     Raises:

@@ -404,7 +404,6 @@ class InMemoryBroker:
         return True
 
     async def subscription_exists(self, subscription_id: str) -> bool:
-        """Returns whether the subscription exists."""
         return subscription_id in self._queues
 
     async def missing_subscriptions(self, subscription_ids: list[str]) -> list[str]:

@@ -22,7 +22,6 @@ def plain(usd: float | Decimal, places: int = PLACES) -> str:
     An amount other than 0 is never shown as 0.
 
     Args:
-        usd: US dollars.
         places: maximum number of decimals.
     """
     text = _rounded(usd, places)

@@ -65,8 +65,6 @@ async def pinned_session(
 
     Args:
         url: from `parse_public_url`.
-        reach: where it may lead.
-        timeout: of its requests.
         resolve: gives all addresses of a host and port.
         tls: which authorities are trusted. None: those of this machine.
 

@@ -191,8 +191,6 @@ def body_of(
     """The prediction as callers see it, ready for JSON.
 
     Args:
-        prediction: the document.
-        record: its record.
         url_signer: signs the URLs of large images, which are valid for an hour from now.
         queue: its position there, if it is known.
         partial: its output so far (`read_partial`), if the record does not have it.

@@ -70,7 +70,6 @@ def parse_public_url(text: str, reach: Reach) -> URL:
 
     Args:
         text: as the caller wrote it.
-        reach: where it may lead.
 
     Raises:
         UrlForbidden: it leads elsewhere, whatever the name resolves to.

@@ -198,8 +198,6 @@ class StepTime:
 
         Args:
             fill: the part of the room that is taken, from 0 to 1.
-            work: that the step computed.
-            seconds: that the step took.
         """
         usual = self._usual.get(work.bit_length())
         usual_s = max(1e-9, seconds if usual is None else usual.seconds)
@@ -249,8 +247,6 @@ def held_messages(max_items: int, processes: int, *, in_steps: bool) -> int:
     others, which then get slots (workers/scheduling/priority_queue.py).
 
     Args:
-        max_items: of a batch.
-        processes: of the worker.
         in_steps: whether the model batches continuously.
     """
     return processes * (2 * max_items + (-(-max_items // 2) if in_steps else 0))
@@ -275,7 +271,6 @@ def messages_ahead(jobs_per_s: float, gap_s: float, batch_s: float) -> int:
     Args:
         jobs_per_s: that it computes while it has work.
         gap_s: from the end of a job to the next one in its place.
-        batch_s: of a batch.
     """
     ahead_s = min(max(0.0, gap_s - batch_s / 2), MAX_AHEAD_S)
     return min(math.ceil(jobs_per_s * ahead_s), MAX_AHEAD_MESSAGES)

@@ -35,8 +35,6 @@ def counts_toward_slo(
     """Returns whether an item counts toward the SLO.
 
     Args:
-        deadline: of its model.
-        priority: the item's.
         limits_s: the seconds that the caller set for the item. None: not set.
     """
     least_s = deadline.default_s - ROUNDING_S

@@ -219,8 +219,7 @@ class Admin(Protocol):
     async def delete_subscription(self, subscription_id: str) -> bool:
         """Deletes a subscription. Returns whether it existed."""
 
-    async def subscription_exists(self, subscription_id: str) -> bool:
-        """Returns whether the subscription exists."""
+    async def subscription_exists(self, subscription_id: str) -> bool: ...
 
     async def missing_subscriptions(self, subscription_ids: list[str]) -> list[str]:
         """Those of `subscription_ids` that do not exist, in their order."""

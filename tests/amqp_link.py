@@ -18,11 +18,7 @@ QOS_OK, CONSUME_OK, CONFIRMATION = (60, 11), (60, 21), (60, 80)
 
 
 class AmqpLink:
-    """A port that leads to a broker of this machine. A context manager.
-
-    Args:
-        target_port: the broker's.
-    """
+    """A port that leads to a broker of this machine. A context manager."""
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port

@@ -43,8 +43,6 @@ def keys_url(
     """Writes a file of keys, and returns its URL for PENSTOCK_KEYS_URL.
 
     Args:
-        folder: where the file goes.
-        plans: plans by name.
         tenants: the plan of a tenant, by the tenant.
         keys: more keys, made with `stored`.
         tenant_of: the tenant of a key, by the name of the key.

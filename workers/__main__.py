@@ -95,8 +95,6 @@ async def serve(settings: WorkerSettings, models: Sequence[Model], catalog: Cata
     """Warms up the models and serves them. Returns after SIGTERM and a drain.
 
     Args:
-        settings: of this process.
-        models: those that it serves.
         catalog: all models, which steps of flows may go to next.
     """
     stop = asyncio.Event()

@@ -50,7 +50,6 @@ class KubernetesApi:
     """The few calls that are needed, with the identity of the pod.
 
     Args:
-        url: of the API server.
         token_file: read for each call, since the kubelet renews it.
         ca_file: of the API server. None: plain HTTP.
     """
@@ -115,7 +114,6 @@ class GpuNodes:
     """Empties nodes whose GPU has failed.
 
     Args:
-        api: of the cluster.
         namespace: of the pods to evict.
         conditions: of nodes, by which a GPU has failed.
     """

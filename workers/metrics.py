@@ -120,11 +120,7 @@ MODEL_PROCESS_DEATHS = Counter(
 
 
 class BatchMetrics:
-    """Records the batches of one model. What it counts is 0 from the start, so that rates see all.
-
-    Args:
-        model: its name.
-    """
+    """Records the batches of one model. Counters start at 0, so rates include the first batch."""
 
     def __init__(self, model: str) -> None:
         self._items = BATCH_ITEMS.labels(model)
@@ -267,9 +263,6 @@ class UtilizationReports:
     """Writes the time of a worker. An async context manager.
 
     Args:
-        times: measures it.
-        sink: takes the rows.
-        models: of the worker.
         info: of the worker. `device` and what follows from it are not known at first.
         every_s: seconds between two reports.
     """

@@ -72,8 +72,6 @@ class WorkerUnderTest:
 
         Args:
             inputs: of the model's task, as many as its batches may have.
-            tenant: whose they are.
-            limit_s: the job's deadline.
 
         Raises:
             TimeoutError: no reply came by the deadline.

@@ -71,9 +71,7 @@ class FlowControl:
     Args:
         model: the name of the model, for metrics.
         priority: of the subscription, for metrics.
-        subscription: whose number it sets.
         held: the number near the broker: two batches for each process.
-        processes: of the worker.
         completion: from the end of a job's last item to its ack.
         ack_linger_s: how long acks wait to be sent together.
     """
@@ -102,7 +100,6 @@ class FlowControl:
 
         Args:
             batch: its items. Several may be of one job.
-            took_s: how long it ran.
             now_s: monotonic seconds.
         """
         jobs = sum(
@@ -125,8 +122,6 @@ class Worker:
     Args:
         consumers: one for each model, in the order of the pool.
         subscriber: where jobs are pulled from.
-        records: report canceled jobs.
-        pool: the model processes.
         ack_deadline_s: the length of leases, and of their extensions.
         max_outstanding_bytes: of the held messages in each priority, divided evenly among the
             models.
@@ -499,8 +494,6 @@ class ModelScheduler:
         Args:
             resident: the models that the process holds.
             free_since_s: when the process ended its last batch.
-            queues: one for each model.
-            now_s: the time.
         """
         waiting = [model for model, queue in enumerate(queues) if queue.waiting]
         if len(waiting) == 1 and waiting[0] in resident:

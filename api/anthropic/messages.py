@@ -220,7 +220,6 @@ class MessageEvents:
         return [_event("message_stop")]
 
     def failure(self, error: PenstockError) -> bytes:
-        """Returns an error."""
         return b"event: error\ndata: " + encode_error(error_reply(error)) + b"\n\n"
 
     def _shown(self, text: str) -> str:

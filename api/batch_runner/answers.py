@@ -28,9 +28,7 @@ class AnswerLog:
     """The answers of one batch. `open` comes first.
 
     Args:
-        store: stores the logs.
         owner: the owner of the batch.
-        batch_id: the batch.
         counts: counts of all written segments.
     """
 

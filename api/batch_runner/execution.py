@@ -120,8 +120,6 @@ class TurnProgress:
         """Records that a line failed and may be tried again.
 
         Args:
-            line: that failed.
-            error: why.
             has_ended: whether its items had outcomes, which its records and rows have now.
         """
         # The record of the job has this end, so the same id would only get it again.
@@ -178,9 +176,6 @@ class LineExecutor:
         """Computes a line. A canceled call leaves it undone.
 
         Args:
-            batch: the batch.
-            caller: who pays.
-            line: of the batch.
             progress: of this turn of the batch.
             segment: index of the segment that the line belongs to.
             is_run_again: whether a line that a canceled call leaves undone is computed later.
@@ -309,8 +304,6 @@ class LineExecutor:
 
         Args:
             batch: the batch, which was canceled or has expired.
-            caller: who pays.
-            line: of the batch.
             segment: index of the segment that the line belongs to.
             attempt: number of its ends that were not final, as in `TurnProgress.attempts`.
 

@@ -25,11 +25,6 @@ class Outputs:
     ) -> tuple[str, str]:
         """Writes the files in the order of the lines. Repeated, it writes the same files again.
 
-        Args:
-            batch: whose files they are.
-            model: of all its lines.
-            segments: with the answers.
-
         Returns:
             The ids of the output file and the error file, empty for a file without lines.
 

@@ -155,11 +155,8 @@ class BatchRun:
     """One batch that this runner runs.
 
     Args:
-        tools: shared by all runs.
-        batch: the batch.
         stop: signals that no more lines are run.
         share: bounds the lines in flight.
-        turns: other batches that wait.
         attempts: of its lines in earlier turns (`TurnProgress`).
     """
 

@@ -115,9 +115,6 @@ class BatchRunner:
     """Runs batches until its task is canceled.
 
     Args:
-        tools: what runs work with.
-        leases: of this runner.
-        webhooks: announces ends.
         window: bounds the items in flight.
     """
 
@@ -325,8 +322,6 @@ async def opened_runner(
     """Opens everything that a runner needs. The caller runs it inside the block.
 
     Args:
-        settings: those of the API.
-        catalog: the models to run.
         transport: the connection to the broker. Not yet open.
         admin: creates an inbox if no pool has one. Not yet open.
         rows: takes the rows of lines that no worker computes. Not yet open.

@@ -153,11 +153,8 @@ class SegmentRun:
     """One turn of a batch.
 
     Args:
-        tools: shared by all runs.
-        source: the lines.
         stop: signals that no more lines are run.
         share: bounds the lines in flight.
-        turns: other batches that wait.
     """
 
     def __init__(

@@ -35,7 +35,6 @@ class Admissions:
     """The admissions of all owners.
 
     Args:
-        objects: keeps them.
         open_ids: returns the ids of an owner's batches that have a marker.
     """
 
@@ -53,7 +52,6 @@ class Admissions:
 
         Args:
             owner: the owner of the batch.
-            batch_id: the batch.
             most: the maximum number of open batches.
             mark: writes the marker of the batch. It is called before the batch is admitted, and not
                 at all if there is no room from the start.

@@ -84,7 +84,6 @@ class BatchCreated(msgspec.Struct, kw_only=True, omit_defaults=True):
         Lines count toward the monthly budgets. Rate limits apply only to requests.
 
         Args:
-            plan: of the tenant.
             plan_name: its name. Empty: the tenant has none.
             key_limits: of the key alone.
         """

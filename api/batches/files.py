@@ -87,7 +87,6 @@ class BatchFiles:
     """The files of all tenants.
 
     Args:
-        objects: keeps them.
         storage: counts what a tenant stores. Outputs count, but are never refused.
     """
 
@@ -104,7 +103,6 @@ class BatchFiles:
         The block sets `purpose`, `filename` and `keep_s` of the upload.
 
         Args:
-            quota: of its owner.
             body_bytes: the size of the request's body, with the file in it. None: not known.
 
         Raises:
@@ -155,7 +153,6 @@ class BatchFiles:
         """Returns a page of a tenant's files by time of creation, the newest first.
 
         Args:
-            tenant: their owner.
             after: the id of the last file of the page before. Empty: from the start.
             limit: maximum number of files, PAGE at most.
             is_ascending: the oldest first.

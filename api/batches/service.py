@@ -43,12 +43,7 @@ class BatchPage:
 
 
 class Batches:
-    """The batches of all tenants, as the API sees them.
-
-    Args:
-        store: keeps them.
-        files: has their input.
-    """
+    """The batches of all tenants, as the API sees them."""
 
     def __init__(self, store: BatchStore, files: BatchFiles) -> None:
         self._store = store
@@ -110,7 +105,6 @@ class Batches:
         """Returns a page of a tenant's batches, the newest first.
 
         Args:
-            tenant: their owner.
             after: the id of the last batch of the page before. Empty: from the start.
             limit: maximum number of batches, PAGE at most.
             models: only batches of these models, and those whose model is not known yet. None: all.

@@ -253,7 +253,6 @@ class BatchStore:
 
         Args:
             owner: the owner of the batch.
-            batch_id: the batch.
             number: the number of the log, from 0.
             holder: ID of the runner, because two may have the same number.
             counts: counts of all lines that have ended.

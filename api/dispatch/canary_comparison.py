@@ -52,10 +52,7 @@ class CanaryComparisons:
     """Runs comparisons in the background. The owner calls `close` at its end.
 
     Args:
-        canary_store: gets the counts.
         dispatch: computes a request by the revision that it names.
-        objects: has large images.
-        images: compares images.
     """
 
     def __init__(
@@ -82,7 +79,6 @@ class CanaryComparisons:
         Args:
             asked: the request, of the model that the caller named.
             canary: the model that it was routed to.
-            response: the canary's response.
         """
         rules = canary.canary
         if rules is None or random.random() >= rules.compare_share or len(self._tasks) >= AT_ONCE:
@@ -126,7 +122,6 @@ class CanaryComparisons:
     async def _count(
         self, counts: CanaryCounts, canary: Model, ours: Result, theirs: Result
     ) -> None:
-        """Counts one comparison."""
         tolerance = _tolerance_of(canary)
         if canary.definition.compares_images:
             deadline_s = time.time() + COMPARE_LIMIT_S

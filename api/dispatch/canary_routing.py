@@ -70,7 +70,6 @@ class CanaryRouter:
     """Sends a share of the requests to canaries. An async context manager that runs the refresh.
 
     Args:
-        catalog: its canaries.
         canary_store: in Redis. It is opened and closed with this object.
         refresh_s: pause between two looks at it.
         clock: monotonic seconds.

@@ -160,7 +160,6 @@ class JobSender:
         where they do not precede interactive requests of others.
 
         Args:
-            request: the request.
             items: its items.
             waiter: receives the reply. None: whoever waits reads the record.
             unfinished: number of predictions of the tenant that have not ended, as far as known.

@@ -309,7 +309,6 @@ class PublishWindow:
         models: the models of the catalog.
         rate_of: returns the service rate of a model.
         broker_wait_s: how long jobs may wait at the broker.
-        round_trip: to the broker.
     """
 
     def __init__(
@@ -338,7 +337,6 @@ class PublishWindow:
         """Gives the permit of one job back.
 
         Args:
-            demand: as taken.
             is_in_topic: whether it was published and no caller waits for its answer any more. Its
               permit is kept for the time in which workers usually reach it. Otherwise a caller
               who hangs up again and again would fill the topic.
@@ -402,7 +400,6 @@ class WindowExchange:
     """Keeps the windows of this instance up to date. An async context manager that owns its task.
 
     Args:
-        windows: of this instance.
         redis_url: the Redis that all instances share which publish to the same topics.
         instance: the id of this instance.
     """

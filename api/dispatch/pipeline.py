@@ -56,9 +56,6 @@ async def open_pipeline(
 
     Args:
         opened: owns what is opened.
-        settings: of this process.
-        catalog: the models.
-        objects: the object store.
         transport: the connection to the broker. Not yet open.
         admin: creates an inbox if no pool has one. Not yet open.
         rows: takes the rows that this process writes. Not yet open.

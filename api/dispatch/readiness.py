@@ -54,9 +54,6 @@ class Readiness:
     """Probes the broker and Redis, each within a time limit.
 
     Args:
-        inbox: the own inbox.
-        publisher: sends the probe.
-        redis_url: the cache.
         records_url: the records, perhaps in the same Redis. It must not evict what has no end.
         keys_status: `ok`, `not required`, or the reason why no API key can be checked.
     """

@@ -102,7 +102,6 @@ class InboxPool:
             ranges.
         size: how many inboxes the pool has.
         lease_s: a lease expires after this time without renewal.
-        instance: id of the holder.
     """
 
     def __init__(
@@ -278,8 +277,6 @@ class ReplySubscription:
     """A subscription of an inbox, which `requests` requests use.
 
     Args:
-        topic_id: its topic.
-        subscription_id: its own id.
         slot: the slot that its filter asks for. Empty: it has no filter.
     """
 

@@ -461,12 +461,7 @@ class RequestState:
         return max(0.0, self.request.deadline_s - time.time())
 
     def new_job(self, items: Sequence[InFlightItem], demand: Demand) -> InFlightJob:
-        """Puts items into a job with an index of its own in this request.
-
-        Args:
-            items: some of this request's.
-            demand: that of these.
-        """
+        """Puts items into a job with an index of its own in this request."""
         index = len(self._jobs)
         if self.request.facts.batch_id and len(items) < len(self.items):
             # A line may be repeated when more of it is in the cache. The job of the remaining items

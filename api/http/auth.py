@@ -156,7 +156,6 @@ def check_access(caller: Caller, method: str, path: str, stored: StoredWork | No
     """Refuses what the key of the caller may not do, whichever door it comes by.
 
     Args:
-        caller: whose request it is.
         method: of the request. HEAD counts as GET.
         path: the template of the route, such as `/v1/files/{file_id}`.
         stored: what it reads or changes, if that was computed by a model. The key needs the scope
@@ -356,7 +355,6 @@ def access_of(settings: ApiSettings, catalog: Catalog | None = None) -> Access:
     """Returns the access control of an API with these settings.
 
     Args:
-        settings: of this process.
         catalog: the models that plans and keys in a file may name. None: not checked.
 
     Raises:

@@ -169,9 +169,7 @@ class FastRouteApp(FastAPI):
     """A FastAPI app that calls the endpoints of its fast routes directly.
 
     Args:
-        bodies: the body limits.
         origins: the origins whose pages may call the API from a browser. `*` allows all.
-        given: keyword arguments of FastAPI.
     """
 
     def __init__(self, bodies: BodyBudget, *, origins: Sequence[str] = (), **options: Any) -> None:

@@ -52,8 +52,6 @@ async def run_idempotent(
     """Answers a request with the header: runs `endpoint`, or returns its stored answer.
 
     Args:
-        request: with the header.
-        endpoint: computes the answer.
         answer_error: answers one of EXPECTED_ERRORS that it raised.
 
     Raises:

@@ -63,7 +63,6 @@ class LiveDirectory:
     Args:
         store: the store of the directory. It is opened and closed with this object.
         clock: monotonic seconds.
-        refresh_s: pause between two reads.
         served: the models that plans and keys may name. A file that names any other is not valid.
           In Redis, which was checked when it was changed, it is only logged: the catalog has
           changed. None: not known.

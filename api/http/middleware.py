@@ -215,7 +215,6 @@ class ContextMiddleware:
     """Gives each HTTP request its RequestContext and each answer its headers.
 
     Args:
-        app: the wrapped app.
         bodies: the body limits, shared by all middlewares of the process.
     """
 

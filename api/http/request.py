@@ -120,7 +120,6 @@ async def while_connected(
 
     Args:
         receive: the ASGI channel of the request, whose body was already read.
-        work: what to await.
         check: is called every CHECK_S. It raises PenstockError once the caller may not wait any
             more, which cancels `work` too.
 
@@ -309,7 +308,6 @@ class ApiRequest:
 
         Args:
             request: from `recorded`.
-            waits: whether the block waits.
 
         Raises:
             PenstockError: as `Predictions.creating` does. RateLimited: by its plan.

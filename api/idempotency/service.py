@@ -92,7 +92,6 @@ class IdempotencyService:
 
     Args:
         store: claims and responses. It must stay open longer than this service.
-        objects: stores large bodies.
     """
 
     def __init__(self, store: IdempotencyStore, objects: ObjectStore) -> None:

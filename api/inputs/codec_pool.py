@@ -126,8 +126,6 @@ class CodecClient:
         If the call is canceled, the process must be killed.
 
         Args:
-            command: what to do.
-            data: the image file.
             reserve: called after the image header was read, before anything is decoded.
 
         Raises:
@@ -320,8 +318,6 @@ class CodecPool:
         """Runs a command on the image in `data`.
 
         Args:
-            command: what to do.
-            data: the image file.
             deadline_s: Unix time at which the command is stopped.
             is_new: whether it may be refused. Computed results go first and are never refused.
             tenant: whose turn it takes. Empty: of all callers who are not known.

@@ -77,7 +77,6 @@ class Files:
     """The files of all tenants.
 
     Args:
-        objects: keeps them.
         storage: counts what a tenant stores.
     """
 
@@ -99,11 +98,8 @@ class Files:
         """Stores a file.
 
         Args:
-            quota: of its owner.
             data: its bytes.
             name: the caller's name for it.
-            content_type: the caller's media type.
-            metadata: stored with it.
             keep_s: seconds until it expires, KEEP_S at most.
             reservation: of `receiving`. None: room is reserved here.
 
@@ -149,7 +145,6 @@ class Files:
         """Reserves room for the file of a request before its body is read.
 
         Args:
-            quota: of its owner.
             body_bytes: the size of the body, with the file in it. None: not known.
 
         Raises:

@@ -139,12 +139,8 @@ async def prepare_control(
     """Returns the control of a request, which was checked, and the size of its image.
 
     Args:
-        body: the fields.
         data: the file of the image.
         size: that of the image to draw. None: as the image, with the usual pixels of the model.
-        model: the model.
-        caller: who asks.
-        images: prepares images.
 
     Raises:
         BadInput: the file is not an image, or it is broken. Names `control_image`.
@@ -225,11 +221,7 @@ async def prepare_ip_adapter(
     """Returns the IP-Adapter of a request, which was checked.
 
     Args:
-        body: the fields.
         data: the file of the image.
-        model: the model.
-        caller: who asks.
-        images: prepares images.
 
     Raises:
         BadInput: the file is not an image, or it is broken. Names `ip_adapter_image`.
@@ -317,12 +309,8 @@ async def with_guides(
 
     Args:
         first: the image without them.
-        body: the fields.
         files: of the images, by their fields. Others may be among them.
         size: of the image to draw. None: as that of the control, if there is one.
-        model: the model.
-        caller: who asks.
-        images: prepares images.
 
     Raises:
         BadInput: a file is not an image, or it is broken. Names its field.

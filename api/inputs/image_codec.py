@@ -145,7 +145,6 @@ class ImageCodec:
             data: a file of one of the formats in codec_server.py, of the size of the source's.
                 Empty: only the padding is drawn anew.
             source: what it is the mask of.
-            redraws: what is drawn anew.
             blur: how soft its edge is, inwards: a Gaussian's standard deviation in pixels.
             deadline_s: Unix time at which the work is stopped.
             tenant: who sent it. Tenants take turns.
@@ -180,7 +179,6 @@ class ImageCodec:
 
         Args:
             png: the image from the worker.
-            output_format: a key of MEDIA_TYPES.
             quality: for jpeg and webp, 0 to 100.
             deadline_s: Unix time at which the work is stopped.
             is_new: whether it may be refused. The results of the current request may not.
@@ -225,8 +223,6 @@ class ImageCodec:
         """Returns how close two PNGs are: their peak signal-to-noise ratio. 100 if they are equal.
 
         Args:
-            ours: one of them.
-            theirs: the other one.
             deadline_s: Unix time at which the work is stopped.
 
         Raises:

@@ -120,8 +120,6 @@ class SourceImages:
         """Fetches the file of an image from wherever it is.
 
         Args:
-            url: in the input.
-            caller: the owner of files.
             field: of the input, for errors.
 
         Raises:
@@ -146,7 +144,6 @@ class SourceImages:
 
         Args:
             wanted: their URLs, by the field that names each.
-            caller: the owner of files.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -165,7 +162,6 @@ class SourceImages:
 
         Args:
             wanted: URL and field of each.
-            caller: who asks.
 
         Returns:
             They by their URLs.
@@ -214,8 +210,6 @@ class SourceImages:
         """Fetches a file that only workers read, from another server.
 
         Args:
-            url: of the file.
-            caller: who asks.
             field: of the input, for errors.
             rules: what it has to be.
             keep_s: seconds for which it is remembered, so that it is not loaded again.
@@ -241,8 +235,6 @@ class SourceImages:
         """Fetches a data: URI, or what an id or a URL of this API names.
 
         Args:
-            url: in the input.
-            caller: the owner of files.
             field: of the input, for errors.
 
         Raises:
@@ -301,10 +293,8 @@ class SourceImages:
         """Returns the image as models take it.
 
         Args:
-            data: the image file.
             size: the output size. None: the aspect ratio of the source, within `limits`.
             limits: the limits of the model.
-            caller: the tenant and deadline.
             padding: what goes around it, as in ImageCodec.prepare_source.
             field: of the input, for errors.
         """
@@ -323,8 +313,6 @@ class SourceImages:
         """Returns an image to look at, in its own size, or smaller.
 
         Args:
-            data: the image file.
-            caller: the tenant and deadline.
             field: of the input, for errors.
         """
         await caller.begin()
@@ -346,8 +334,6 @@ class SourceImages:
             data: the file of the mask. Empty: only the padding is drawn anew.
             source: what it is the mask of.
             blur: how soft its edge is, as in ImageCodec.prepare_mask.
-            caller: the tenant and deadline.
-            padding: of the source.
         """
         await caller.begin()
         return await self._image_codec.prepare_mask(

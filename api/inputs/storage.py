@@ -132,7 +132,6 @@ class Storage:
     """The stored files of all tenants.
 
     Args:
-        objects: keeps them.
         clock: unix time. Tests replace it.
     """
 

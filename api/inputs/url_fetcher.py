@@ -152,7 +152,6 @@ class UrlFetcher:
     Args:
         settings: which hosts and networks are allowed, and the time that a request may take.
         storage: keeps what was fetched, within the quota of its tenant.
-        fetched_urls: remembers it.
         resolve: gives all addresses of a host and port.
 
     Raises:
@@ -207,7 +206,6 @@ class UrlFetcher:
         """Fetches one file.
 
         Args:
-            url: in the input.
             quota: the storage quota of the tenant who asks. Tenants take turns.
             field: of the input, for errors.
             until_s: from `until_s`.

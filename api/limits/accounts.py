@@ -71,9 +71,6 @@ class Accounts:
         """Returns the account of a caller for a model whose work is counted in `unit`.
 
         Args:
-            caller: who asks.
-            model: what for.
-            unit: of its work.
             month: in which the request arrived, as `month_of` counts. 0: the current one.
         """
         name = (caller.tenant, caller.key_id, model, month)
@@ -98,7 +95,6 @@ class Accounts:
 
         Args:
             totals: of the budgets that changed since the last ones.
-            at_s: when they were requested.
         """
         is_first = not self._totals_at_s
         self._has_all_totals = totals.is_whole and (is_first or self._has_all_totals)
@@ -383,7 +379,6 @@ class LimitStore(RedisStore):
         it arrives later, that counts nothing.
 
         Args:
-            call: its number.
             asks: those of its asks that are not about slots.
 
         Raises:
@@ -404,7 +399,6 @@ class LimitStore(RedisStore):
         Nothing comes back if it was settled before.
 
         Args:
-            record_id: of the prediction.
             asks: that need nothing, with what comes back.
 
         Raises:

@@ -61,7 +61,6 @@ class BudgetMarks:
     Args:
         store: counts for all instances. Open.
         budgets: returns the budgets of the directory. None if it may have changed.
-        spent: reads rows.
         clock: Unix seconds.
     """
 

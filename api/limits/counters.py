@@ -141,9 +141,7 @@ class Counter(ABC):
         """Gives back what an ask was granted whose answer was lost.
 
         Args:
-            ask: what was sent.
             answer: what Redis had counted, or counts now.
-            now_s: the time.
         """
         if answer.granted:
             self.give_back(answer.granted, answer.period, now_s)

@@ -94,10 +94,8 @@ class LimitedRequest:
     For callers without limits nothing happens.
 
     Args:
-        limiter: knows the limits.
         caller: the caller of the request.
         model: the model that computes it.
-        inputs: the inputs to compute.
         headers: the headers of the answer. Those about limits are added.
         received_at_s: when it arrived, Unix seconds. Its rows have this time.
         longest_s: how long it may be computed. None: as long as the model allows.
@@ -183,7 +181,6 @@ class LimitedRequest:
         """Returns the hold to create a prediction's record with. None: nothing is limited.
 
         Args:
-            prediction: the prediction to create.
             follow: called at the end of the block, if the prediction continues, or if it is unknown
               whether it was created.
         """
@@ -235,7 +232,6 @@ class LimitedRequest:
 
         Args:
             price: the terms of the items.
-            outcomes: how they ended.
             is_delivered: whether they were delivered to the caller.
         """
         if self._account is not None:
@@ -313,7 +309,6 @@ def used_by(
     Args:
         price: the terms of the items.
         unit: the unit of their work.
-        outcomes: how they ended.
         charged: how they were delivered. None: as they ended.
         step_prices: of a flow, the terms of each of its steps. Then they are items of these.
     """

@@ -60,7 +60,6 @@ class RequestDemand:
         unit: the unit of its work.
         items: the number of items in flight.
         work: in this unit, rounded up.
-        cost_usd: its charge.
     """
 
     def __init__(self, unit: Unit, *, items: int, work: float, cost_usd: float) -> None:
@@ -392,8 +391,6 @@ class Limiter:
         """Settles what a prediction has reserved, once, whichever instance created it.
 
         Args:
-            record_id: of the prediction.
-            takings: of its hold.
             used: what it has used. None: nothing is known, so it counts as reserved.
 
         Raises:
@@ -540,7 +537,6 @@ class Reservation:
     """Amounts that one request has taken. Settled or canceled once, when the request ends.
 
     Args:
-        limiter: knows the limits.
         before: what the preparation of the request has taken. It stays counted, however this ends.
     """
 
@@ -574,7 +570,6 @@ class Reservation:
         """Ends the reservation: the request used so much, and nothing is in flight any more.
 
         Args:
-            used: by the request.
             operation: GROUP/NAME of a request that another process may make again, if this one
               dies. Its budgets count it once. Empty: there is no such process.
         """

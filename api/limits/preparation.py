@@ -20,7 +20,6 @@ class Preparation:
     """The preparation of one request. Callers without limits count nothing.
 
     Args:
-        limiter: knows the limits.
         caller: the sender of the request.
         model: the model that the request is for.
         headers: the headers of the answer. Those about limits are added.

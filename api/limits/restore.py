@@ -63,9 +63,6 @@ async def restore(
     """Adds to the counters of budgets what rows say and Redis does not.
 
     Args:
-        store: the counts in Redis.
-        spent: reads rows.
-        holders: whose budgets to restore.
         lowers: a counter above its rows is lowered as well. Only if no request is in flight, and
             all rows have arrived.
         writes: False only compares.

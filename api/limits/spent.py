@@ -44,7 +44,6 @@ class SpentRows:
 
     Args:
         project: the project of the dataset, which pays for the queries.
-        dataset: its ID.
         endpoint: URL of an embedded BigQuery. Empty for Google's.
         most_bytes: a query that would read more is refused.
         limit_s: how long a query may take.

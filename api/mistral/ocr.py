@@ -156,9 +156,6 @@ async def _reply(
 
     Args:
         result: of the class or the flow.
-        model: that.
-        objects: have its images.
-        body: of the request.
 
     Raises:
         ModelFailed: what the class gave are no pages, or their images are too large.

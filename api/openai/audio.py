@@ -208,11 +208,7 @@ async def _add_recording(
     """Loads the recording of an input.
 
     Args:
-        one: gets it.
-        field: names it, for errors.
         url: of it, or the id of an upload.
-        caller: the owner of files.
-        images: fetches and stores it.
 
     Raises:
         BadInput: there is no such file, or it must not be fetched.
@@ -253,10 +249,6 @@ def _elements(output: Any) -> list[TranscribedElement]:
 class _Transcript:
     """What a transcriber gave.
 
-    Args:
-        outcomes: with its result.
-        model: its model.
-
     Raises:
         ModelFailed: it is no transcript.
     """
@@ -292,7 +284,6 @@ def _subtitles(
     """Yields the segments with their times.
 
     Args:
-        transcript: what was said.
         mark: between seconds and milliseconds.
         written: a text as the format writes it.
     """

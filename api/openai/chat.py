@@ -158,7 +158,6 @@ class ChatEvents:
         return [_event(chunk), DONE]
 
     def failure(self, error: PenstockError) -> bytes:
-        """Returns an error."""
         return failure_event(error)
 
     def _chunk(self, choice: ChatChunkChoice) -> bytes:
@@ -210,7 +209,6 @@ class CompletionEvents(StreamShape):
         return [_event(reply), DONE]
 
     def failure(self, error: PenstockError) -> bytes:
-        """Returns an error."""
         return failure_event(error)
 
     def _chunk(self, choice: CompletionChoice) -> bytes:

@@ -91,7 +91,6 @@ class Endpoint(ABC):
 
         Args:
             data: the body as JSON.
-            catalog: the models.
             default_seed: the seed of images whose body has none.
 
         Raises:
@@ -126,7 +125,6 @@ class Endpoint(ABC):
         """Returns the usage of an answered line, as its answer reports it.
 
         Args:
-            request: the line.
             outcomes: how its items ended. For a flow, those of all steps.
             answered: the outcomes that `reply` got.
         """

@@ -77,7 +77,6 @@ def answer_id(prefix: str, own_id: str) -> str:
     by its id.
 
     Args:
-        prefix: of its kind.
         own_id: of its prediction or of its request.
     """
     return prefix + own_id.partition("_")[2]

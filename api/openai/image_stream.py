@@ -99,9 +99,7 @@ class ImageStream:
     """The events of one request for images.
 
     Args:
-        call: the request.
         kind: what the types of its events begin with.
-        position: of its reader.
         partial_images: how many previews of each image its reader wants.
         encode: returns an image in the requested format.
         enlarge: returns a preview in the requested format and size.

@@ -49,7 +49,6 @@ class ResponseEvents:
     Args:
         body: the body of the request. Its `max_output_tokens` is set if events are sent.
         made: the id of the answer.
-        created_at_s: when it was requested.
         model: the model that generates it.
         after: the sequence number of the last event that the reader has. -1: none.
     """

@@ -93,7 +93,6 @@ class SpeechEvents(StreamShape):
     """The events of a text that is said: one for each part of the sound, and one at its end.
 
     Args:
-        record: of the prediction.
         names: of the fields, for errors.
     """
 

@@ -30,7 +30,6 @@ async def find_stored(
     """Returns the prediction of an answer of the tenant.
 
     Args:
-        call: the authenticated request.
         prefix: of ids of such answers.
         endpoint: the path that creates such answers.
         shown: the id, as the caller has it.
@@ -63,8 +62,6 @@ async def find_response(
     """Returns a response of the tenant that can be read again.
 
     Args:
-        call: the authenticated request.
-        response_id: its id.
         is_resumed: whether its stream is read on, which needs no `store`.
 
     Raises:
@@ -135,12 +132,7 @@ def _no_item(name: str) -> NotFound:
 
 
 def shown_items(items: Sequence[dict[str, Any]], digits: str) -> list[dict[str, Any]]:
-    """Returns items as lists of items show them. Those without an id get one.
-
-    Args:
-        items: as they were sent.
-        digits: make the ids unique.
-    """
+    """Returns items as lists of items show them. Those without an id get one."""
     return [_shown_item(item, f"{digits}_in{number}") for number, item in enumerate(items)]
 
 

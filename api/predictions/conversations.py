@@ -82,7 +82,6 @@ class Conversations:
     """The conversations of all tenants.
 
     Args:
-        records: stores them.
         keep_s: seconds for which one is kept after its last change, if a plan says nothing else.
     """
 

@@ -139,7 +139,6 @@ class Creation:
 
     Args:
         snapshot: as created or found.
-        refresh: reads it again.
         waiter: gets the reply to this instance. None: only the record reports the end.
         is_new: whether this request created it.
     """

@@ -140,7 +140,6 @@ class EventStreams:
         """Yields the events after `last_id` (empty: all) to the last one, for at most MAX_S.
 
         Args:
-            snapshot: the prediction.
             last_id: the id of the last event that the reader has. Empty: none.
             check: raises PenstockError once the reader may not continue, since its key was revoked.
               The error is the last event then.
@@ -321,7 +320,6 @@ class ElementEvents(OutputEvents):
     """The events of a list that is made element by element: one for each, as in a whole output.
 
     Args:
-        prediction: whose list it is.
         url_signer: signs the URLs of files that are not in the list itself.
     """
 

@@ -50,8 +50,6 @@ class PredictionFollower:
 
     Args:
         predictions: ends those that are late.
-        holds: what they have reserved.
-        limiter: counts.
     """
 
     def __init__(self, predictions: Predictions, holds: Holds, limiter: Limiter) -> None:

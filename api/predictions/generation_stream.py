@@ -273,7 +273,6 @@ class GenerationStreams:
         Then the generations end as if it had hung up, after the tokens that it was sent.
 
         Args:
-            snapshot: the prediction.
             shape: the form of the events.
             seen: the position of the reader in each generation.
             check: raises PenstockError once the reader may not continue.

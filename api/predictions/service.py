@@ -92,9 +92,6 @@ class Predictions:
     """The predictions of all tenants, in one Redis. An async context manager.
 
     Args:
-        records: stores them.
-        sender: publishes their jobs.
-        webhooks: publishes their events.
         inbox: receives the replies to this instance.
         admission: bounds the items in flight of this instance.
         canaries: choose the revisions that compute them.
@@ -212,7 +209,6 @@ class Predictions:
         """Keeps an answer that was given without a record, as a prediction that succeeded.
 
         Args:
-            prediction: its document.
             outcomes: of its items. All of them have results.
             keep_s: how long it is kept, by the tenant's plan. None: the default.
 
@@ -295,7 +291,6 @@ class Predictions:
         They are read as they are needed, a page at a time.
 
         Args:
-            tenant: their owner.
             after: only those behind the one with this record. Empty: all.
             is_ascending: the oldest first.
 
@@ -401,8 +396,6 @@ class Predictions:
         If its webhook has yet to be notified of the end, the notice has no input and no output.
 
         Args:
-            tenant: its owner.
-            prediction_id: its ID.
             discard: deletes its objects, which nothing refers to once the record is gone.
 
         Raises:

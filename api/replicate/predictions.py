@@ -129,8 +129,6 @@ async def read_prediction(
     """Returns the request for the prediction that a body asks for.
 
     Args:
-        call: the authenticated request.
-        body: its body.
         model: the model that computes it.
         owner: the owner of the model, as the caller named it.
         own_id: the id that the caller chose, if any.

@@ -147,9 +147,7 @@ async def store_large_values(
     A worker reads them back (workers/models/custom/preparation.py).
 
     Args:
-        custom_input: gets the files.
         model: the model that computes it.
-        images: stores them.
         caller: the owner of the files in `shown`.
         shown: the input as its caller sees it. It gets a link in place of each value, which is then
             kept. None: nobody sees it.
@@ -183,7 +181,6 @@ def input_of_fields(
 
     Args:
         values: by the names of the class's inputs.
-        model: whose class it is.
         names: of the endpoint's fields, if they are others, by those of inputs.
 
     Returns:
@@ -204,9 +201,6 @@ class FieldNames(NamedTuple):
     """What an endpoint calls the inputs of the class or flow that serves it.
 
     Args:
-        model: that serves it.
-        field: what is weighed.
-        unit: what is counted.
         names: of the endpoint's fields, if they are others, by those of inputs.
     """
 
@@ -251,10 +245,8 @@ async def add_files(
     """Loads the files of an input.
 
     Args:
-        custom_input: gets them.
         files: from `checked_input`.
         caller: the owner of the files that may be named.
-        images: fetches and stores them.
         shown: the input as its caller sees it. It gets a link in place of each `data:` URI, which
             is then kept. None: nobody does.
 

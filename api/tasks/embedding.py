@@ -163,7 +163,6 @@ def windows_of(
     smaller unit: a sentence between words, a word between tokens.
 
     Args:
-        text: the text.
         sections: the tokens of its sections, in order.
         lengths: the characters of its sections.
         tokens: the most tokens of a window, without special tokens.

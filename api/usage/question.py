@@ -52,7 +52,6 @@ def read_question(
     """Parses a usage query.
 
     Args:
-        params: the query string.
         tenants: the tenants whose rows the caller may see. None: all.
         tasks: the tasks whose rows are requested. None: all.
         is_of_costs: whether costs are requested, which have other groups.

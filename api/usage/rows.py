@@ -65,7 +65,6 @@ class UsageRows:
 
     Args:
         project: of the dataset, which pays for the queries.
-        dataset: its id.
         endpoint: URL of an embedded BigQuery. Empty for Google's.
         most_bytes: a query that would read more is refused.
     """

@@ -89,7 +89,6 @@ class UsageService:
     """Answers questions about usage.
 
     Args:
-        rows: the usage table.
         turns: those of all questions about usage.
         clock: unix time. Tests replace it.
     """
@@ -155,7 +154,6 @@ class ReportService:
     """Answers reports.
 
     Args:
-        dataset: the data set.
         turns: the limits shared by all usage queries.
     """
 

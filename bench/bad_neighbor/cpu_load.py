@@ -138,8 +138,6 @@ async def burning(
     """Burns the load while the block runs. Afterwards the list has the cores that it got.
 
     Args:
-        load: what to burn.
-        seconds: how long.
         low_parts: the parts that have a lower priority.
     """
     orders = [BurnOrder(bursts, seconds, part in low_parts) for part, bursts in load.items()]

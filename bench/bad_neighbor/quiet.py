@@ -200,11 +200,7 @@ MIN_SAMPLES = 100
 
 @asynccontextmanager
 async def quiet_tenant(url: str) -> AsyncIterator[Quiet]:
-    """The tenant with its receiver of webhooks on this machine.
-
-    Args:
-        url: of the API.
-    """
+    """The tenant with its receiver of webhooks on this machine."""
     timeout = aiohttp.ClientTimeout(total=LIMIT_S)
     async with aiohttp.ClientSession(
         headers=bearer(QUIET), timeout=timeout, connector=aiohttp.TCPConnector(limit=0)

@@ -36,9 +36,7 @@ class CogServer:
 
     Args:
         folder: a copy of the class's folder, because the class may write into it.
-        reference: FILE.py:CLASS.
         python: the interpreter that has cog and the class's packages.
-        environment: variables of cog.yaml.
         concurrency: predictions that may run at once.
         streams: True to read pieces as events.
     """

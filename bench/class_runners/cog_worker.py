@@ -77,10 +77,7 @@ class CogWorker:
 
     Args:
         folder: a copy of the class's folder, because the class may write into it.
-        reference: FILE.py:CLASS.
         python: the interpreter that has cog and the class's packages.
-        environment: variables of cog.yaml.
-        concurrency: number of slots.
         is_wrapped: True to put the wrapper between the worker and the class.
     """
 

@@ -33,9 +33,7 @@ class PenstockRunner:
     """A class in its runner process, driven from the event loop as a worker does.
 
     Args:
-        folder: of the class.
         python: the interpreter that has the class's packages.
-        environment: variables of cog.yaml.
         batches: True for a class with `predict_batch`. Each prediction is a batch of its own.
     """
 

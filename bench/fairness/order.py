@@ -62,7 +62,6 @@ def measure_shares(
 
     Args:
         where: as of `measure`.
-        seconds: of a part.
         unanswered: jobs that each tenant with a weight has in flight, for each worker. At a
             distance more of them are on their way, so it takes more until none runs out of jobs.
     """

@@ -157,7 +157,6 @@ class _Counted:
     """A subscription that counts what was delivered before.
 
     Args:
-        subscription: what it stands for.
         is_fixed: whether it holds the same number of messages at any distance.
     """
 
@@ -310,13 +309,9 @@ class TimedWorker:
     """A worker with the timed model. An async context manager that runs it.
 
     Args:
-        site: its servers.
-        project: as provisioned.
         processes: how many model processes it has.
         hand: how many messages of a priority it holds. 0: as usual.
         batch_s: seconds of each batch, whatever its size. 0: BATCH_S and TOKENS_PER_S.
-        max_items: of a batch.
-        name: of the worker.
         rows: where its rows go. None: nowhere, and each is safe at once.
     """
 

@@ -38,7 +38,6 @@ class PlainTransformers:
     """The model of transformers without code of ours.
 
     Args:
-        folder: the model.
         precision: fp32, bf16 or fp16.
     """
 

@@ -36,7 +36,6 @@ def conversations(count: int, words: int = 0, first: int = 0) -> list[list[dict[
     """`count` conversations of one message each.
 
     Args:
-        count: number of prompts.
         words: number of words before the question.
         first: the number of the first one.
     """

@@ -28,9 +28,6 @@ def drive(
 
     Args:
         url: URL of the server, without a path.
-        model: its name there.
-        prompts: the prompts to continue.
-        in_flight: callers at a time.
         tokenizer: counts the tokens of what came, for all servers alike. None: the server does.
 
     Raises:

@@ -27,7 +27,6 @@ def drawn(
     """Draws images in one running batch. Returns the pixels of each, [height, width, 3].
 
     Args:
-        model: with its adapters.
         items: in the order in which they are admitted.
         join_every: how many steps after the one before an item is admitted.
 

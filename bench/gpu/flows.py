@@ -123,9 +123,7 @@ def measure(scale: Scale, folder: Path, family: str) -> dict[str, Any]:
     The latter without compiling, as batches of other sizes are computed.
 
     Args:
-        scale: of the sizes.
         folder: new. It gets the pipeline.
-        family: one of WRITERS.
     """
     pipeline = WRITERS[family](folder, scale)
     eager = _model(pipeline, scale, compile="never")
@@ -210,7 +208,6 @@ def _text(scale: Scale) -> PreparedImage:
 
 
 def _kinds(scale: Scale) -> dict[str, PreparedImage]:
-    """An image of each kind."""
     text, side = _text(scale), scale.flow_side
     source = gradient(side, side)
     return {

@@ -89,7 +89,6 @@ def _costs(scale: Scale, pipeline: Path, folder: Path) -> list[dict[str, Any]]:
 
 
 def _kinds(side: int, steps: int, guidance: float) -> dict[str, PreparedImage]:
-    """An image of each kind."""
     text = PreparedImage(
         key="",
         length=side * side * steps,
@@ -130,7 +129,6 @@ def write_extras(pipeline: Path, folder: Path, *, trained: Path | None = None) -
     """Writes adapters and a ControlNet for a pipeline. Returns the fields of its entry for them.
 
     Args:
-        pipeline: of diffusers.
         folder: new.
         trained: a ControlNet for it. None: one with random weights is written.
     """

@@ -18,7 +18,6 @@ class Texts:
     """Draws texts of words that are one token each, so a text of n words has n + 2 tokens.
 
     Args:
-        model_folder: holds tokenizer.json.
         seed: two with the same seed draw the same texts. No text is drawn twice.
     """
 

@@ -30,7 +30,6 @@ class Contender:
         name: names it in the tables.
         group: `peer` as documented, `tuned` manually, or `ours`.
         note: how it is set up, in a few words.
-        path: path of its requests.
         body: the JSON of one, with PLACE where the text goes.
         answer: keys and places that lead to the vector in its answer.
         folder: the peer's folder next to this file: its server and its requirements.

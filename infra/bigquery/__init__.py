@@ -56,7 +56,6 @@ def tenant_views(project: str, dataset: str, tenant: str) -> dict[str, str]:
     """The GoogleSQL of the views for a tenant's analysts: those that say `${only}`, and its rows.
 
     Args:
-        project: project of the tables.
         dataset: data set of the tables. The views are in another one, the only one for analysts.
         tenant: whose rows. Terraform refuses names with quotes or backslashes.
     """
@@ -98,7 +97,6 @@ def create(client: bigquery.Client, dataset: str) -> None:
 
     Args:
         client: Google's client, for the project of the data set.
-        dataset: its id.
 
     Raises:
         google.api_core.exceptions.GoogleAPICallError: BigQuery refuses, or can't be reached.

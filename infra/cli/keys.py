@@ -333,8 +333,6 @@ def _unknown_field(kind: type[Any], name: str, place: str) -> str:
     """An error about a field that is not one of `kind`, with the closest ones that are.
 
     Args:
-        kind: the struct.
-        name: the field.
         place: where it is, such as `per_model[...]`. Empty: in the struct itself.
     """
     from difflib import get_close_matches

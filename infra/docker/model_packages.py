@@ -27,7 +27,6 @@ def model_packages(
     """The requirements of the catalog's sources `package:`, canaries' among them.
 
     Args:
-        catalog: names the sources.
         lock: packages by their normalized names.
         also: requirements `name==version` for packages that the lock does not have. They come
             first: a package that is in both has the version that is named here.

@@ -220,9 +220,6 @@ def keda_patch(
     """Returns the fields of one worker's ScaledObject beyond components/keda.
 
     Args:
-        group: its models and bounds.
-        worker: the worker's name.
-        deployment: where it runs.
         processes: model processes of a worker.
     """
     queries = TriggerQueries(group.models, worker, _source(deployment), processes)

@@ -214,9 +214,7 @@ def write_gpu_class(
     """Writes a class of GPU nodes: its ComputeClass, and the places that are kept warm on it.
 
     Args:
-        out: the overlay.
         gpu: the GPU of the class, as models ask for it.
-        deployment: where and with what.
         gpu_types: the known GPU types by name.
 
     Returns:
@@ -339,7 +337,6 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
         catalog: the models to run workers of.
         models_file: its file. Each worker gets only entries that it needs, so that a change
             restarts no other.
-        deployment: where and with what.
 
     Raises:
         ConfigurationError: a model that is to run there is not in the catalog, or without others
@@ -450,7 +447,6 @@ def clear_folder(out: Path, mark: str = "kustomization.yaml", kind: str = "an ov
     """Empties the folder of an overlay, or makes it.
 
     Args:
-        out: the folder.
         mark: the file that each folder of its kind has.
         kind: its kind, for the message.
 

@@ -458,7 +458,6 @@ def write_self_hosted(out: Path, site: SelfHostedSite, catalog: Catalog, models_
     Args:
         out: the folder. Files of an earlier run are deleted.
         site: the site's services and settings.
-        catalog: the models to serve.
         models_file: the file that it was read from.
 
     Raises:

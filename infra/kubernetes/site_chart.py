@@ -122,7 +122,6 @@ def write_site_chart(out: Path, catalog: Catalog, models_file: Path, *, version:
 
     Args:
         out: the folder. Files of an earlier run are deleted.
-        catalog: the models to serve.
         models_file: the file that it was read from.
         version: the version of the chart and of what it deploys, as in pyproject.toml.
 

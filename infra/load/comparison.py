@@ -300,7 +300,6 @@ def check(
 
     Args:
         ledger: the ledger of one replay.
-        rows: access to the rows.
         wait_s: seconds in which differences may disappear.
         sleep: waits. Tests replace it.
         clock: seconds. Tests replace it.

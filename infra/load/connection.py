@@ -97,7 +97,6 @@ class Connection(asyncio.Protocol):
         self._owner.lost(self, self._ended())
 
     def close(self) -> None:
-        """Closes it."""
         self.is_open = False
         self._transport.close()
 
@@ -124,8 +123,6 @@ def encode_request(
         host: with the port, if it is not the usual one.
         path: with a slash at its start.
         headers: in addition to those that every request has.
-        content: the body.
-        method: of the request.
     """
     all_headers = {
         "host": host,

@@ -38,7 +38,6 @@ class DayModel:
 
     Args:
         share: the model's part of the requests, relative to the other models' shares.
-        sizes: sizes of its inputs.
         items: numbers of items in its requests.
     """
 
@@ -68,7 +67,6 @@ class Day:
     Args:
         requests: requests of the whole day, 1.4 million in `day` of docs/explanation/simulation.md.
         tenants: the k-th has a share of 1 / k ** zipf.
-        models: models by name.
         seed: seed of all random numbers.
         zipf: inequality of tenants. 0: all alike.
         swing: amplitude of the wave. 0.6: 0.4 to 1.6 times its mean, lowest at midnight.

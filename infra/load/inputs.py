@@ -146,7 +146,6 @@ def form_of(model: str, tasks: Mapping[str, str]) -> RequestForm:
     """Returns the form of requests to a model.
 
     Args:
-        model: its name.
         tasks: the task of each model that is served.
 
     Raises:

@@ -84,7 +84,6 @@ def plan_trace(target: Target, path: Path, requests: int = 0) -> LoadPlan:
 
     Args:
         target: serves its models, and has keys of its tenants.
-        path: the trace.
         requests: only the first N are sent. 0: all.
 
     Raises:

@@ -29,7 +29,6 @@ class ConnectionPool:
 
     Args:
         server: the server that gets the requests.
-        most: connections at a time.
         on_end: gets each request once, with the pieces of the answer's body. It may send the next.
     """
 
@@ -90,7 +89,6 @@ class ConnectionPool:
             connection.abort(UNANSWERED)
 
     def close(self) -> None:
-        """Closes all connections."""
         self._is_closing = True
         for task in self._opening:
             task.cancel()

@@ -115,8 +115,6 @@ class Replay:
         run: the start of the id of each request.
         arrivals: in order of time.
         forms: request forms by model, for all models of the arrivals.
-        pace: speed and limits.
-        seed: seed of generated inputs.
         ledger: gets a line for each request.
         show: gets the progress every second.
     """

@@ -88,11 +88,7 @@ def replay(
     """Sends everything, and returns the summary. SIGINT and SIGTERM stop it in order.
 
     Args:
-        target: whom to ask.
-        plan: the requests to send.
-        pace: speed and limits.
         run: the start of the id of each request.
-        seed: seed of generated inputs.
         path: path of the ledger, a new file.
 
     Raises:

@@ -50,7 +50,6 @@ class Tally:
         """Counts a request that ended.
 
         Args:
-            line: its outcome.
             waited_ms: time from its due time to its end.
         """
         self.by_outcome[outcome_of(line)] += 1

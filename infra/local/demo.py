@@ -77,7 +77,6 @@ def with_text_model(models_file: Path, catalog_file: Path) -> Path:
     """Writes the catalog with the text model added to it, unless it has that model.
 
     Args:
-        models_file: the catalog.
         catalog_file: path of the new one.
 
     Returns:
@@ -181,7 +180,6 @@ def run_demo(
         demo_dir: its state is deleted first.
         prompt: prompt of the first image.
         edit_prompt: prompt of the edit of the first image.
-        broker: as for Stack.
 
     Raises:
         PenstockError: a process did not start, or an answer was missing or wrong.

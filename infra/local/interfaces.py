@@ -78,7 +78,6 @@ def refresh_interfaces(models_file: Path, say: Callable[[str], None]) -> None:
     """Inspects the local models of one's own of a catalog, as far as they have changed.
 
     Args:
-        models_file: the catalog.
         say: gets each line for a person.
 
     A class that can't be served is reported. Its worker refuses it, if it was inspected before.

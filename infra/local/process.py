@@ -45,7 +45,6 @@ class Process:
 
     Args:
         name: for people, and for the log file.
-        command: program and arguments.
         log_dir: gets `<name>.log`, both output streams, overwritten at the first start. Later
             starts append to it, so that it still says why the last one ended.
         environment: its whole environment. None: that of this process.

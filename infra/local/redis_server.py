@@ -44,7 +44,6 @@ class RedisServer(Process):
 
     Args:
         data_dir: folder of its files. Created if missing.
-        log_dir: gets redis.log.
         port: 0 picks a free one.
         socket_path: a Unix socket to listen on as well.
         persist: append every write to a file. Without it, the data is lost when Redis stops.

@@ -50,7 +50,6 @@ class Reloader:
         classes: the local classes of the catalog.
         workers: the names of the processes that serve them, by the names of their models.
         processes: of the stack, by their names.
-        supervisor: of these processes.
         report: gets a word and facts about each reload.
         clock: returns monotonic seconds. Tests replace it.
     """

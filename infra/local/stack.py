@@ -140,7 +140,6 @@ class Stack:
 
     Args:
         state_dir: gets the logs, the rows, the objects and the spool.
-        ports: ports to listen on.
         settings: `PENSTOCK_*` variables for every process, above the stack's own. A server whose
             variable in REPLACED_BY is among them is not started: the one it names is used.
         keep_messages: whether Pub/Sub keeps what it holds in the state's folder, over restarts and

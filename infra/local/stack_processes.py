@@ -158,7 +158,6 @@ class StackProcesses:
 
     Args:
         state_dir: gets the logs, the rows, the objects and the spool.
-        ports: ports to listen on.
         given: `PENSTOCK_*` variables for every process, above the stack's own.
         keep_messages: true if Pub/Sub keeps its messages in the state's folder.
         has_rabbitmq: true if the stack starts a RabbitMQ as the broker.

@@ -35,7 +35,6 @@ class SupervisedPart:
     """One process of the stack, which was started.
 
     Args:
-        process: the process.
         is_ready: returns whether it does its work.
         limit_s: time limit to get ready after a start, in seconds.
         was_ready: true if it has been ready since it was started.
@@ -59,7 +58,6 @@ class Supervisor:
     """Supervises parts that were started. Its owner calls `look` again and again.
 
     Args:
-        parts: the parts to supervise.
         report: gets a word and facts about each death, start and return.
         clock: seconds.
     """
@@ -101,7 +99,6 @@ class Supervisor:
         and a person is about to mend it.
 
         Args:
-            name: of the process.
             on_started: called when it was started again.
         """
         for watched in self._watched:

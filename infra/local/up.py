@@ -51,7 +51,6 @@ def exposed_settings(
     given, one is kept in the state's folder. The first start makes a key, or says how to.
 
     Args:
-        state_dir: gets keys.json.
         variables: `PENSTOCK_*` variables.
         say: gets each line for a person.
         may_show_key: whether a person alone reads these lines. Else no key is made, because logs
@@ -114,15 +113,7 @@ def served_stack(
     say: Callable[[str], None] = print,
     broker: Broker = "pubsub",
 ) -> Stack:
-    """The stack of `penstock up`, not started. Benchmarks measure it.
-
-    Args:
-        state_dir: as for Stack.
-        ports: as for Stack.
-        settings: as for Stack.
-        say: as for Stack.
-        broker: as for Stack.
-    """
+    """The stack of `penstock up`, not started. Benchmarks measure it."""
     return Stack(
         state_dir, ports=ports, settings=settings, keep_messages=True, broker=broker, say=say
     )
@@ -132,12 +123,6 @@ def stay_up(
     state_dir: Path, ports: Ports, settings: Mapping[str, str], broker: Broker = "pubsub"
 ) -> int:
     """Runs everything until interrupted. Returns 1 if a part other than a worker died too often.
-
-    Args:
-        state_dir: as for Stack.
-        ports: as for Stack.
-        settings: as for Stack.
-        broker: as for Stack.
 
     Raises:
         PenstockError: as Stack.

@@ -154,7 +154,6 @@ def rules(bounds: Bounds, form: Form, runbook_url: str = RUNBOOK) -> dict[str, A
     """The rules.
 
     Args:
-        bounds: targets in numbers.
         form: a file for Prometheus' `rule_files`, an object of Prometheus Operator, or one of
             Google's Managed Prometheus.
         runbook_url: URL of docs/how-to/operations.md.
@@ -255,7 +254,6 @@ def prometheus_config(catalog: Catalog, ports: Ports, rules_file: str) -> dict[s
 
     Args:
         catalog: the models. Series of their workers get the `worker` label.
-        ports: ports of the stack.
         rules_file: the path of the rules, from the configuration.
     """
     workers = [

@@ -37,7 +37,6 @@ def explained(error: ValidationError, where: str) -> ConfigurationError:
     """The first reason for which an entry is refused, with the name of its field.
 
     Args:
-        error: of the entry.
         where: the file or option that it was read from.
     """
     first = error.errors()[0]

@@ -29,9 +29,6 @@ class CanaryJudge:
     """Reads the counts of one service.
 
     Args:
-        google: asks.
-        project: project of the service.
-        service: its short name.
         error_ratio: part of the answers that may be 5xx.
         least_requests: fewer say nothing, neither good nor bad.
         now_s: Unix time.

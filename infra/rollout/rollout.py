@@ -89,7 +89,6 @@ class Rollout:
     Args:
         services: services by region, in rollout order.
         judge: says whether a revision answers well.
-        check: sends real requests.
         public_urls: the public URL of each region, checked after each step.
         steps_percent: shares of the candidate, rising to 100.
         watch_s: seconds for which each share is watched. The counts are three minutes late.

@@ -40,7 +40,6 @@ class CloudRunService:
     """One service in one region.
 
     Args:
-        google: asks.
         name: projects/PROJECT/locations/REGION/services/SERVICE.
         pause: waits this number of seconds.
     """

@@ -59,11 +59,7 @@ class CheckedLines(NamedTuple):
 
 
 class LineChecker:
-    """Sorts lines into those that are rows of a table, and the rest.
-
-    Args:
-        table: whose rows.
-    """
+    """Sorts lines into those that are rows of a table, and the rest."""
 
     def __init__(self, table: str) -> None:
         fields = [
@@ -167,8 +163,6 @@ class RowArchive:
     same work under the same names. The slower one leaves it to the other.
 
     Args:
-        objects: the store.
-        table: whose rows.
         loader: puts them into BigQuery too. None: they are not loaded.
     """
 
@@ -332,12 +326,7 @@ DAY_FILES_MAX = 10_000
 
 
 class ArchivedDays:
-    """The days of one table.
-
-    Args:
-        objects: the store.
-        table: whose rows.
-    """
+    """The days of one table."""
 
     def __init__(self, objects: ObjectStore, table: str) -> None:
         self._objects = objects

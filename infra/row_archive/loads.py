@@ -33,7 +33,6 @@ class BigQueryLoader:
 
     Args:
         project: project of the data set.
-        dataset: its id.
         endpoint: URL of an embedded BigQuery. Empty for Google's.
     """
 

@@ -39,7 +39,6 @@ def parquet_of_lines(table: str, lines: Path, folder: Path) -> ParquetFiles:
     """Writes a Parquet file of all rows, and one for each day. Equal rows are written once.
 
     Args:
-        table: whose rows.
         lines: a file of JSON lines that were checked.
         folder: the folder of the files.
     """

@@ -45,7 +45,6 @@ def noised(pipeline: Any, images: torch.Tensor, captions: Sequence[str]) -> Nois
     """Noises images at timesteps that are spread over all.
 
     Args:
-        pipeline: StableDiffusionPipeline of the shapes.
         images: uint8 [images, 64, 64, 3].
         captions: of each. An empty one tells nothing.
     """

@@ -42,7 +42,6 @@ class PubSubAdmin:
 
     Args:
         project: the project of all names.
-        endpoint: as for PubSubTransport.
         timeout_s: limit of each call, retries included.
     """
 
@@ -108,7 +107,6 @@ class PubSubAdmin:
         return await self._delete("Subscriber/DeleteSubscription", subscription=path)
 
     async def subscription_exists(self, subscription_id: str) -> bool:
-        """Returns whether the subscription exists."""
         path = subscription_path(self._project, subscription_id)
         return (
             await self._find("Subscriber/GetSubscription", _Subscription, subscription=path)

@@ -207,7 +207,6 @@ class Method:
         """Retries until an attempt succeeds, with jittered pauses after transient failures.
 
         Args:
-            request: the raw request.
             end_s: the loop time after which no attempt starts.
             longest_attempt_s: limit of one attempt, so that a dead connection is abandoned in time.
 
@@ -302,7 +301,6 @@ class AckQueue:
         return len(self._acks) + len(self._nacks)
 
     def ack(self, ack_id: str) -> None:
-        """Queues an ack."""
         if self._is_closed or len(self._acks) >= QUEUE_LIMIT_IDS:
             self.failed += 1
             return

@@ -191,8 +191,6 @@ class _PullStream:
     """A StreamingPull call, which is opened again when it ends.
 
     Args:
-        owner: gets what it receives.
-        channel: of its calls.
         max_messages: that the broker may send on it before they are acked.
         max_bytes: of these. 0: no bound.
     """
@@ -308,7 +306,6 @@ class StreamSubscription:
     Args:
         channel: returns a channel with room for one more stream.
         first_request: the first request of each stream.
-        acks: sends acks and nacks.
         leases: keeps the leases of messages that were received and not yet acked.
         max_messages: that the first stream holds. Bounds the messages held here even if the broker
             ignores it.

@@ -120,7 +120,6 @@ class RabbitAdmin:
         return True
 
     async def subscription_exists(self, subscription_id: str) -> bool:
-        """Returns whether the subscription exists."""
         return await self._exists(queue=queue_name(self._project, subscription_id))
 
     async def waiting_messages(self, subscription_id: str) -> int | None:

@@ -56,7 +56,6 @@ class ConfirmedPublisher:
     Args:
         connection: to publish on. The broker may block it while it is short of memory or disk, so
             no consumer should share it.
-        exchange: that carries all messages.
         topic_exists: says whether a topic was made. Asked when no queue takes a message.
     """
 
@@ -315,8 +314,6 @@ class RabbitTransport:
         `max_bytes`, `ack_deadline_s` and `ack_linger_s` have no use here.
 
         Args:
-            subscription_id: as in shared.transport.Subscriber.
-            max_messages: the prefetch.
             max_bytes: no use.
             ack_deadline_s: no use.
             ack_linger_s: no use.

@@ -41,7 +41,6 @@ class BrokerConnection:
     """One AMQP connection. It opens at its first use, and again after it broke.
 
     Args:
-        url: the broker's.
         name: what the broker's own pages call it.
         answer_limit_s: how long an answer may take on an open channel, the first time.
     """

@@ -35,9 +35,7 @@ def properties_of(
     """The properties of a new message.
 
     Args:
-        attributes: of the message.
         keys: all routing keys. The first one is that of the publish itself.
-        message_id: made by the sender.
         ordering_key: may be empty.
 
     Raises:
@@ -68,7 +66,6 @@ def message_of(delivered: DeliveredMessage, ack_id: str, now_s: float) -> Receiv
     """The message of a delivery.
 
     Args:
-        delivered: as aiormq gives it.
         ack_id: names it towards the subscription.
         now_s: event loop time, in seconds.
     """

@@ -99,7 +99,6 @@ class QueueSubscription:
 
     Args:
         open_channel: opens a channel.
-        queue: to consume.
         max_messages: how many unacked messages the broker sends.
         delayed_return: where messages that are handed back go. None: they are held for a while,
             and then return to their queue.

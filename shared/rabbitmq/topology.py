@@ -36,7 +36,6 @@ def topic_name(project: str, topic_id: str) -> str:
 
 
 def queue_name(project: str, subscription_id: str) -> str:
-    """The queue of a subscription."""
     return f"{project}.{subscription_id}"
 
 

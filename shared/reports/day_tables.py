@@ -61,8 +61,6 @@ def days_asked(asked: Mapping[str, object], tz: str, now: datetime) -> list[Bill
     Args:
         asked: `from` and `to`, both included, such as 2026-10-31. Without them: the last day that
             is over, and AGAIN_DAYS before it.
-        tz: the billing zone.
-        now: the present moment.
 
     Raises:
         BadInput: the words are wrong, the range is too long, or its last day is not over yet.

@@ -122,7 +122,6 @@ def widen(report: Report, question: ReportQuestion, now: datetime) -> ReportQues
 
     Args:
         report: the report. If it has no time zone, its months are of UTC.
-        question: the question as asked.
         now: the present moment. A month that is not over ends here.
     """
     if not report.has_whole_months:

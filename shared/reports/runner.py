@@ -100,7 +100,6 @@ class ReportRunner:
         """Answers a question. A report of whole months covers all months that it touches.
 
         Args:
-            report: what is asked.
             question: of which time, tenants and models.
             values: the report's own parameters, by name. Default: as its head says.
             limit_s: how long BigQuery may take.

@@ -65,9 +65,6 @@ class ScheduledReports:
     """Makes the reports of days.
 
     Args:
-        tables: that it writes.
-        runner: asks for the invoices.
-        objects: gets invoices and summaries.
         clock: returns the present moment. Tests replace it.
         limit_s: how long a run may take.
     """

@@ -44,13 +44,7 @@ class Summary:
 def summary_of(
     day: BillingDay, records: Iterable[Mapping[str, Any]], anomalies: Sequence[Anomaly]
 ) -> Summary:
-    """Adds up the lines of statements/summary.sql.
-
-    Args:
-        day: that they are of.
-        records: by tenant and model.
-        anomalies: of the day.
-    """
+    """Adds up the lines of statements/summary.sql."""
     lines = list(records)
     ((_, totals),) = _added(lines, lambda line: "") or [("", dict.fromkeys(_ALL, 0.0))]
     return Summary(

@@ -152,7 +152,6 @@ def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
 
     Args:
         model: the entry of the catalog that serves the item.
-        input: the item's input.
         tenant: the caller's tenant. Part of the key only if the model's cache scope is `tenant`.
         purges: how often what the cache had of this revision was purged
             (shared/stores/withdrawals.py). Part of the key only if it was.

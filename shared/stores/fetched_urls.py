@@ -37,12 +37,7 @@ _decoder = msgspec.json.Decoder(FetchedUrl)
 
 
 class FetchedUrls:
-    """What was fetched for all tenants. Never raises: what is forgotten is fetched again.
-
-    Args:
-        commands: reach Redis.
-        prefix: starts every key.
-    """
+    """What was fetched for all tenants. Never raises: what is forgotten is fetched again."""
 
     def __init__(self, commands: Commands, prefix: str) -> None:
         self._commands = commands

@@ -92,14 +92,7 @@ class RunState(NamedTuple):
 
 
 class FlowRuns:
-    """The runs of flows in one Redis.
-
-    Args:
-        commands: reach Redis.
-        prefix: starts every key.
-        store: the budget of predictions.
-        max_bytes: its size.
-    """
+    """The runs of flows in one Redis."""
 
     def __init__(self, commands: Commands, prefix: str, store: str, max_bytes: int) -> None:
         self._commands = commands
@@ -132,7 +125,6 @@ class FlowRuns:
         Args:
             run: the id of its record.
             step: the number of the step.
-            jobs: its jobs.
             items: their number, with those that are done.
             done: the outcomes of items that are.
 

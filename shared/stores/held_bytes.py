@@ -28,9 +28,6 @@ async def hold(objects: ObjectStore, tenant: str, size_bytes: int, until_s: floa
     """Counts stored bytes in a tenant's quota until a time.
 
     Args:
-        objects: has them.
-        tenant: the owner.
-        size_bytes: their number.
         until_s: Unix time.
 
     Raises:

@@ -206,7 +206,6 @@ class KeyCopy(RedisStore):
         """Writes the copy.
 
         Args:
-            document: the directory.
             at_s: when it was known to be current, Unix time.
             keep_s: for how long it is of use.
 
@@ -235,7 +234,6 @@ class KeyFile:
     It is read whole each time, since mounts of secrets do not keep the time of their last change.
 
     Args:
-        path: the file.
         is_writable: whether it may be changed here.
     """
 
@@ -390,7 +388,6 @@ def served_by(catalog: Catalog, *, allow_private: bool) -> Served:
     """Returns the names that plans and keys may use in a deployment.
 
     Args:
-        catalog: its models.
         allow_private: whether its webhooks may go to private addresses and over http.
     """
     return Served(

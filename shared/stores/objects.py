@@ -290,7 +290,6 @@ class ObjectStore:
 
         Args:
             folder: without a slash at its end.
-            limit: number of objects.
             after: a key, of an object or not, behind which the listing begins.
 
         Raises:

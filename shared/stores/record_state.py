@@ -148,12 +148,7 @@ class QueuePosition(NamedTuple):
 
 
 class WaitingLines:
-    """The lines of all tenants.
-
-    Args:
-        commands: reach Redis.
-        prefix: starts every key.
-    """
+    """The lines of all tenants."""
 
     def __init__(self, commands: Commands, prefix: str) -> None:
         self._commands = commands
@@ -212,12 +207,7 @@ class Preview:
 
 
 class PreviewStore:
-    """The previews of all predictions.
-
-    Args:
-        commands: reach Redis.
-        prefix: starts every key.
-    """
+    """The previews of all predictions."""
 
     def __init__(self, commands: Commands, prefix: str) -> None:
         self._commands = commands

@@ -93,12 +93,7 @@ def hold_keys(prefix: str) -> tuple[str, str]:
 
 
 class Holds:
-    """All holds in one Redis.
-
-    Args:
-        commands: reach Redis.
-        prefix: starts every key.
-    """
+    """All holds in one Redis."""
 
     def __init__(self, commands: Commands, prefix: str) -> None:
         self._commands = commands
@@ -281,9 +276,7 @@ class Records(RedisStore):
         If the budget is used up, the oldest finished predictions of the largest tenant are dropped.
 
         Args:
-            record: its id.
             tenant: its owner, in whose list it appears.
-            document: stored as given.
             deadline_s: unix time.
             keep_s: seconds to keep it after its end, or after its deadline if it never ends.
             reply_bytes: the size of its reply, at most.
@@ -334,9 +327,7 @@ class Records(RedisStore):
         Returns False if the record exists already. The budget is that of `create`.
 
         Args:
-            record: its id.
             tenant: its owner, in whose list it appears.
-            document: stored as given.
             reply: the encoded ReplyBody.
             created_at_s: unix time at which it was asked for.
             keep_s: seconds to keep it.
@@ -367,9 +358,6 @@ class Records(RedisStore):
         Returns False if there is another one than `replaces`, or none any more.
 
         Args:
-            record: its id.
-            tenant: its owner.
-            document: stored as given.
             keep_s: seconds to keep it from now. None: as long as before.
             replaces: the document that it takes the place of. Empty: it is new.
 
@@ -400,7 +388,6 @@ class Records(RedisStore):
         """Ends a record as canceled unless it is over, notifies the workers, and returns its state.
 
         Args:
-            record: its id.
             deadline_s: unix time until which the broker may deliver its job. The record is kept for
               at least as long, or a worker that gets the job later would compute it. Predictions
               are kept longer anyway.
@@ -420,7 +407,6 @@ class Records(RedisStore):
         Its cost remains for the process that has yet to settle it.
 
         Args:
-            record: its ID.
             known: the record as the caller read it. It must be over.
             deadline_s: Unix time until which the broker may deliver its job.
 
@@ -458,7 +444,6 @@ class Records(RedisStore):
         So following a prediction costs little, however large the request was.
 
         Args:
-            record: its id.
             document: as it was read or created.
 
         Raises:

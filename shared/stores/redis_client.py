@@ -82,7 +82,6 @@ class Batcher(Generic[Sent, Got]):
 
     Args:
         operation: the label in `errors`.
-        send: does one round trip.
         timeout_s: limit of one round trip.
         judge: counts the outcome of a round trip, and returns whether the breaker is closed.
         errors: counts round trips that failed, by operation.
@@ -251,7 +250,6 @@ class RedisLink:
     """One use of Redis by this process. Opening it makes no connection.
 
     Args:
-        use: the purpose, for logs.
         url: `redis://`, `rediss://` or `unix://` URL.
         timeout_s: limit of one round trip.
         retry_s: bound of the first pause of the background retry.

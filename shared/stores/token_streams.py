@@ -73,12 +73,7 @@ class Tokens(NamedTuple):
 
 
 class TokenStreams:
-    """The streams of all predictions.
-
-    Args:
-        commands: reach Redis.
-        prefix: starts every key.
-    """
+    """The streams of all predictions."""
 
     def __init__(self, commands: Commands, prefix: str) -> None:
         self._commands = commands

@@ -38,12 +38,7 @@ _decoder = msgspec.json.Decoder(WebhookAttempt)
 
 
 class WebhookLog:
-    """The logs of all predictions.
-
-    Args:
-        commands: reach Redis.
-        prefix: starts every key.
-    """
+    """The logs of all predictions."""
 
     def __init__(self, commands: Commands, prefix: str) -> None:
         self._commands = commands

@@ -152,7 +152,6 @@ class LiveWithdrawals:
 
     Args:
         store: opened and closed with this object.
-        refresh_s: pause between two looks.
     """
 
     def __init__(self, store: WithdrawalStore, *, refresh_s: float = REFRESH_S) -> None:

@@ -255,7 +255,6 @@ class Task(ABC):
         """Returns the input of an item of a step.
 
         Args:
-            entry: of the catalog.
             values: by name: plain values, and a Blob for each file.
 
         Raises:
@@ -282,7 +281,6 @@ class Task(ABC):
         """The work of a usual item, in the unit of the task. None: not known.
 
         Args:
-            entry: of the catalog.
             units: of a usual item, as the operator expects, if it is tokens or work of a class.
                 None: not said.
         """
@@ -296,7 +294,6 @@ class Task(ABC):
         """A result of this size, as it travels. The deployment plan measures it.
 
         Args:
-            entry: of the catalog.
             size_bytes: as the operator expects. None: not said.
 
         Returns:

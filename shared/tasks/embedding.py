@@ -277,7 +277,6 @@ class EmbeddingTask(Task):
         return EmbeddingResult(bytes(4 * (entry.dimensions or 0)), 100)
 
     def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
-        """One text."""
         return ExampleRequest(path="/v1/embeddings", body={"model": entry.name, "input": text})
 
     def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:

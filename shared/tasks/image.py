@@ -185,7 +185,6 @@ class ImageResult(TaskResult, tag="image"):
         return link_to(self.image.object_key)
 
     def step_value(self) -> Blob:
-        """The image."""
         return self.image
 
     @classmethod
@@ -241,8 +240,6 @@ def choose_adapter(
     """Returns what a request has chosen by `lora_weights` and `lora_scale`. None: no adapter.
 
     Args:
-        entry: of the model.
-        name: of an adapter.
         scale: how strongly it counts. None: as the catalog says.
         takes_urls: whether `name` may be the URL of its file, which the caller of this fetches.
 
@@ -425,12 +422,10 @@ class ImageTask(Task):
         return ImageResult(blob, entry.image.width, entry.image.height, 2**31, 10**6)
 
     def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
-        """One image."""
         body = {"model": entry.name, "prompt": text, "n": 1, "response_format": "b64_json"}
         return ExampleRequest(path="/v1/images/generations", body=body)
 
     def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
-        """An image."""
         if not answer["data"][0]["b64_json"]:
             raise ValueError("no image")
         return "an image"

@@ -102,7 +102,6 @@ class Administration:
     Args:
         store: where the directory is. Open.
         actor: who acts, as `AuditEvent` says.
-        address: from where.
         served: what plans and keys may name. None: not known, so models and webhooks are not
             checked.
         clock: Unix seconds.

@@ -245,7 +245,6 @@ def _entry(key: StoredKey, document: Document) -> _Entry:
 
 
 def plan_of(tenant: str, document: Document) -> Plan:
-    """The plan of a tenant."""
     return document.plans.get(plan_name_of(tenant, document), DEFAULT_PLAN)
 
 
@@ -318,7 +317,6 @@ def mistake_in(data: bytes, source: str, mistake: Mistake) -> ConfigurationError
 
     Args:
         data: the document, which is valid JSON.
-        source: where it is from.
         mistake: what is wrong in it.
     """
     return _wrong(source, line_of(data, mistake.path), mistake.field_path, mistake.reason)

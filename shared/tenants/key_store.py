@@ -100,7 +100,6 @@ class KeyStore(Protocol):
         Args:
             version: the one that it must still have. Empty: there must be none yet.
             data: the new directory.
-            act: what changes.
 
         Returns:
             Whether it had that version.

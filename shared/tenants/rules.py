@@ -39,7 +39,6 @@ def document_mistakes(document: Document, served: Served | None, now_s: float) -
     """All that can't work in a directory whose form is right. Keys that ended are not looked at.
 
     Args:
-        document: the directory.
         served: what is offered. None: not known, so models and webhooks are not looked at.
         now_s: Unix time.
     """

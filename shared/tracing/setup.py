@@ -44,7 +44,6 @@ def traced(
     Args:
         service: `service.name`, unless the environment names another.
         project: Google's project, which the Telemetry API asks for.
-        region: where this process runs.
         broker: `messaging.system` of spans about messages.
         instance: the name of this process. Empty: host and process id.
         decides: whether this process decides which traces are kept. Others follow the flag that

@@ -254,8 +254,6 @@ def span(
     """A span around a `with` block, which becomes the current one. An exception is its error.
 
     Args:
-        name: of the span.
-        kind: of the span.
         attributes: without payloads or keys.
         started_s: Unix time at which it began. 0: now.
         parent: None: the current one.
@@ -290,8 +288,6 @@ def record(
     """Makes a span from its start and end, in Unix time. A start after the end is moved to it.
 
     Args:
-        name: of the span.
-        kind: of the span.
         times_s: start and end. Clocks of two machines may disagree about their order.
         attributes: without payloads or keys.
         parent: None: the current one.

@@ -63,11 +63,6 @@ def original_of(path: Path) -> Path:
 def pack(path: Path, data: bytes, rows: int) -> tuple[Path, int]:
     """Replaces a segment whose lock the caller has.
 
-    Args:
-        path: the segment.
-        data: what it holds.
-        rows: how many that are.
-
     Returns:
         The packed one, and its bytes.
 
@@ -503,10 +498,8 @@ def run_query(
 
     Args:
         client: of `open_client`.
-        sql: the query.
         config: a QueryJobConfig, which gets the limit.
         limit_s: how long the query may take.
-        retry: of single calls.
         max_results: rows at most.
 
     Raises:
@@ -533,7 +526,6 @@ def public_reason(reason: str, otherwise: str) -> str:
     """Returns the part of BigQuery's refusal of a query that callers may read.
 
     Args:
-        reason: in BigQuery's words.
         otherwise: the answer if nothing better is known.
     """
     if TOO_LARGE in reason:

@@ -166,7 +166,6 @@ def row_of(
 
     Args:
         envelope: of the item's job, or of the request.
-        outcome: how the item ended.
         model: the catalog's entry, or None if it is no longer there.
         replied_at_s: unix time of the response. Default: now.
         facts: further fields of the row (worker, region …).

@@ -36,7 +36,6 @@ class ObjectSender:
 
     Args:
         url: of the store: file://, gs:// or s3://.
-        table: whose rows.
 
     Raises:
         ConfigurationError: the URL is of no such form, or its folder can't be made.
@@ -87,10 +86,6 @@ class RowSender(Protocol):
 
 def sender_of(settings: Settings, table: str = TABLE) -> RowSender:
     """The sender that the settings name.
-
-    Args:
-        settings: of this process.
-        table: which table.
 
     Raises:
         ConfigurationError: PENSTOCK_ROWS_URL is not the URL of an object store.

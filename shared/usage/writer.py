@@ -522,7 +522,6 @@ class RowWriter:
         """Adds rows, on the event loop. Never waits for BigQuery and never raises.
 
         Args:
-            rows: the rows.
             on_safe: called once, later on this event loop, when each is on disk or in BigQuery.
                 From then on the death of this process does not lose them. Never called if the
                 writer is closed first.

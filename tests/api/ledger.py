@@ -239,10 +239,6 @@ async def ledger_world(
     """A deployment of embeddings whose text is its vector (tests/workers/worker_harness.py).
 
     Args:
-        redis_url: of Redis.
-        folder: for keys and objects.
-        model: which the worker serves.
-        instances: of the API.
         worker: another one that serves the model.
         spent: the rows that have arrived. None: all of the ledger.
     """

@@ -65,8 +65,6 @@ class Mortal(Generic[T]):
 
     Args:
         name: of its link to Redis.
-        links: has that link.
-        broker: which it uses.
         made: opens it, with its door to the broker and a list for its rows.
         ledger: gets the lists of its rows.
     """

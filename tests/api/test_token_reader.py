@@ -12,7 +12,6 @@ def looks(pace: ReadPace, tokens_s: list[float]) -> tuple[int, float]:
 
     Args:
         pace: of the reader, which wakes up every READ_EVERY_S.
-        tokens_s: when they are written.
     """
     count, latest_s, turn = 0, 0.0, 0
     waiting = list(tokens_s)

@@ -141,12 +141,9 @@ class Audio:
 
     Args:
         hearer, speaker: models of transcriptions and of speech.
-        recording: path of a file.
         text: what is said in it.
         segments, words, seconds: of it.
         said: a text that is said.
-        translates: whether the hearer does.
-        voice: of the speaker.
     """
 
     hearer: str

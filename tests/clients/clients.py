@@ -24,7 +24,6 @@ class Client:
         name: names the environment, and the file or folder of what is pinned.
         package: the package whose version is shown.
         script: the module or file with the checks, without its suffix.
-        language: what runs the script.
         class_script: the one with checks of classes of one's own. Empty: it has none.
         needs_documents: whether its checks read documents: examples/ocr/test_ocr.py runs these,
             against the model that is shipped for that.
@@ -93,6 +92,5 @@ CLIENTS = (
 
 
 def client_of(name: str) -> Client:
-    """The client of this name."""
     (found,) = (one for one in CLIENTS if one.name == name)
     return found

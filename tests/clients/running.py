@@ -29,7 +29,6 @@ class Service:
         url: without a path, as http://127.0.0.1:8080.
         key: what they send as API key.
         embedder: an embedding model with 64 dimensions at least.
-        painter: an image model.
         writer: a text model. Empty: it has none.
         bigquery: URL of its embedded BigQuery. Empty where it uses Google's.
         pubsub: host and port of its embedded Pub/Sub. Empty where it uses Google's.

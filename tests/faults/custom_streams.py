@@ -151,10 +151,7 @@ class CustomReaders:
     """Callers who read streams.
 
     Args:
-        world: serves them.
-        items: of each stream.
         pause_s: between two items, on average.
-        in_flight: callers at a time.
         seed: of who hangs up, and of kinds.
     """
 
@@ -286,10 +283,7 @@ def run(
         folder: gets the state and the logs of all parts.
         streams: at least so many, and more until all kills are done.
         kills: of API instances and workers, in turn. 0: as many as the streams take.
-        every_s: between two of them.
-        items: of each stream.
         pause_s: between two items, on average.
-        in_flight: callers.
         say: gets a line for each kill.
     """
     began_s = time.monotonic()

@@ -132,13 +132,7 @@ class FlowFindings:
 
 
 class FlowCallers:
-    """Callers who create runs and wait for their ends, whatever dies.
-
-    Args:
-        world: serves them.
-        items: of each run.
-        in_flight: runs at a time.
-    """
+    """Callers who create runs and wait for their ends, whatever dies."""
 
     def __init__(self, world: World, *, items: int, in_flight: int) -> None:
         self._urls = [world.url(api) for api in APIS]
@@ -201,8 +195,6 @@ def run(
         folder: gets the state and the logs of all parts.
         broker: the embedded Pub/Sub, or a RabbitMQ of this machine.
         items: of the second step of each run.
-        in_flight: runs at a time.
-        every_s: between two kills.
         say: gets a line for each kill.
     """
     served = (",".join(CLASSES), write_models(folder / "models"))

@@ -11,8 +11,6 @@ def generation_catalog(name: str, folder: Path, **changes: dict[str, Any]) -> st
     """A catalog, as a file has it.
 
     Args:
-        name: of the model.
-        folder: with its files.
         changes: fields of `batch`, `generation`, `deadline`, `price` or `cache`.
     """
     parts: dict[str, dict[str, Any]] = {

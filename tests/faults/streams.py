@@ -92,14 +92,7 @@ class StreamFindings:
 
 
 class StreamReaders:
-    """Callers who read texts of one model.
-
-    Args:
-        world: serves them.
-        model: writes them.
-        tokens: of each text.
-        in_flight: callers at a time.
-    """
+    """Callers who read texts of one model."""
 
     def __init__(self, world: World, model: str, *, tokens: int, in_flight: int) -> None:
         self._urls = {api: world.url(api) for api in APIS}
@@ -286,11 +279,9 @@ async def read_while_killing(
     """Reads `streams` texts, and goes on reading until so many kills are done.
 
     Args:
-        readers: read.
         world: what they read from, whose parts are killed.
         streams: at least so many texts.
         kills: of API instances and workers, in turn.
-        every_s: between two of them.
         say: gets a line for each.
     """
     await readers.run(0, lambda: False)  # the texts as they must be

@@ -103,13 +103,10 @@ def run(
         requests: at least so many are sent; more while faults go on.
         faults_count: how many faults are injected.
         in_flight: callers at the same time.
-        seed: of texts and faults.
         say: gets a line for each fault.
-        broker: the one to break.
         rows: where they go first.
         broker_delay_s: of each way to the broker.
         pause_s: of each caller between two requests, on average.
-        environments: as for World.
     """
     began_s = time.monotonic()
     with World(
@@ -205,7 +202,6 @@ def check_counters(
     open requests had reserved, and what they had taken ahead. So a counter is never below its rows.
 
     Args:
-        world: has Redis.
         expected: ids of requests that have rows. Others have some too, which may come later.
         say: gets the three numbers of each budget.
     """

@@ -79,8 +79,6 @@ class Traffic:
 
     Args:
         urls: of the instances; a caller goes to the next when one fails.
-        in_flight: callers.
-        requests: how many in all.
         seed: of what is asked, in which order.
         pause_s: of each caller between two requests, on average.
     """

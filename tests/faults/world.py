@@ -68,7 +68,6 @@ class World:
 
     Args:
         folder: gets logs, state and spools.
-        workers: how many.
         processes: model processes of each worker.
         backend: of the model, `onnx` or `torch`; both in fp32.
         served: another model than that of embeddings: its name and the catalog.

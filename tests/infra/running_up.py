@@ -63,8 +63,6 @@ def running_up(
         folder: of its state and its log.
         settings: beside those of SMALLEST, or instead of them.
         options: of the command, beside the ports.
-        program: runs the command.
-        tree: whose code it is.
         ports: those of an earlier start. None: free ones.
         models: the catalog, of one model.
     """

@@ -89,8 +89,6 @@ class Reader:
     """Somebody who types a page's lines.
 
     Args:
-        stack: where.
-        folder: the working folder.
         settings: what is theirs: the values of the page's `export` lines.
     """
 
@@ -240,7 +238,6 @@ class LostHome:
     Pub/Sub, BigQuery and the bucket of rows are in neither.
 
     Args:
-        folder: of everything.
         settings: of what is in no region.
     """
 

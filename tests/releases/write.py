@@ -184,12 +184,7 @@ IDEMPOTENT_BODY = json.dumps({"model": EMBEDDER, "input": "once"}).encode()
 
 
 class Site:
-    """The servers of this machine, and one release that runs on them.
-
-    Args:
-        folder: gets logs and state.
-        tree: the release's code.
-    """
+    """The servers of this machine, and one release that runs on them."""
 
     def __init__(self, folder: Path, tree: Path) -> None:
         self._folder, self._tree = folder, tree

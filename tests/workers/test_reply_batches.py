@@ -22,7 +22,6 @@ async def compute_together(harness: WorkerHarness, **of_each: dict[str, str]) ->
     """Lets one batch compute a job for each of NAMES. Returns whose replies came, in order.
 
     Args:
-        harness: of the worker.
         of_each: more of the envelope of a job, by its name.
     """
     harness.process.gate.clear()

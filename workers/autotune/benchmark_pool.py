@@ -189,10 +189,6 @@ class BenchmarkPool:
     model.
 
     Args:
-        entry: the catalog entry.
-        folder: the model's files.
-        device: as WorkerSettings.device.
-        machine: this one.
         libraries: modules to import before the processes are forked.
     """
 

@@ -103,8 +103,6 @@ def unmeasured_layout(processes: int, threads: int, machine: Machine, *, is_wide
 
     Args:
         processes: 0: as many as the cores have room for, with the threads that come out.
-        threads: of each process.
-        machine: this one.
         is_wide: whether processes divide all cores. Otherwise each has one thread.
     """
     if threads:

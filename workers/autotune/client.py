@@ -49,8 +49,6 @@ async def choose_backend(entry: Model, folder: Path, settings: WorkerSettings) -
     """The backend and layout for `entry`: chosen by an earlier start, or measured now.
 
     Args:
-        entry: the catalog entry.
-        folder: the model's files.
         settings: device, processes and threads (0: undecided), and the folder of artifacts and
             choices.
 

@@ -42,7 +42,6 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """This machine."""
     cpu, flags = this_cpu()
     return Machine(
         cpu, flags, usable_cores(), _gpus(), tuple((name, _version(name)) for name in LIBRARIES)

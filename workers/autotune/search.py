@@ -92,7 +92,6 @@ def await_quiet(
     Args:
         cores: how many will be used.
         limit_s: the longest wait.
-        idle_s: as idle_core_s.
         clock: seconds.
         sleep: waits for a number of seconds.
     """
@@ -188,7 +187,6 @@ def choose(
 
     Args:
         spec: the model and the machine.
-        meter: times a candidate.
         clock: seconds, for the time limit.
         quiet: waits until a number of cores are idle.
 

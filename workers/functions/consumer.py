@@ -43,7 +43,6 @@ class QueueDepths:
 
     Args:
         admin: an open connection.
-        catalog: the models.
     """
 
     def __init__(self, admin: RabbitAdmin, catalog: Catalog) -> None:
@@ -119,7 +118,6 @@ class FunctionConsumer:
 
     Args:
         transport: an open connection.
-        handlers: by function.
     """
 
     def __init__(self, transport: RabbitTransport, handlers: Mapping[str, Handler]) -> None:

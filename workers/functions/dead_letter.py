@@ -78,9 +78,6 @@ class DeadLetters:
     """Answers dead letters.
 
     Args:
-        records: ends the records.
-        publisher: for replies and events.
-        table: for rows.
         catalog: says what the rows say of a model.
         region: where this runs, for the rows.
     """

@@ -46,7 +46,6 @@ class DeliveryState(RedisStore):
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL.
-        prefix: put before every key.
     """
 
     def __init__(self, redis_url: str, *, prefix: str = "penstock:") -> None:
@@ -117,8 +116,6 @@ class Deliveries:
     """Records attempts.
 
     Args:
-        table: takes the rows.
-        region: where this runs.
         clock: returns monotonic seconds. Tests replace it.
     """
 

@@ -33,11 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class FunctionDependencies:
-    """Opens what a function needs, once.
-
-    Args:
-        settings: of this process.
-    """
+    """Opens what a function needs, once."""
 
     def __init__(self, settings: FunctionSettings) -> None:
         self._settings = settings

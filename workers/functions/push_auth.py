@@ -42,7 +42,6 @@ class PushAuthenticator:
 
     Args:
         audience: the audience of its tokens. Empty: no check, as on one machine.
-        account: its email.
         certs_url: where the signers' certificates are.
         checked_by: `us`, or `cloud-run` if the service requires roles/run.invoker. Cloud Run checks
             signatures and removes them from tokens.

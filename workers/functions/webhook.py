@@ -151,13 +151,9 @@ class Webhooks:
     """Delivers events.
 
     Args:
-        records: has the predictions.
         delivery_state: keeps order and rate.
         url_signer: signs the URLs of results.
-        secrets: as for shared.webhooks.tenant_secrets.
-        deliveries: tells of each attempt.
         turns: those of all deliveries of this process.
-        allow_private: as for WebhookClient.
     """
 
     def __init__(
@@ -322,9 +318,7 @@ def signed_headers(setting: str, tenant: str, webhook_id: str, body: bytes) -> d
 
     Args:
         setting: the secrets, as for shared.webhooks.tenant_secrets.
-        tenant: whose secrets sign.
         webhook_id: the same for every attempt at one event.
-        body: that is posted.
     """
     now_s = int(time.time())
     headers = {
@@ -348,8 +342,6 @@ async def end_of(
     takes nothing from it.
 
     Args:
-        answer: of the receiver.
-        message: with the event.
         delivery_id: the same for every attempt.
         state: remembers the first refusal.
 
@@ -389,11 +381,7 @@ class EventWebhooks:
     """Delivers these events.
 
     Args:
-        secrets: as for shared.webhooks.tenant_secrets.
-        deliveries: tells of each attempt.
-        delivery_state: remembers refusals.
         turns: those of all deliveries of this process.
-        allow_private: as for WebhookClient.
     """
 
     def __init__(

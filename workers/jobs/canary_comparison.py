@@ -40,7 +40,6 @@ class RevisionComparison:
     """The part of one worker: that of the canary asks, and that of the other revision compares.
 
     Args:
-        model: that the worker serves.
         publisher: sends what is to be computed once more.
         objects: has large files of outputs.
         is_close: compares two outputs. It may block, and raise PenstockError.

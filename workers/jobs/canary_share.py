@@ -44,9 +44,6 @@ class Forwarding:
 
     Args:
         canary: the model of this worker.
-        publisher: sends the jobs.
-        records: lets their claims go.
-        registry: holds the jobs.
     """
 
     def __init__(
@@ -99,8 +96,6 @@ class CanaryShare:
 
     Args:
         model: that the worker serves: the canary, or the model that has one.
-        canary: the canary.
-        canary_store: in Redis.
         publisher: sends drained jobs to the other revision.
         comparison: of outputs that the API can't compare. None: there are none.
         refresh_s: pause between two looks at the canary_store.

@@ -84,7 +84,6 @@ class LargeResults:
     """Stores the blobs of results that are too large for a record or for a reply.
 
     Args:
-        objects: stores them.
         reply_limit_bytes: the largest blob in a reply. It is at most that of a record.
         keep_limit_s: how long to retry while the store is unavailable.
     """
@@ -197,8 +196,6 @@ async def with_delivered(streams: TokenStreams, pulled: PulledJob, body: ReplyBo
 
     Args:
         streams: have the tokens.
-        pulled: the job, a prediction.
-        body: its answer.
 
     Raises:
         Unavailable: Redis did not answer.

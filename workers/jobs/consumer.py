@@ -219,8 +219,6 @@ class Preprocessor:
     """Prepares all items of a call together.
 
     Args:
-        preparer: prepares the model's inputs.
-        objects: has large source images.
         on_thread: whether to prepare on a thread, because it takes milliseconds.
     """
 
@@ -453,7 +451,6 @@ class JobConsumer:
         Returns the tasks, which end only with an error. The caller cancels them.
 
         Args:
-            subscriptions: where jobs come from.
             on_queued: called when there is more to take.
             on_unwanted: called when a running batch may have lost its last caller.
         """

@@ -159,7 +159,6 @@ class ReplyPublisher:
     Args:
         model: the name of the model.
         worker: the name of this worker.
-        publisher: sends the messages.
     """
 
     def __init__(self, model: str, worker: str, publisher: Publisher) -> None:

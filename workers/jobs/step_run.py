@@ -42,9 +42,6 @@ class StepRun:
     """One batch. The caller notifies it when items wait, and when callers may be gone.
 
     Args:
-        process: runs it.
-        number: of the model.
-        consumer: of the model.
         processes: how many there are, which share the items that wait.
         may_admit: whether the process is to stay with this model.
         on_item: called with the end of each item.

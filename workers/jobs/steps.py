@@ -28,9 +28,7 @@ class StepJobs:
     """The jobs of steps that a worker has for one model.
 
     Args:
-        engine: carries runs on.
         completion: ends the jobs of the model.
-        records: have their claims.
     """
 
     def __init__(self, engine: FlowEngine, completion: Completion, records: Records) -> None:

@@ -109,7 +109,6 @@ class CpuThreads:
     torch has: a forked process gets its own number after the fork.
 
     Args:
-        now_s: the time.
         cpu_s: the CPU time of this process.
         idle_s: the time that cores of the machine were idle.
     """

@@ -79,7 +79,6 @@ class KernelStore:
 
     Args:
         folder: where archives are. None: nowhere, so nothing is unpacked or kept.
-        model: the model's name.
         device: that its kernels are compiled for.
         max_bytes: of the files in the archive.
     """

@@ -37,7 +37,6 @@ class StepRoom:
         Args:
             rooms: what each item that was in takes of the budget.
             work: that the step computed. 0: not known, so each item counts as one.
-            seconds: that it took.
         """
         fill = min(1.0, max(len(rooms) / self._max_items, sum(rooms) / self._budget))
         work = work or max(1, len(rooms))
@@ -65,7 +64,6 @@ class StepShares:
 
     Args:
         room: of the model in this process.
-        number: of the batch.
     """
 
     def __init__(self, room: StepRoom, number: int = 0) -> None:
@@ -132,7 +130,6 @@ class StepShares:
 
         Args:
             slot: of the item. One that never came in took no time.
-            result: what came of it.
             memory_bytes: resident memory of the process.
             loaded_at_s: when it loaded the model, in Unix seconds.
             steps_saved: steps that were left out because the item was canceled.

@@ -86,7 +86,6 @@ def export_graph(model: Any, path: Path, *, has_types: bool) -> None:
     """Writes the graph: token ids and mask [items, tokens] to states [items, tokens, width].
 
     Args:
-        model: a transformer of load_transformer.
         path: the .onnx file to write.
         has_types: whether the graph takes token_type_ids too. Without it they are 0.
 
@@ -144,9 +143,7 @@ def fuse_graph(
     """Writes `source` with attention, layer norms and activations fused into single operators.
 
     Args:
-        source: a graph of export_graph.
         target: the .onnx file to write.
-        config: of the transformer.
         has_all_heads: whether the graph has as many as `config` says. Attention is fused only then.
         to_fp16: narrows weights and inner values. The inputs keep their types and the states come
             out in fp32.
@@ -287,10 +284,7 @@ def make_variants(
     """Writes the graphs of the accepted variants and calibration.npz.
 
     Args:
-        entry: of the catalog.
-        folder: the model's files.
         target: an empty folder.
-        options: what to try.
         say: gets a line of progress before each step.
 
     Raises:

@@ -175,7 +175,6 @@ class _VaeFeatures:
         self._vae = vae
 
     def of(self, image: np.ndarray) -> list[np.ndarray]:
-        """The features of one image."""
         seen: list[np.ndarray] = []
         hooks = [
             block.register_forward_hook(

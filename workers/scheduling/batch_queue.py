@@ -85,7 +85,6 @@ class TenantQueue(Generic[ItemT]):
     """A tenant's items: earliest deadline first, within a key and over all keys.
 
     Args:
-        name: of the tenant.
         filed: the entries of all items of the queue, which says which entries are stale.
     """
 

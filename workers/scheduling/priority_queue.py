@@ -73,7 +73,6 @@ def to_preempt(
     """The items that are to be preempted for `first`, which waits.
 
     Args:
-        first: of those that wait.
         inside: the items that have a slot, in the order in which they came.
         part_of: the part of the process that an item takes.
         fits: whether `first` has room alongside these items.
@@ -229,7 +228,6 @@ class BatchPriorityPolicy:
         """Returns whether a deadline would pass while a full batch runs, then one with its item.
 
         Args:
-            now_s: the time.
             earliest_s: the earliest deadline of a waiting item of `batch` priority.
             budget: the work of a full batch.
         """
@@ -371,9 +369,7 @@ class PriorityQueue:
 
         Args:
             inside: the items that it computes. None of them: a new batch.
-            processes: how many there are.
             is_wanted: whether somebody waits for an item.
-            now_s: the time.
         """
         admitted: list[QueuedItem] = []
         if self._suspects and not self._a_suspect_runs:

@@ -54,7 +54,6 @@ class TenantShares:
         Args:
             tenant: the tenant whose item has ended.
             took_s: how long it held its slot.
-            now_s: the time.
             is_computed: whether it ran to its end. A canceled item says nothing of how long the
                 next one takes, unless it has taken long itself.
         """
@@ -75,7 +74,6 @@ class TenantShares:
             tenant: the tenant whose item is next.
             held: the slots that it holds.
             slots: the slots of the worker.
-            now_s: the time.
         """
         if slots < 2 or held < slots - 1 or self._is_quick(tenant, now_s):
             return True

@@ -78,8 +78,6 @@ class WorkerTask(ABC):
         """Returns what starts the process of a model, if `has_own_process`.
 
         Args:
-            entry: of the catalog.
-            folder: its files.
             resources: that the process runs on.
             timeout_s: until it is ready for the first time.
         """

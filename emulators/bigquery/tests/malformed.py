@@ -349,13 +349,7 @@ def _named(name: str) -> Any:
 
 
 def send(address: str, seed: int, count: int) -> Found:
-    """Sends requests of a seed, one after another. A tenth are raw bytes.
-
-    Args:
-        address: host and port.
-        seed: chooses the requests.
-        count: how many.
-    """
+    """Sends requests of a seed, one after another. A tenth are raw bytes."""
     generator, found = Generator(seed), Found()
     for number in range(count):
         if number % 10 == 9:

@@ -41,8 +41,6 @@ class RestRequests:
     """A seeded source of HTTP requests as bytes.
 
     Args:
-        source: of what is random.
-        text: makes names and texts.
         fill: fills a protobuf request at random.
         kinds: the class of the request of each call.
     """

@@ -25,7 +25,6 @@ class Process:
 
     Args:
         name: of its log file, without `.log`.
-        command: program and arguments.
         log_dir: gets the log file, with both output streams.
     """
 

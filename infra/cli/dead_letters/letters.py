@@ -74,10 +74,7 @@ class HeldLetters:
     """The dead letters of one model, held for as long as the context of `held_letters` is open.
 
     Args:
-        transport: publishes jobs again.
-        records: of all jobs.
         model: whose they are, as topics are named.
-        subscription: holds them.
         letters: oldest first, as far as the broker keeps an order.
     """
 

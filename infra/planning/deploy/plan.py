@@ -222,9 +222,7 @@ def make_plan(
 
     Args:
         catalog: the models and their workers. Those without a rate are replicas.min.
-        rates: the expected rates.
         platform: the variables of infra/terraform/platform.
-        prices: prices of resources.
         gpus: infra/kubernetes/gpus.yaml.
         buffer: places kept warm for each class of GPU nodes, as `python -m infra.kubernetes
             --buffer`.

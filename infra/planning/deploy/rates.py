@@ -31,7 +31,6 @@ def with_measurements(document: Any, catalog: Catalog, folder: Path) -> Any:
 
     Args:
         document: the rates, not checked yet.
-        catalog: the models.
         folder: of the file of rates.
 
     Raises:

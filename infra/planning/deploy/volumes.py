@@ -163,9 +163,7 @@ def shared_replies(model: Model, size_bytes: int | None, items: int) -> int:
     """Returns how many replies share a message, at most. Those that name an object share none.
 
     Args:
-        model: its entry.
         size_bytes: billed bytes of one reply. None: not known.
-        items: of a job.
     """
     if model.definition.stores_blobs or not size_bytes:
         return 1

@@ -63,8 +63,6 @@ class ApiSite:
     """The instances of one region, for one model.
 
     Args:
-        region: where.
-        model: the model's catalog entry.
         instances: the maximum number of instances.
         concurrency: requests that one instance holds.
     """

@@ -21,11 +21,8 @@ class Fleet:
     ordered. A node without workers is deleted after a while.
 
     Args:
-        env: the clock.
-        cluster: times, buffer and losses.
         places: workers that share a GPU.
         most_nodes: quota or stock. None: no bound.
-        chance: the source of chance.
     """
 
     def __init__(

@@ -24,8 +24,6 @@ class HorizontalPodAutoscaler:
     """One HPA. Pure: callers pass the time and the metrics.
 
     Args:
-        least: minReplicas.
-        most: maxReplicas.
         behavior: limits on its rate of change.
     """
 

@@ -73,11 +73,9 @@ def increase(series: Series, first: int, last: int, from_s: float, to_s: float) 
     """Returns the growth of a counter, extrapolated to the range. None for less than two samples.
 
     Args:
-        series: the counter.
         first: the place of its first sample in the range.
         last: the place after the last one.
         from_s: the start of the range.
-        to_s: its end.
     """
     if last - first < 2:
         return None
@@ -116,7 +114,6 @@ def vector(value: Value) -> Vector:
 
 
 def number(value: Value) -> float:
-    """A value as a number."""
     return value if isinstance(value, float) else only(value)
 
 
@@ -168,9 +165,6 @@ _MATCHES = {"Equal": "=", "NotEqual": "!=", "Re": "=~", "NotRe": "!~"}
 
 class PromQuery:
     """One PromQL query, parsed once.
-
-    Args:
-        text: the query.
 
     Raises:
         ConfigurationError: it can't be parsed, or has something that is not evaluated here.

@@ -32,12 +32,9 @@ class SimulatedDeployment:
     """The workers of one model, or of several that share them, in one region.
 
     Args:
-        env: the clock.
         service: the service of the workers' models.
         fleet: the nodes that they run on.
         rules: rules of rollouts and drains.
-        cluster: times.
-        region: where.
         recorder: gets the work of ended workers.
     """
 
@@ -251,7 +248,6 @@ class Autoscaler:
     """KEDA and the HPA that it makes, for the workers of one model in one region.
 
     Args:
-        rules: the ScaledObject.
         series: the series that queries see.
 
     Raises:

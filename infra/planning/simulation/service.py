@@ -42,10 +42,7 @@ class WholeBatches:
     """The batches of one model.
 
     Args:
-        env: the clock.
-        model: the model's catalog entry.
         load: seconds of batches.
-        chance: the source of chance.
         on_ended: called after each batch. It starts the next one.
     """
 
@@ -309,13 +306,10 @@ class Service:
     """The broker's and the workers' side of one model.
 
     Args:
-        env: the clock.
-        model: the model's catalog entry.
         load: seconds of batches.
         broker: rules of job delivery to workers.
         record: gets the ending of each request.
         trip_s: both ways over Pub/Sub.
-        chance: the source of chance.
     """
 
     def __init__(

@@ -16,11 +16,6 @@ class SharedService:
 
     Each part pulls from the subscription of its model. One computes at a time, whole batches.
 
-    Args:
-        env: the clock.
-        name: of the workers.
-        services: of the models.
-
     Raises:
         ConfigurationError: a model has `steps`, which is not simulated here.
     """

@@ -83,11 +83,6 @@ def arrival_times(
 ) -> Iterator[Times]:
     """The times of a stream in order, in chunks.
 
-    Args:
-        stream: the arrivals.
-        duration_s: duration of the scenario.
-        generator: the source of chance.
-
     Raises:
         ConfigurationError: a trace can't be read.
     """

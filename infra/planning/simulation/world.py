@@ -115,10 +115,6 @@ class Scraper:
     """The collectors of workers and APIs, and Pub/Sub's own gauges.
 
     Args:
-        env: the clock.
-        series: gets the samples.
-        metrics: intervals and ages.
-        parts: the scraped parts.
         broker_wait_s: how long published jobs may be on their way and wait at the broker.
         has_gpu_failures: whether GPUs fail, and with that metrics that only alerts query.
     """
@@ -341,7 +337,6 @@ def simulate(
     """Runs a scenario. The same scenario and rules give the same result.
 
     Args:
-        scenario: the scenario to run.
         models_file: a catalog that replaces the scenario's.
         rules: replace those that are read from what deploys (`deployed_rules`).
 

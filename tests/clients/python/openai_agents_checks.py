@@ -23,11 +23,7 @@ painted: list[str] = []
 
 
 def _paint(color: str) -> str:
-    """Paints the wall.
-
-    Args:
-        color: of the paint.
-    """
+    """Paints the wall."""
     painted.append(color)
     return "It is painted."
 

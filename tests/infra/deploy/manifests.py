@@ -71,7 +71,6 @@ def workers(objects: Objects) -> dict[str, dict[str, Any]]:
 
 
 def pod(deployment: dict[str, Any]) -> dict[str, Any]:
-    """The pod of a Deployment."""
     spec: dict[str, Any] = deployment["spec"]["template"]["spec"]
     return spec
 

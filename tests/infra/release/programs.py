@@ -120,9 +120,6 @@ def gcloud_without_account(folder: Path) -> dict[str, str]:
     """Settings with which gcloud reads the words of a command, and then finds no account.
 
     With one it would try six times, for half a minute, to reach Google.
-
-    Args:
-        folder: of its own settings.
     """
     return {
         "CLOUDSDK_CONFIG": str(folder),

@@ -35,9 +35,6 @@ class OnnxEncoder:
 
     Args:
         settings: the folder of the model, for pooling and normalization.
-        graph: the .onnx file.
-        device: as WorkerSettings.device.
-        threads: on a CPU.
         memory_fraction: the largest share of GPU memory to use.
     """
 

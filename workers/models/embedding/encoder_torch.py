@@ -459,8 +459,6 @@ class TorchEncoder:
     those layers.
 
     Args:
-        settings: the folder.
-        device: where to compute.
         precision: `fp32`, `bf16` or `fp16`.
     """
 

@@ -57,8 +57,6 @@ class Threads:
         """Runs a function that reads rows for as long as its job may last. Waits as long.
 
         Args:
-            function: what to run.
-            args: its arguments.
             interrupt: ends what runs in the function, where its job is stopped.
         """
         return await self._run(self._queries, None, interrupt, function, *args)

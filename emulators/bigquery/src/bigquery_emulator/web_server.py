@@ -23,7 +23,6 @@ def bound(host: str, port: int) -> socket.socket:
     """Return a socket that is bound and does not listen yet.
 
     Args:
-        host: the address.
         port: 0 takes a free one.
 
     Raises:
@@ -55,7 +54,6 @@ async def answering(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None
     """Answer on a socket that listens, until the block ends and open requests are answered.
 
     Args:
-        app: what answers.
         listener: closed at the end.
     """
     config = uvicorn.Config(

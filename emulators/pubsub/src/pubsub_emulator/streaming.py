@@ -34,7 +34,6 @@ async def pull(broker: Broker, request: Any, time_left_s: float | None) -> bytes
         It waits for at most 20 s or the caller's deadline, and may answer with nothing.
 
     Args:
-        broker: where the subscription lives.
         request: a `PullRequest`.
         time_left_s: seconds until the caller gives up, None if it never does.
 
@@ -75,7 +74,6 @@ async def streaming_pull(
     """Serve one StreamingPull until the client half-closes or goes away.
 
     Args:
-        broker: where the subscription lives.
         requests: the client's side of the stream.
         context: the call, to write responses to.
 

@@ -48,7 +48,6 @@ async def run_load(service: BigQueryService, file: IO[bytes], job: BigQueryJob) 
     """Does the work of a load job.
 
     Args:
-        service: the server.
         file: the uploaded bytes, at their start.
         job: the job. Its `statistics.load` and `problems` are filled.
 

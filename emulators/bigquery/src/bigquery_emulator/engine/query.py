@@ -86,7 +86,6 @@ class Queries:
         """Runs a query and keeps its rows.
 
         Args:
-            statement: a SELECT.
             on_cursor: called with the session before it runs.
 
         Raises:

@@ -103,10 +103,8 @@ def look_up(
     """Finds what a name in a statement stands for.
 
     Args:
-        path: the name.
         key: names it in the tree.
         names: where it is looked up.
-        translate_view: translates a view's query.
 
     Raises:
         InvalidQueryError: for a name without a data set.
@@ -130,7 +128,6 @@ def likely_sources(sql: str, names: Names) -> tuple[dict[str, NamedSource], list
     A name that is no table's does no harm: the analyzer looks for those that the statement reads.
 
     Args:
-        sql: the statement.
         names: where they are looked up.
 
     Returns:

@@ -46,7 +46,6 @@ def check_partition_filters(tree: Node, reads: Mapping[str, ReadTable]) -> None:
     """Refuses a statement that reads a whole table which demands a filter on its partitions.
 
     Args:
-        tree: the resolved statement.
         reads: what the analyzer's keys of tables stand for.
 
     Raises:

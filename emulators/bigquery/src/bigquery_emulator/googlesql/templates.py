@@ -53,11 +53,7 @@ class _Literal:
 
 
 class StatementText:
-    """A statement's text, without its literals.
-
-    Args:
-        sql: the statement.
-    """
+    """A statement's text, without its literals."""
 
     def __init__(self, sql: str) -> None:
         self._sql = sql
@@ -221,8 +217,6 @@ class StatementTemplate:
     """A translated statement, without its free literals.
 
     Args:
-        text: the statement.
-        free: its free literals.
         sql: what it was translated to, in DuckDB's SQL with marks.
     """
 

@@ -83,10 +83,6 @@ class SplitNames:
 
     BigQuery takes `project.dataset.table` in one pair of backquotes for three names, and `table` as
     its alias. The analyzer takes it for one.
-
-    Args:
-        sql: the statement.
-        names: the names to split.
     """
 
     def __init__(self, sql: str, names: Iterable[str]) -> None:

@@ -89,7 +89,6 @@ class Translator:
         find: returns a table by its full name or raises NotFoundError.
         listing: gives the rows of an INFORMATION_SCHEMA view: its name, the parts of the name
             before it, the job's project.
-        analyzer: reads statements.
     """
 
     find: Callable[[TableKey], TableResource]
@@ -111,10 +110,8 @@ class Translator:
         """Returns the DuckDB statement for one GoogleSQL statement.
 
         Args:
-            sql: GoogleSQL.
             project: the project of names that have none.
             default_dataset: the data set of names that have none.
-            parameters: QueryParameter resources.
             is_view: whether it is a view's query, on whose result a filter may still come.
 
         Raises:

@@ -95,7 +95,6 @@ class TableCatalog:
         """Makes a data set.
 
         Args:
-            key: its name.
             body: the Dataset resource of the request.
 
         Raises:
@@ -117,7 +116,6 @@ class TableCatalog:
         """Changes a data set's settings.
 
         Args:
-            key: its name.
             body: the new settings.
             etag: what the caller read. None changes any version.
             is_patch: whether settings that `body` leaves out stay.
@@ -158,7 +156,6 @@ class TableCatalog:
         """Makes a table or a view.
 
         Args:
-            key: its name.
             schema: its fields, for a view those of its query.
             body: the Table resource of the request.
             filled_by: the DuckDB table whose rows the table starts with.
@@ -202,7 +199,6 @@ class TableCatalog:
         """Changes a table's settings or widens its schema.
 
         Args:
-            key: its name.
             body: the new settings, and maybe a schema.
             etag: what the caller read. None changes any version.
             is_patch: whether settings that `body` leaves out stay.
@@ -236,7 +232,6 @@ class TableCatalog:
         """Gives a table another schema, whatever it was. Its rows are written anew.
 
         Args:
-            key: its name.
             schema: the new fields.
             settings: the new settings, whole.
             sources: by each field's name DuckDB's SQL over the old columns.

@@ -39,7 +39,6 @@ def csv_lines(text: TextIO, form: CsvForm) -> Iterator[tuple[int, list[Cell] | s
 
     Args:
         text: the file, opened with `newline=""`.
-        form: how it is written.
     """
     reader = _Lines(text)
     for line in reader:

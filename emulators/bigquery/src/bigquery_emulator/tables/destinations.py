@@ -81,8 +81,6 @@ def put_rows(
 
     Args:
         store: the open database.
-        catalog: the catalog.
-        destination: where and how.
         schema: the fields of the rows.
         source: the DuckDB table that holds them.
 

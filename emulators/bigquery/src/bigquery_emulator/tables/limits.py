@@ -115,7 +115,6 @@ def parse_limits(field: dict[str, Any], name: str, kind: str, is_repeated: bool)
     """Reads the limits of a TableFieldSchema.
 
     Args:
-        field: the resource.
         name: the field's name, for errors.
         kind: the type's name in a schema.
         is_repeated: whether the field is an array.

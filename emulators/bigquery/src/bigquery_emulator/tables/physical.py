@@ -34,8 +34,6 @@ def fill(
     """Adds rows to a table.
 
     Args:
-        cursor: a session.
-        table: the table.
         given: which of its fields the rows have.
         source: the DuckDB table or parenthesized query that has them.
         partition_time: DuckDB's SQL for the rows' time of ingestion. None is now.
@@ -65,7 +63,6 @@ def alter(cursor: Cursor, old: TableResource, new: TableResource, changed: Schem
     """Adds columns to a DuckDB table or widens those that it has.
 
     Args:
-        cursor: a session.
         old: the table as it is.
         new: the table with its new schema.
         changed: the fields of `new` that differ.

@@ -199,7 +199,6 @@ class TableResource:
 
         Args:
             rows: the number of rows now.
-            size_bytes: their logical size.
             location: that of the data set.
         """
         return {

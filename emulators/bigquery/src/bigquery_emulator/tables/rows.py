@@ -32,9 +32,6 @@ def insert_rows(
     """Inserts rows in one statement, which is many times faster than one by one.
 
     Args:
-        cursor: a session.
-        physical: the DuckDB table.
-        schema: its fields.
         rows: canonical rows (bigquery_emulator/tables/values.py).
         partition_time: DuckDB's SQL for the rows' time of ingestion. None is now.
     """
@@ -67,9 +64,6 @@ def read_rows(
     """Returns a page of rows in the wire form, in the order in which they were written.
 
     Args:
-        cursor: a session.
-        physical: the DuckDB table.
-        schema: the fields wanted.
         start: the first row, from 0.
         count: the most rows.
         is_micros: whether a TIMESTAMP is whole microseconds, or seconds as a float.
@@ -113,7 +107,6 @@ def wire_rows(schema: Schema, values: Sequence[tuple[Any, ...]], is_micros: bool
     """Returns rows in the wire form.
 
     Args:
-        schema: their fields.
         values: what DuckDB's Python client gave for `readable_columns`, row by row.
         is_micros: see `read_rows`.
     """
@@ -138,7 +131,6 @@ def wire_value(field: Field, value: Any, is_micros: bool) -> Any:
     """Returns one value in the wire form.
 
     Args:
-        field: its field.
         value: what DuckDB's Python client gave.
         is_micros: see `read_rows`.
     """

@@ -123,9 +123,6 @@ def quoted(name: str) -> str:
 def parse_schema(fields: Sequence[Json]) -> Schema:
     """Reads the `schema.fields` of a request.
 
-    Args:
-        fields: TableFieldSchema resources.
-
     Raises:
         InvalidError: for a name, type or mode that BigQuery refuses, or a name used twice.
         UnsupportedError: for a type or an option that this server does not keep.
@@ -220,7 +217,6 @@ def widened(old: Schema, new: Schema, path: str = "") -> list[Field]:
     """Checks that a table may go from one schema to another, as tables.update and loads allow it.
 
     Args:
-        old: the table's fields.
         new: the wanted fields: all of the old ones, and maybe more.
         path: the record that the fields belong to, for the message.
 

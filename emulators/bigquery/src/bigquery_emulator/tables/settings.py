@@ -79,8 +79,6 @@ def table_settings(schema: Schema, body: Json, dataset: DatasetResource, created
     """Returns the stored fields of a Table resource.
 
     Args:
-        schema: the table's fields.
-        body: the Table resource.
         dataset: the data set that contains it. Its defaults apply.
         created_ms: when the table was made, for the default expiration.
 

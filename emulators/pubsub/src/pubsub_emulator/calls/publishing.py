@@ -17,9 +17,7 @@ class Publishing:
     """A publish that was checked. Its messages reach nobody before `let_out`.
 
     Args:
-        registry: where the topic is.
         request: a `PublishRequest` that passed its checks. This takes its messages.
-        measured: its size and attributes.
 
     Raises:
         PubsubError: the publish was refused and changed nothing.

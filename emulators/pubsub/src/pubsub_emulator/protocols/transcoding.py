@@ -35,7 +35,6 @@ def to_request(
 
     Args:
         kind: the class of the request.
-        rule: of the call.
         path_fields: what the path fills, by the names of the fields.
         parameters: of the query, decoded.
         body: as it came. Without a body in the rule it is ignored.

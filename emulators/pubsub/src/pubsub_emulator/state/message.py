@@ -52,7 +52,6 @@ def cost_of(size_bytes: int, attributes: int, messages: int = 1) -> int:
     Args:
         size_bytes: of all of them, serialized.
         attributes: how many all of them have together.
-        messages: how many there are.
     """
     return size_bytes + MESSAGE_COST_BYTES * messages + ATTRIBUTE_COST_BYTES * attributes
 

@@ -20,8 +20,6 @@ def received_message(delivery: Delivery, ack_id: str, delivery_attempt: int) -> 
     """Serialize one of the `received_messages` of a response.
 
     Args:
-        delivery: what is delivered.
-        ack_id: of this hand-out.
         delivery_attempt: which attempt it is. 0: the subscription doesn't tell.
     """
     id_bytes, message = ack_id.encode(), delivery.message.serialized

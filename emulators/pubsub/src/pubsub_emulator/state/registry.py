@@ -87,7 +87,6 @@ class Registry:
 
         Args:
             message: what is published. Its id and time are set.
-            attributes: those of the message.
             now_s: its time, in seconds since the epoch.
         """
         seconds = int(now_s)

@@ -42,8 +42,6 @@ async def durable_broker(
 
     Args:
         data_dir: made if it is missing.
-        now_s: as for Broker.
-        storage_bytes: as for Broker.
         fsync: whether each commit waits for the disk, and so outlives a power cut too.
 
     Raises:

@@ -141,7 +141,6 @@ class Database:
     """Reads everything once, then only writes.
 
     Args:
-        connection: to the file.
         last_commit: what the last process committed last.
         reserve: room for acks on a disk that is full.
     """

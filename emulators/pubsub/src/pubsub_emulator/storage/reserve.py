@@ -20,11 +20,7 @@ _LOG_NAME = "pubsub.sqlite3-wal"
 
 
 class Reserve:
-    """A file of zeros beside the database.
-
-    Args:
-        data_dir: where it is.
-    """
+    """A file of zeros beside the database."""
 
     def __init__(self, data_dir: Path) -> None:
         self._path = data_dir / FILE_NAME
@@ -47,9 +43,6 @@ class Reserve:
 
         What is in the log may all be new in the file. Once neither has room to grow, no ack can be
         written, and no room can be made.
-
-        Args:
-            new_bytes: what the commit adds.
         """
         now_s = time.monotonic()
         if now_s < self._is_ample_until_s:

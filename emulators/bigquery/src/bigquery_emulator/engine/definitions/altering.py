@@ -41,7 +41,6 @@ def altered(table: TableResource, actions: list[str], evaluate: Evaluate) -> Sha
 
     Args:
         table: the table or view.
-        actions: each action's text.
         evaluate: finds the value of an option's expression.
 
     Raises:

@@ -53,7 +53,6 @@ class Definitions:
 
     Args:
         store: the open database.
-        catalog: the catalog.
         names: where the statement's names are looked up.
         evaluate: finds the value of an option's expression.
     """
@@ -73,7 +72,6 @@ class Definitions:
 
         Args:
             tree: the parsed statement.
-            sql: its text.
             result: the rows of CREATE TABLE AS.
             view_schema: the fields of CREATE VIEW.
 

@@ -60,7 +60,6 @@ class InformationViews:
         Args:
             view: its name behind INFORMATION_SCHEMA, or `__TABLES__`.
             before: the parts of the name before that: project, then region or data set.
-            project: the job's project.
 
         Raises:
             InvalidQueryError: where the view needs a data set or a region and has none.

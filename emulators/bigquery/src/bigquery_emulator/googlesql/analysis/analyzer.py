@@ -104,9 +104,7 @@ class Analyzer:
         """Returns the resolved tree of a statement.
 
         Args:
-            sql: one statement.
             tables: those that `table_paths` gave.
-            parameters: their types.
 
         Raises:
             InvalidQueryError: for what GoogleSQL refuses.

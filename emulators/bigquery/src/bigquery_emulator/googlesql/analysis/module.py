@@ -95,7 +95,6 @@ class AnalyzerModule:
 
         Args:
             method: such as `Analyze`.
-            request: its request.
             answer: the type of its response.
 
         Raises:

@@ -97,8 +97,6 @@ def analytic(node: Node, scope: Scope, window: str) -> str:
     """Returns DuckDB's SQL for an AnalyticFunctionCall over a window.
 
     Args:
-        node: the call.
-        scope: of the statement.
         window: what stands in the parentheses after OVER.
     """
     call = call_of(node, scope)

@@ -66,9 +66,7 @@ def cast(value: str, source: TypeProto, target: TypeProto) -> str:
     """Returns the value in another type.
 
     Args:
-        value: DuckDB's SQL.
         source: the type that it has.
-        target: the wanted type.
 
     Raises:
         UnsupportedError: for a pair of types that has no translation.

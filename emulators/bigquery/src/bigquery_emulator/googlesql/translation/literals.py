@@ -43,7 +43,6 @@ def literal(value: Any, kind: TypeProto) -> str:
 
     Args:
         value: a ValueProto. Without any field it is NULL.
-        kind: its type.
 
     Raises:
         UnsupportedError: for a type that has none in DuckDB.

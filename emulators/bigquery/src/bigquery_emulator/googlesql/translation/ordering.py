@@ -16,8 +16,6 @@ def order_by(items: Sequence[Node], scope: Scope, *, is_one_key: bool = False) -
     NULL comes before all values, and NaN between it and the numbers. DuckDB has NaN after them.
 
     Args:
-        items: OrderByItem nodes.
-        scope: of the statement.
         is_one_key: whether there may be only one key, as for a RANGE frame with an offset.
     """
     keys: list[str] = []

@@ -27,7 +27,6 @@ class Scope:
         sources: the tables by the keys that the analyzer had for them.
         parameters: DuckDB's SQL of each parameter, by its name in lower case or its position
             from 1.
-        translate_subquery: writes a SubqueryExpr.
     """
 
     prefix: str

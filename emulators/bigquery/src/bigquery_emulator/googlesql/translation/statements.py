@@ -106,8 +106,6 @@ def write_manipulation(tree: Node, scope: Scope, table: str) -> Written:
     """Translates INSERT, UPDATE, DELETE or MERGE.
 
     Args:
-        tree: the resolved statement.
-        scope: of the statement.
         table: DuckDB's name of the table that is changed.
 
     Raises:

@@ -42,9 +42,6 @@ def json_text(value: str, kind: TypeProto, depth: int = 0, *, is_json: bool = Fa
     """Returns DuckDB's SQL for the text of a value.
 
     Args:
-        value: its SQL.
-        kind: its type.
-        depth: of arrays around it.
         is_json: whether the text becomes a value of type JSON, as TO_JSON has it.
 
     Raises:

@@ -88,7 +88,6 @@ def tried(nodes: Sequence[Node], sql: Sequence[str], write: Callable[[list[str]]
     does not catch an error.
 
     Args:
-        nodes: the arguments.
         sql: the arguments in DuckDB's SQL.
         write: writes the function of arguments in SQL.
     """
