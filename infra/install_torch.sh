@@ -10,6 +10,6 @@ has_indexes() { "$venv/bin/pip" config list | grep -qE 'index-url|find-links'; }
 if [ "$(uname -s)" = Linux ] && ! has_driver && ! has_indexes; then
   UV_HTTP_TIMEOUT=30 UV_HTTP_RETRIES=1 \
     "$venv/bin/uv" pip install --python "$venv/bin/python" --torch-backend cpu --no-deps "$torch" && exit
-  echo "PyTorch's index of builds for CPUs is out of reach; taking what pip gives"
+  echo "PyTorch's index of builds for CPUs is unreachable; taking what pip gives"
 fi
 "$venv/bin/pip" install --disable-pip-version-check --no-compile --no-deps "$torch"

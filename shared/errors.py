@@ -12,7 +12,7 @@ PenstockError
 ├── ModelFailed              the model could not compute this item
 │   └── SchemaNotMatched     its text is not what the caller's JSON schema asks for
 ├── ModelWithdrawn           an operator has stopped this revision of the model
-├── Unavailable              a required service (broker, store) is out of reach
+├── Unavailable              a required service (broker, store) is unreachable
 ├── UndecodableMessage       a message on a topic is not a job or reply
 └── ConfigurationError       a catalog or a setting is wrong, with the line or variable
 
@@ -139,10 +139,10 @@ class ModelWithdrawn(PenstockError):
 
 
 class Unavailable(PenstockError):
-    """A service that this request needs is out of reach."""
+    """A service that this request needs is unreachable."""
 
     code = "unavailable"
-    public_by_default = "a service that this request needs is out of reach; try again"
+    public_by_default = "a service that this request needs is unreachable; try again"
 
 
 class UndecodableMessage(PenstockError):

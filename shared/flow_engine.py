@@ -150,7 +150,7 @@ class FlowEngine:
 
         Raises:
             Overloaded: the broker is full.
-            Unavailable: Redis or the broker is out of reach.
+            Unavailable: Redis or the broker is unreachable.
         """
         data = msgspec.json.encode(body.items[0].input)
         await self._runs.open(envelope.request_id, data)
@@ -193,7 +193,7 @@ class FlowEngine:
 
         Raises:
             Overloaded: the broker is full.
-            Unavailable: Redis or the broker is out of reach.
+            Unavailable: Redis or the broker is unreachable.
         """
         envelope, marked = job.envelope, end.marked
         if marked.is_open and marked.jobs:
@@ -215,7 +215,7 @@ class FlowEngine:
 
         Raises:
             Overloaded: the broker is full.
-            Unavailable: the broker is out of reach.
+            Unavailable: the broker is unreachable.
         """
         items = [item for item in job.body.items if item.index in indexes]
         envelope = msgspec.structs.replace(job.envelope, tries=job.envelope.tries + 1)
@@ -225,7 +225,7 @@ class FlowEngine:
         """Ends a run that no worker will end.
 
         Raises:
-            Unavailable: Redis or the broker is out of reach.
+            Unavailable: Redis or the broker is unreachable.
         """
         await self._runs.close(prediction.record, msgspec.json.encode(error_item(error)))
         await self.settle(prediction)
@@ -234,7 +234,7 @@ class FlowEngine:
         """Ends a run one of whose jobs can't be read.
 
         Raises:
-            Unavailable: Redis or the broker is out of reach.
+            Unavailable: Redis or the broker is unreachable.
         """
         record = await self._records.read(run_id)
         if record is not None and record.document:
@@ -244,7 +244,7 @@ class FlowEngine:
         """Ends the record of a run that is closed or canceled, with what its items cost.
 
         Raises:
-            Unavailable: Redis or the broker is out of reach.
+            Unavailable: Redis or the broker is unreachable.
         """
         record = await self._records.read(prediction.record)
         if record is not None:
@@ -303,7 +303,7 @@ class FlowEngine:
 
         Raises:
             BadInput: the run fails.
-            Unavailable: Redis or the broker is out of reach.
+            Unavailable: Redis or the broker is unreachable.
         """
         if run.failure is not None:
             raise _FlowFailed(run.failure)

@@ -283,7 +283,7 @@ class InMemoryBroker:
         self._queues: dict[str, _Queue] = {}
         self._ids = itertools.count(1)
         self.outage: PenstockError | None = None
-        """If set, each publish raises it, as a broker does that is out of reach."""
+        """If set, each publish raises it, as a broker does that is unreachable."""
         self.published = 0
         """Messages that were taken, dead letters included."""
         self.round_trip = SmoothedDuration()

@@ -90,7 +90,7 @@ def prefetch(catalog: Catalog, to: str, names: Sequence[str], *, again: bool) ->
     Raises:
         ConfigurationError: a model is not in the catalog or not of the hub, or the repository does
             not exist or is not open to this token.
-        Unavailable: the hub or the bucket is out of reach.
+        Unavailable: the hub or the bucket is unreachable.
     """
     store = _open(to)
     for (repository, revision), models in _chosen(catalog, names).items():

@@ -29,7 +29,7 @@ class Outputs:
             The ids of the output file and the error file, empty for a file without lines.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         headers = [await self._store.header(segment) for segment in segments]
         outputs = [

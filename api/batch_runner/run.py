@@ -66,7 +66,7 @@ async def validate(
     Raises:
         FileRefused: a line, or the file as a whole, is wrong.
         BadInput: the bytes of the file are gone.
-        Unavailable: the object store is out of reach.
+        Unavailable: the object store is unreachable.
     """
     checks = _Checks(batch, catalog, file.size_bytes)
     splitter = LineSplitter()
@@ -181,7 +181,7 @@ class BatchRun:
         """Returns the end of the batch, which is stored, or why it continues in a later turn.
 
         Raises:
-            Unavailable: the object store is out of reach. Stored segments are not lost.
+            Unavailable: the object store is unreachable. Stored segments are not lost.
         """
         batch, store = self._batch, self._tools.store
         try:

@@ -329,7 +329,7 @@ async def opened_runner(
 
     Raises:
         ConfigurationError: the URL of the object store or of the keys is wrong.
-        Unavailable: the broker is out of reach.
+        Unavailable: the broker is unreachable.
     """
     # Lines seldom repeat, and Redis has those that do. So the memory of a runner stays flat.
     settings = settings.model_copy(update={"memory_cache_bytes": 0})

@@ -61,7 +61,7 @@ class Admissions:
 
         Raises:
             Overloaded: other instances were faster for MAX_S.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         # Instances of one process would only take the numbers from each other.
         turn = self._turns.setdefault(owner, asyncio.Lock())

@@ -108,7 +108,7 @@ class BatchFiles:
         Raises:
             BadInput: the data is not a valid batch file.
             StorageFull: the tenant has no room for it.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         created_at_s = time.time()
         file_id = new_file_id(created_at_s)
@@ -123,7 +123,7 @@ class BatchFiles:
         """Adds the document of a file whose bytes are stored.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         data = msgspec.json.encode(file)
         await self._objects.put(_document_key(file.tenant, file.id), data, "application/json")
@@ -133,7 +133,7 @@ class BatchFiles:
 
         Raises:
             NotFound: the tenant has no such file, or it has expired.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         file = await self._read_document(tenant, file_id) if is_file_id(file_id) else None
         if file is None or file.expires_at_s <= time.time():
@@ -160,7 +160,7 @@ class BatchFiles:
             models: only uploads, and what batches of these models wrote. None: all.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         now_s, stored = time.time(), _documents_of(await self._stored(tenant))
 
@@ -204,7 +204,7 @@ class BatchFiles:
         """Lets a file expire no earlier than `until_s` (Unix time).
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         if file.expires_at_s < until_s:
             await self.add(msgspec.structs.replace(file, expires_at_s=until_s))
@@ -213,7 +213,7 @@ class BatchFiles:
         """Removes a file: first its document, so that no caller finds half of it.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         await self._objects.delete(_document_key(file.tenant, file.id))
         await self._objects.delete(file.data_key)
@@ -225,7 +225,7 @@ class BatchFiles:
 
         Raises:
             BadInput: the bytes are gone.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         stop = file.size_bytes if end is None else min(end, file.size_bytes)
         while start < stop:
@@ -243,7 +243,7 @@ class BatchFiles:
         Raises:
             NotFound: the tenant has no such file, or it has expired.
             BadInput: it is of a batch, has more than `max_bytes`, or they are gone.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         file = await self.find(tenant, file_id)
         if file.purpose in ("batch", "batch_output"):
@@ -300,7 +300,7 @@ class Upload:
         Raises:
             BadInput: the file is too large, or does not begin as JSONL.
             StorageFull: the tenant has no room for more.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         if self.size_bytes + len(data) > FILE_MAX_BYTES:
             raise BadInput(f"file: larger than {FILE_MAX_BYTES} bytes", field="file")

@@ -56,7 +56,7 @@ class Batches:
             NotFound: the tenant has no such file.
             BadInput: the file is not for a batch.
             Overloaded: too many batches of the tenant are not over.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         file = await self._files.find(caller.tenant, asked.input_file_id)
         if file.purpose != "batch":
@@ -95,7 +95,7 @@ class Batches:
 
         Raises:
             NotFound: the tenant has no such batch.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         return await self._store.find(tenant, batch_id)
 
@@ -110,7 +110,7 @@ class Batches:
             models: only batches of these models, and those whose model is not known yet. None: all.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         ids = [one for one in await self._store.ids(tenant) if one > after]
         owner, batches = owner_of(tenant), list[BatchState]()
@@ -127,7 +127,7 @@ class Batches:
         Raises:
             NotFound: the tenant has no such batch.
             BadInput: it has ended.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         state = await self._store.find(tenant, batch_id)
         if state.ended is None:
@@ -142,7 +142,7 @@ class Batches:
 
         Raises:
             BadInput: one does.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         owner = owner_of(file.tenant)
         for one in await self._store.open(owner):

@@ -71,7 +71,7 @@ class BatchStore:
 
         Raises:
             Overloaded: too many are being created at once.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         owner = owner_of(created.tenant)
         marker = f"{OPEN}/{owner}/{created.id}/open"
@@ -89,7 +89,7 @@ class BatchStore:
         """Writes a document unless it exists. Returns whether it did.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         key = _document_key(owner, batch_id, name)
         return await self._objects.create(key, msgspec.json.encode(document), _JSON)
@@ -98,7 +98,7 @@ class BatchStore:
         """Reads a document. None if it does not exist.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         key = _document_key(owner, batch_id, name)
         try:
@@ -112,7 +112,7 @@ class BatchStore:
 
         Raises:
             NotFound: the tenant has no such batch.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         owner = owner_of(tenant)
         state = await self.state(owner, batch_id) if is_batch_id(batch_id) else None
@@ -124,7 +124,7 @@ class BatchStore:
         """Returns the state of a batch. None if it does not exist.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         ended = await self.read(owner, batch_id, "ended", BatchEnded)
         if ended is not None:
@@ -144,7 +144,7 @@ class BatchStore:
         """Returns the ids of a tenant's batches, the newest first.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         return await self._objects.folders(f"{RUNS}/{owner_of(tenant)}")
 
@@ -152,7 +152,7 @@ class BatchStore:
         """Marks a batch as canceled. The first mark counts.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         data = msgspec.json.encode({"at_s": time.time()})
         await self._objects.create(f"{OPEN}/{owner}/{batch_id}/cancel", data, _JSON)
@@ -169,7 +169,7 @@ class BatchStore:
         """Returns all open batches, or those of one owner, the newest of each owner first.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         folder = f"{OPEN}/{owner}" if owner else OPEN
         marks: dict[tuple[str, str], set[str]] = {}
@@ -184,7 +184,7 @@ class BatchStore:
         """Removes the segments and the markers of a batch that has ended, the markers last.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         for segment in await self.segments(owner, batch_id):
             await self._objects.delete(segment.key)
@@ -200,7 +200,7 @@ class BatchStore:
         """Returns the segments that are written, in order. None is missing between two of them.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         return await self._objects.listing(f"{RUNS}/{owner}/{batch_id}/segments", MAX_SEGMENTS)
 
@@ -217,7 +217,7 @@ class BatchStore:
         """Writes a segment unless it exists. Returns whether it did.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         key = f"{RUNS}/{owner}/{batch_id}/segments/{index:05d}"
         return await self._objects.create(key, data, "application/octet-stream")
@@ -314,7 +314,7 @@ class BatchStore:
         """Reads the header of a segment.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         return decode_header(await self._objects.get_range(segment.key, 0, HEADER_BYTES))
 

@@ -3,7 +3,7 @@
 A revision that an operator has withdrawn gets no request (shared/stores/withdrawals.py).
 
 Each instance looks at the canary_store in Redis (shared/canary/store.py) once a second. One of them
-judges in each second, and all follow. While Redis is out of reach a canary gets nothing: it could
+judges in each second, and all follow. While Redis is unreachable a canary gets nothing: it could
 not be judged.
 """
 

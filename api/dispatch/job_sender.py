@@ -126,7 +126,7 @@ class JobSender:
 
         Raises:
             DeadlineExceeded: no reply came in time, or the window had no room in time.
-            Unavailable: the broker or the object store is out of reach.
+            Unavailable: the broker or the object store is unreachable.
             PenstockError: the worker could not read the job, or answered it wrongly.
         """
         job.queued_at_s = time.time()
@@ -166,7 +166,7 @@ class JobSender:
 
         Raises:
             Overloaded: the broker is full.
-            Unavailable: the broker is out of reach. A record without a key was ended as failed.
+            Unavailable: the broker is unreachable. A record without a key was ended as failed.
         """
         envelope = envelope_of(request, self._api_instance, waiter)
         if unfinished > BATCHES_HELD * request.model.batch.max_items:

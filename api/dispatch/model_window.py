@@ -18,7 +18,7 @@ The order here is by items, and coarse. Workers order the jobs that they hold by
 robin here, a tenant with small items would get no more items than others, and less work.
 
 Each instance has a field in a hash for each model and priority, with a lease. An instance that dies
-is forgotten when its leases end. No request waits for Redis. While Redis is out of reach the last
+is forgotten when its leases end. No request waits for Redis. While Redis is unreachable the last
 known state counts until the lease ends. After that each instance keeps to its own service rate,
 which is its part of what the workers do.
 

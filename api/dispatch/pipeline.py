@@ -63,7 +63,7 @@ async def open_pipeline(
         images: compares images of a canary with those of the other revision.
 
     Raises:
-        Unavailable: the broker is out of reach, or no inbox is free.
+        Unavailable: the broker is unreachable, or no inbox is free.
     """
     cache = await opened.enter_async_context(
         ResultCache(settings.redis_url, settings.memory_cache_bytes)

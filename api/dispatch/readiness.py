@@ -105,7 +105,7 @@ class Readiness:
                 if url == self._records_url:
                     return await find_eviction_fault(client) or "ok"
         except (RedisError, OSError, TimeoutError):
-            return "out of reach: requests continue without it"
+            return "unreachable: requests continue without it"
         finally:
             await client.aclose()
         return "ok"
@@ -130,5 +130,5 @@ class Readiness:
         except PenstockError as error:
             # Anyone may read the answer, but the broker's message is for operators.
             log.warning("no round trip through the broker", extra={"reason": error.message})
-            return "no round trip: out of reach, or refusing"
+            return "no round trip: unreachable or refusing"
         return "ok"

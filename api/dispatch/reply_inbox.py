@@ -92,7 +92,7 @@ class InboxPool:
 
     The key of each in Redis has the id of its holder.
 
-    While Redis is out of reach an instance keeps its inbox: no other instance can lease it through
+    While Redis is unreachable an instance keeps its inbox: no other instance can lease it through
     a Redis that is down. If only this instance is cut off and another leases its inbox, replies may
     go to the wrong instance until Redis answers again. Their requests then read the record.
 
@@ -118,7 +118,7 @@ class InboxPool:
         """Leases an inbox while the block runs.
 
         Raises:
-            Unavailable: none is free, or Redis is out of reach.
+            Unavailable: none is free, or Redis is unreachable.
         """
         link = RedisLink(
             "inbox",
@@ -179,7 +179,7 @@ async def own_inbox(admin: Admin, slots: int, instance: str) -> AsyncIterator[In
 
     Raises:
         ConfigurationError: this process may not create one.
-        Unavailable: the broker is out of reach.
+        Unavailable: the broker is unreachable.
     """
     inbox = f"{instance}-{uuid4().hex[:12]}"
     try:

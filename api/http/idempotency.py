@@ -3,7 +3,7 @@
 After draft-ietf-httpapi-idempotency-key-header. A key that was used with another body is 422. If
 the first request is still running when the second has to be answered, that one is 409. OpenAI's
 clients retry a 409 but not a 422, which is right for both. Each tenant has separate keys. While
-Redis is out of reach a request with a key is 503. api/idempotency/service.py decides who computes
+Redis is unreachable a request with a key is 503. api/idempotency/service.py decides who computes
 the answer.
 """
 
@@ -60,7 +60,7 @@ async def run_idempotent(
         BadInput: the key is empty, too long, or not visible ASCII.
         KeyReused: the key was used with another body or route.
         KeyInUse: the first request is still running at the deadline of this one.
-        Unavailable: Redis is out of reach.
+        Unavailable: Redis is unreachable.
     """
     call = open_request(request)
     body = await request.body()

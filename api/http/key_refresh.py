@@ -41,7 +41,7 @@ NOTE_USES_S = 60.0
 COPY_S = 60.0
 """The copy is written this often, and with each change."""
 STALE_LIMIT_S = 86_400.0
-"""While the store is out of reach no key can be revoked. After a day that weighs more than
+"""While the store is unreachable no key can be revoked. After a day that weighs more than
 availability. Expiry needs no store.
 """
 UP = Gauge("penstock_keys_up", "1 if the API keys could be read at the last try, else 0.")
@@ -51,7 +51,7 @@ AGE_SECONDS = Gauge(
 FAILURES = Counter(
     "penstock_keys_refresh_failures_total",
     "Times that the API keys could not be read. invalid: the document is not valid. "
-    "unavailable: its store is out of reach.",
+    "unavailable: its store is unreachable.",
     ["reason"],
 )
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class LiveDirectory:
         served: the models that plans and keys may name. A file that names any other is not valid.
           In Redis, which was checked when it was changed, it is only logged: the catalog has
           changed. None: not known.
-        copy: where a copy is kept, for instances that start while the store is out of reach. It is
+        copy: where a copy is kept, for instances that start while the store is unreachable. It is
           opened and closed with this object. None: nowhere.
 
     Raises:
@@ -216,7 +216,7 @@ class LiveDirectory:
         self._version, self._stored = document.version, document
         self._current_s = self._clock() - max(0.0, time.time() - at_s)
         log.warning(
-            "API keys are those of a copy; their store is out of reach", extra={"at_s": at_s}
+            "API keys are those of a copy; their store is unreachable", extra={"at_s": at_s}
         )
 
     async def _write_copy(self, copy: KeyCopy) -> None:

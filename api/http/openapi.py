@@ -280,7 +280,7 @@ _DESCRIPTIONS = {
     499: "The request was canceled, or its caller hung up.",
     500: "The model could not compute the result.",
     503: (
-        "A service that this needs is out of reach; try again after `Retry-After` seconds. "
+        "A service that this needs is unreachable; try again after `Retry-After` seconds. "
         "Or the model was withdrawn (`model_withdrawn`), which does not pass by itself."
     ),
     504: (

@@ -512,7 +512,7 @@ class ApiRequest:
         Raises:
             NotFound: the tenant has no such prediction, or it has expired.
             Forbidden: the key may not do this with results of that endpoint or model.
-            Unavailable: Redis is out of reach.
+            Unavailable: Redis is unreachable.
         """
         snapshot = await self.dependencies.predictions.read(self.tenant, prediction_id)
         route = self.http.scope["route"].path

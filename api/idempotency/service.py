@@ -136,7 +136,7 @@ class IdempotencyService:
         Raises:
             KeyReused: the key belongs to another request.
             KeyInUse: the other request is not done after `wait_s`, or too many of the tenant wait.
-            Unavailable: Redis is out of reach, or the stored response can't be read.
+            Unavailable: Redis is unreachable, or the stored response can't be read.
         """
         ends_s, pauses = _now_s() + wait_s, backoff(FIRST_POLL_S, MAX_POLL_S)
         while True:

@@ -106,7 +106,7 @@ class Files:
         Raises:
             BadInput: the metadata is too large.
             StorageFull: the tenant has no room for it.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         media_type = content_type if is_media_type(content_type) else "application/octet-stream"
         # On a thread: a digest of 30 MB takes 30 ms, during which it releases the interpreter.
@@ -149,7 +149,7 @@ class Files:
 
         Raises:
             StorageFull: the tenant has no room for it.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         most_bytes = None if body_bytes is None else body_bytes + _FACTS_BYTES
         return self._storage.reserved(quota, most_bytes)
@@ -162,7 +162,7 @@ class Files:
         """Returns the files of this tenant, newest first, MAX_LISTED at most.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         listed = await self._objects.listing(_folder_of(tenant), MAX_LISTED)
         ids = [one.key.rpartition("_")[2] for one in listed]
@@ -179,7 +179,7 @@ class Files:
         """Deletes a file and its bytes.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         await self._objects.delete(_listed_key(file))
         await self._objects.delete(_document_key(file))
@@ -190,7 +190,7 @@ class Files:
 
         Raises:
             NotFound: the tenant has no such file, or it has expired.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         unknown = NotFound(f"there is no file {file_id[:80]!r}")
         if not _ID.fullmatch(file_id):
@@ -208,7 +208,7 @@ class Files:
         """Returns the bytes of a file.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         return await self._objects.get(file.key, MAX_BYTES)
 

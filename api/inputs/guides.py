@@ -361,7 +361,7 @@ async def with_fetched_adapter(
     Raises:
         BadInput: it can't be had from there, or has another digest. Names `lora_weights`.
         Overloaded: too many files are being fetched.
-        Unavailable: the object store is out of reach.
+        Unavailable: the object store is unreachable.
     """
     chosen, urls = image.adapter, model.image.adapter_urls
     if chosen is None or not chosen.url:

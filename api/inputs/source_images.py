@@ -90,7 +90,7 @@ class SupportsUploads(Protocol):
         Raises:
             NotFound: the tenant has none with this id.
             BadInput: it is larger.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         ...
 
@@ -125,7 +125,7 @@ class SourceImages:
         Raises:
             BadInput: there is no such file, or it must not be fetched.
             Overloaded: too many files are being fetched.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         if not is_elsewhere(url, caller):
             return await self.fetch(url, caller, field)
@@ -169,7 +169,7 @@ class SourceImages:
         Raises:
             BadInput: one can't be fetched.
             Overloaded: too many files are being fetched.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         until_s = self._url_fetcher.until_s(caller.deadline_s)
         fields = dict(wanted)
@@ -220,7 +220,7 @@ class SourceImages:
         Raises:
             BadInput: it can't be fetched.
             Overloaded: too many files are being fetched.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         until_s = self._url_fetcher.until_s(caller.deadline_s)
         fetched = await self._fetched(url, caller, field, until_s, rules, keep_s)
@@ -348,7 +348,7 @@ class SourceImages:
 
         Raises:
             StorageFull: the tenant has no room for it.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         kept = await self._files.add(
             caller.quota._replace(field=name),

@@ -149,7 +149,7 @@ class Storage:
         """Returns the storage used by a tenant now, without the reservation `except_key`.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         stored, reserved, elsewhere_bytes = await self._listed(owner_of(tenant))
         now_s = self.clock()
@@ -166,7 +166,7 @@ class Storage:
 
         Raises:
             StorageFull: the tenant has used up its quota.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         owner, now_s = owner_of(quota.tenant), self.clock()
         checked = self._checked.pop(owner, None)
@@ -189,7 +189,7 @@ class Storage:
         """Counts bytes that are stored outside the tenant's folders, until `until_s` (Unix time).
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         await hold(self.objects, tenant, size_bytes, until_s)
 
@@ -244,7 +244,7 @@ class Storage:
 
         Raises:
             StorageFull: the tenant has no room for it.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         reservation = StorageReservation(self, quota)
         try:
@@ -263,7 +263,7 @@ class Storage:
         """Removes the expired files of all tenants. Returns the number of objects removed.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         removed = 0
         folders = (BATCH_FILES, KEPT_FILES, LISTED, RESERVED, HELD)
@@ -276,7 +276,7 @@ class Storage:
         """Removes objects older than OLDEST_S, except on Google. Returns the number removed.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         removed = 0
         for folder in () if self.objects.is_on_google else FOLDERS_BY_AGE:
@@ -309,7 +309,7 @@ class Storage:
         """Removes the expired files of one owner. Returns the number of objects removed.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         return (await self._remove_expired(owner)).removed
 
@@ -373,7 +373,7 @@ class StorageReservation:
 
         Raises:
             StorageFull: there is none.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         if size_bytes > self._size_bytes:
             try:
@@ -388,7 +388,7 @@ class StorageReservation:
 
         Raises:
             StorageFull: there is no room for them. The earlier reservation still holds.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         storage, now_s = self._storage, self._storage.clock()
         name = f"{int(now_s + RESERVED_S):010d}_{size_bytes}_{secrets.token_hex(8)}"
@@ -409,7 +409,7 @@ class StorageReservation:
         """Gives the room back. Written files are counted on their own.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         if self._key:
             await self._storage.objects.delete(self._key)

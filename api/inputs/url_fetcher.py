@@ -219,7 +219,7 @@ class UrlFetcher:
             InputTooLarge: it has more bytes than the rules allow.
             StorageFull: the tenant has no room for it.
             Overloaded: too many files are being fetched.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         download = _Download(quota._replace(field=""), url, rules)
         end = "failed"

@@ -5,7 +5,7 @@ limit is far from full and requests come fast: a lease. Requests use it without 
 Redis, for LEASE_S. The rest then goes back. An amount that was taken and not needed goes into the
 lease, or back to the period in which it was taken. Items in flight hold slots.
 
-While Redis is out of reach, each instance admits its share of the limit: the limit divided by the
+While Redis is unreachable, each instance admits its share of the limit: the limit divided by the
 number of instances that were registered. So all together admit at most the limit. Of a budget it is
 the share of the remaining amount. If that is unknown, the plan decides whether requests are
 admitted.
@@ -440,7 +440,7 @@ class MonthCounter(LeasedCounter):
 
     @property
     def may_spend_alone(self) -> bool:
-        """Returns whether any of it may be spent while Redis is out of reach."""
+        """Returns whether any of it may be spent while Redis is unreachable."""
         return self.is_known or self.is_open
 
     def _give_back_alone(self, amount: float) -> None:

@@ -138,7 +138,7 @@ async def _with_document(
     Raises:
         BadInput: it can't be had.
         Overloaded: too many files are being fetched.
-        Unavailable: the object store is out of reach.
+        Unavailable: the object store is unreachable.
     """
     custom_input, [(at, url)] = checked
     if url.startswith("/"):
@@ -159,7 +159,7 @@ async def _reply(
 
     Raises:
         ModelFailed: what the class gave are no pages, or their images are too large.
-        Unavailable: the object store is out of reach.
+        Unavailable: the object store is unreachable.
     """
     if not isinstance(result, CustomResult):
         raise PenstockError(f"{model.name} returned a result that is not its own; a bug")

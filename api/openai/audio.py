@@ -213,7 +213,7 @@ async def _add_recording(
     Raises:
         BadInput: there is no such file, or it must not be fetched.
         Overloaded: too many files are being fetched.
-        Unavailable: the object store is out of reach.
+        Unavailable: the object store is unreachable.
     """
     try:
         await add_files(one, [([FILE], url)], caller, images)

@@ -205,7 +205,7 @@ async def settled(call: ApiRequest, conversation_id: str) -> Conversation:
         NotFound: the tenant has none of this id, or it has expired.
         ModelForbidden: the key may not use a model whose output it has.
         ConversationBusy: others change it all the time.
-        Unavailable: Redis is out of reach.
+        Unavailable: Redis is unreachable.
     """
     conversation = await _found(call, conversation_id)
     outputs: dict[str, list[ConversationEntry]] = {}

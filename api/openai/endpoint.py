@@ -104,7 +104,7 @@ class Endpoint(ABC):
         Raises:
             BadInput: a file can't be had.
             Overloaded: too many files are being fetched.
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         return request.inputs
 
@@ -141,7 +141,7 @@ class Endpoint(ABC):
         """Returns the body of the answer, as JSON in one line.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
             DeadlineExceeded: an image was not encoded in time.
             Overloaded: too many images wait to be encoded.
         """

@@ -277,7 +277,7 @@ async def read_blob(objects: ObjectStore, blob: Blob, noun: str) -> bytes:
     `noun`: what it is, for errors.
 
     Raises:
-        Unavailable: the object store is out of reach, or the result was removed in the meantime.
+        Unavailable: the object store is unreachable, or the result was removed in the meantime.
     """
     if blob.data is not None:
         return blob.data

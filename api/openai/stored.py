@@ -37,7 +37,7 @@ async def find_stored(
     Raises:
         NotFound: the tenant has no such answer, or it has expired.
         Forbidden: the key may not do this with results of that endpoint or model.
-        Unavailable: Redis is out of reach.
+        Unavailable: Redis is unreachable.
     """
     digits = shown.removeprefix(prefix)
     if shown.startswith(prefix) and _DIGITS.fullmatch(digits):
@@ -67,7 +67,7 @@ async def find_response(
     Raises:
         NotFound: there is none, or it was not stored.
         Forbidden: the key may not do this with results of responses or of the model.
-        Unavailable: Redis is out of reach.
+        Unavailable: Redis is unreachable.
     """
     snapshot = await find_stored(call, RESPONSE_PREFIX, PATH_OF_RESPONSES, response_id)
     if snapshot.prediction.input.get("store") is False and not is_resumed:
@@ -103,7 +103,7 @@ async def referenced_items(call: ApiRequest, names: Sequence[str]) -> dict[str, 
 
     Raises:
         NotFound: an item is not there. `field` is "input".
-        Unavailable: Redis is out of reach.
+        Unavailable: Redis is unreachable.
     """
     items: dict[str, dict[str, Any]] = {}
     for name in names:

@@ -101,7 +101,7 @@ class Conversations:
         Raises:
             InputTooLarge: it has too many items, or too large ones.
             Overloaded: there is no room.
-            Unavailable: Redis is out of reach.
+            Unavailable: Redis is unreachable.
         """
         conversation = Conversation(
             id=f"conv_{secrets.token_hex(12)}",
@@ -123,7 +123,7 @@ class Conversations:
 
         Raises:
             NotFound: the tenant has none of this id, or it has expired.
-            Unavailable: Redis is out of reach.
+            Unavailable: Redis is unreachable.
         """
         return (await self._read(tenant, conversation_id))[0]
 
@@ -141,7 +141,7 @@ class Conversations:
             InputTooLarge: it would have too many items, or too large ones.
             ConversationBusy: others change it all the time.
             Overloaded: there is no room.
-            Unavailable: Redis is out of reach.
+            Unavailable: Redis is unreachable.
         """
         keep_s = self._keep_s if keep_s is None else keep_s
         for _ in range(_ATTEMPTS):
@@ -160,7 +160,7 @@ class Conversations:
 
         Raises:
             NotFound: the tenant has none of this id, or it has expired.
-            Unavailable: Redis is out of reach.
+            Unavailable: Redis is unreachable.
         """
         conversation = await self.read(tenant, conversation_id)
         await self._records.delete(conversation.id, Record(state="succeeded"), time.time())

@@ -8,7 +8,7 @@ seven tokens, `-` nothing at all, and generations are separated by points. `~80`
 the characters of what the model prints, if the stream has that. So a reader that
 reconnects with that id, to any instance, gets each token once. The worker writes the tokens to
 Redis, and the end is in the record. The part of the text beyond the tokens that were read comes
-with the end: if Redis is out of reach for a while, the text is late, but complete.
+with the end: if Redis is unreachable for a while, the text is late, but complete.
 """
 
 from __future__ import annotations

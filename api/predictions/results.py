@@ -33,7 +33,7 @@ class ResultFetcher:
         """Deletes the objects of a prediction, but not what the cache may still answer with.
 
         Raises:
-            Unavailable: the object store is out of reach.
+            Unavailable: the object store is unreachable.
         """
         reply = snapshot.record.reply
         if snapshot.prediction.flow is not None:
@@ -59,7 +59,7 @@ class ResultFetcher:
             NotFound: the result does not exist, or it has expired.
             Overloaded: too many images wait to be encoded.
             DeadlineExceeded: it was not done in time.
-            Unavailable: Redis or the object store is out of reach.
+            Unavailable: Redis or the object store is unreachable.
         """
         try:
             if inline := _INLINE.fullmatch(key):

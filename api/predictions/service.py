@@ -187,7 +187,7 @@ class Predictions:
             Overloaded: this instance, the broker or the store of predictions is full.
             PredictionIdTaken: another prediction has the id.
             KeyReused: another request had the Idempotency-Key.
-            Unavailable: Redis or the broker is out of reach, and nothing was created.
+            Unavailable: Redis or the broker is unreachable, and nothing was created.
         """
         demand = request.demand(len(request.inputs))
         self._admission.admit(demand, remaining_s=request.deadline_s - time.time())
@@ -216,7 +216,7 @@ class Predictions:
             InputTooLarge: its document has more than DOCUMENT_MAX_BYTES.
             KeyReused: another request had the Idempotency-Key.
             Overloaded: the store of predictions is full.
-            Unavailable: Redis is out of reach.
+            Unavailable: Redis is unreachable.
         """
         is_kept = await self._records.keep(
             prediction.record,
@@ -236,7 +236,7 @@ class Predictions:
 
         Raises:
             NotFound: the tenant has no such prediction, or it has expired.
-            Unavailable: Redis is out of reach.
+            Unavailable: Redis is unreachable.
         """
         record_id = (
             prediction_id
@@ -253,7 +253,7 @@ class Predictions:
 
         Raises:
             NotFound: the prediction does not exist, or it has expired.
-            Unavailable: Redis is out of reach.
+            Unavailable: Redis is unreachable.
         """
         snapshot = await self._find(record_id)
         if snapshot is None or snapshot.prediction.id != prediction_id:
@@ -274,7 +274,7 @@ class Predictions:
         Of large ones there are fewer: as many as have READ_BYTES together, and one in any case.
 
         Raises:
-            Unavailable: Redis is out of reach.
+            Unavailable: Redis is unreachable.
         """
         left = ids = await self._records.latest(tenant, PAGE, before_s)
         snapshots: list[PredictionSnapshot] = []
@@ -296,7 +296,7 @@ class Predictions:
 
         Raises:
             NotFound: none that can be listed has the record `after`.
-            Unavailable: Redis is out of reach.
+            Unavailable: Redis is unreachable.
         """
         ids = await self._records.latest(tenant, LISTED)
         if is_ascending:
@@ -332,7 +332,7 @@ class Predictions:
             PredictionNotOver: it has not ended.
             NotFound: it was deleted in the meantime, or changed by another request.
             Overloaded: the store of predictions is full.
-            Unavailable: Redis is out of reach.
+            Unavailable: Redis is unreachable.
         """
         if not snapshot.record.is_over:
             raise PredictionNotOver("it has not ended, so it can't be changed yet")
@@ -455,7 +455,7 @@ class Predictions:
 
         Raises:
             NotFound: the tenant has no such prediction, or it has expired.
-            Unavailable: Redis is out of reach.
+            Unavailable: Redis is unreachable.
         """
         snapshot = await self.read(tenant, prediction_id)
         return await self._records.webhook_log.read(snapshot.prediction.record)
@@ -468,7 +468,7 @@ class Predictions:
             BadInput: it has no webhook for its end.
             PredictionNotOver: it has not ended.
             Overloaded: the last replay was a moment ago.
-            Unavailable: Redis or the broker is out of reach.
+            Unavailable: Redis or the broker is unreachable.
         """
         prediction, record = await self.read(tenant, prediction_id)
         if "completed" not in prediction.webhook_events:
@@ -483,7 +483,7 @@ class Predictions:
 
         Raises:
             NotFound: the record has no such image.
-            Unavailable: Redis is out of reach.
+            Unavailable: Redis is unreachable.
         """
         record = await self._records.read(record_id)
         results = _results_of(record.reply) if record is not None and record.reply else []
@@ -547,7 +547,7 @@ class Predictions:
         """Returns the keys of the files that the steps of a flow have made.
 
         Raises:
-            Unavailable: Redis is out of reach.
+            Unavailable: Redis is unreachable.
         """
         return await own_objects(self._records.flows, prediction.record)
 

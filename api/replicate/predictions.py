@@ -140,7 +140,7 @@ async def read_prediction(
         StorageFull: the tenant has no room for the source image.
         Overloaded: too many images wait to be decoded.
         DeadlineExceeded: the source image was not decoded in time.
-        Unavailable: the object store is out of reach.
+        Unavailable: the object store is unreachable.
         ClientGone: the caller hung up.
     """
     done_by_s, keep_s = call.done_by_s(model), call.caller.plan.prediction_keep_s

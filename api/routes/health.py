@@ -50,7 +50,7 @@ async def is_alive_too(request: Request) -> Response:
     summary="Readiness",
     responses={
         200: success("The instance can serve requests.", ReadinessReply),
-        503: success("Pub/Sub or the API keys are out of reach.", ReadinessReply),
+        503: success("Pub/Sub or the API keys are unreachable.", ReadinessReply),
     },
 )
 async def is_ready(request: Request) -> Response:

@@ -31,7 +31,7 @@ async def read_inputs(
         InvalidFields: a field of it is not valid.
         Overloaded: too many images wait to be decoded.
         DeadlineExceeded: the source image was not decoded in time.
-        Unavailable: the object store is out of reach.
+        Unavailable: the object store is unreachable.
     """
     if len(raw_input) > MAX_FIELDS:
         raise BadInput(

@@ -253,7 +253,7 @@ async def add_files(
     Raises:
         BadInput: there is no such file, or it must not be fetched.
         Overloaded: too many files are being fetched.
-        Unavailable: the object store is out of reach.
+        Unavailable: the object store is unreachable.
     """
     elsewhere = [(url, str(at[0])) for at, url in files if is_elsewhere(url, caller)]
     fetched = await images.fetch_elsewhere(elsewhere, caller)

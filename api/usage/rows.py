@@ -81,7 +81,7 @@ class UsageRows:
 
         Raises:
             BadInput: there are more than MAX_LINES.
-            Unavailable: BigQuery is out of reach, or refused.
+            Unavailable: BigQuery is unreachable, or refused.
         """
         from google.api_core.exceptions import GoogleAPIError
         from google.auth.exceptions import GoogleAuthError

@@ -107,7 +107,7 @@ class UsageService:
         Raises:
             BadInput: the result has too many groups.
             Overloaded: too many queries are running.
-            Unavailable: BigQuery is out of reach.
+            Unavailable: BigQuery is unreachable.
         """
         kept = self._kept.get(query)
         if kept is None or not self._is_fresh(kept):
@@ -175,7 +175,7 @@ class ReportService:
         Raises:
             BadInput: the report does not support the filter, or the result has too many rows.
             Overloaded: too many queries are running.
-            Unavailable: BigQuery is out of reach, or refused.
+            Unavailable: BigQuery is unreachable, or refused.
         """
         self._turns.claim(tenant)
         reading = self._turns.run(tenant, self._read, report, question, budgets_usd)

@@ -459,7 +459,7 @@ class ClusterDoctor:
             self.kubectl.run("exec", name, "--", "python", "-c", PING)
         except CommandFailed as error:
             fix = "look at the policies and at Redis: " + self.kubectl.shown("get networkpolicies")
-            yield Diagnosis("Redis", f"out of reach from {name}: {error}", fix)
+            yield Diagnosis("Redis", f"unreachable from {name}: {error}", fix)
         else:
             yield Diagnosis("Redis", f"answers {name}")
 

@@ -305,7 +305,7 @@ def check(
         clock: seconds. Tests replace it.
 
     Raises:
-        Unavailable: BigQuery is out of reach, or refused.
+        Unavailable: BigQuery is unreachable, or refused.
     """
     until_s = clock() + wait_s
     while True:

@@ -73,7 +73,7 @@ class LoadRows:
         """The rows of a replay, each once.
 
         Raises:
-            Unavailable: BigQuery is out of reach, or refused.
+            Unavailable: BigQuery is unreachable, or refused.
         """
         rows = self._ask("check.sql", since, until, run)
         return [RowOfLoad(*row) for row in rows]
@@ -84,7 +84,7 @@ class LoadRows:
         """Returns what others than the replay used as these tenants.
 
         Raises:
-            Unavailable: BigQuery is out of reach, or refused.
+            Unavailable: BigQuery is unreachable, or refused.
         """
         return [UsageGroup(*row) for row in self._ask("others.sql", since, until, run, tenants)]
 
@@ -94,7 +94,7 @@ class LoadRows:
         """The report `usage_hours` about these tenants.
 
         Raises:
-            Unavailable: BigQuery is out of reach, or refused.
+            Unavailable: BigQuery is unreachable, or refused.
         """
         runner = ReportRunner(self._client, self._dataset, self._most_bytes)
         question = ReportQuestion(since, until, tenants=tuple(tenants))

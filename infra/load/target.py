@@ -85,7 +85,7 @@ class Target:
         """Returns the served models, by names and aliases.
 
         Raises:
-            Unavailable: it is out of reach, or refused.
+            Unavailable: it is unreachable, or refused.
         """
         caller = next(iter(self._callers.values()), self._only)
         request = urllib.request.Request(f"{self.url}/v1/models", headers=caller.headers)

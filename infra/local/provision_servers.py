@@ -128,7 +128,7 @@ def provision_broker(settings: ApiSettings, catalog: Catalog, functions_url: str
     """Makes the topics and subscriptions.
 
     Raises:
-        Unavailable: the broker is out of reach or refused.
+        Unavailable: the broker is unreachable or refused.
     """
     asyncio.run(_provision(settings, catalog, functions_url))
 

@@ -74,7 +74,7 @@ def alerts(bounds: Bounds) -> list[Alert]:
 _OTHERS = (
     Alert(
         "cache-down",
-        "Cache: Redis out of reach",
+        "Cache: Redis unreachable",
         "WARNING",
         "min(penstock_cache_redis_up) < 1",
         for_s=120,
@@ -110,7 +110,7 @@ _OTHERS = (
     ),
     Alert(
         "records-down",
-        "Records: Redis out of reach",
+        "Records: Redis unreachable",
         "CRITICAL",
         "min(penstock_records_redis_up) < 1",
         for_s=60,
@@ -124,7 +124,7 @@ _OTHERS = (
     ),
     Alert(
         "rows-late",
-        "Rows: BigQuery out of reach",
+        "Rows: BigQuery unreachable",
         "WARNING",
         "max(penstock_rows_oldest_seconds) > 300",
         for_s=300,

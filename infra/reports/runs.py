@@ -19,7 +19,7 @@ def configured_runner(most_bytes: int = MAX_BYTES) -> Iterator[ReportRunner]:
 
     Raises:
         ConfigurationError: a setting is wrong.
-        Unavailable: BigQuery or the directory is out of reach.
+        Unavailable: BigQuery or the directory is unreachable.
     """
     settings = read_settings(ApiSettings)
     budgets_usd = asyncio.run(read_budgets(settings.keys_url))
@@ -34,7 +34,7 @@ def run_report(settings: Settings, name: str, days: int) -> tuple[list[str], lis
 
     Raises:
         BadInput: the report does not exist.
-        Unavailable: BigQuery is out of reach or refused the query.
+        Unavailable: BigQuery is unreachable or refused the query.
     """
     report = find_report(name)
     with opened_runner(settings.project, settings.dataset, settings.bigquery_endpoint) as runner:

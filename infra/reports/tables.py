@@ -20,10 +20,10 @@ def create_tables(settings: Settings) -> None:
     """Creates or updates dataset, tables and views.
 
     Raises:
-        Unavailable: BigQuery is out of reach or refused.
+        Unavailable: BigQuery is unreachable or refused.
     """
     with _connected(settings) as client:
-        # Fails at once if BigQuery is out of reach. The calls below would retry for ten minutes.
+        # Fails at once if BigQuery is unreachable. The calls below would retry for ten minutes.
         next(iter(client.list_datasets(max_results=1, retry=None, timeout=RETRY_LIMIT_S)), None)
         usage.create(client, settings.dataset)
 
@@ -32,7 +32,7 @@ def check_bigquery(settings: Settings, timeout_s: float) -> None:
     """Checks that the tables of usage are there, with all columns of this release.
 
     Raises:
-        Unavailable: BigQuery is out of reach, or has no such table or column.
+        Unavailable: BigQuery is unreachable, or has no such table or column.
     """
     with _connected(settings) as client:
         for name in usage.tables():

@@ -55,7 +55,7 @@ class CanaryJudge:
         """Returns the verdict on the requests of `revision` since the Unix time `since_s`.
 
         Raises:
-            Unavailable: Monitoring is out of reach, so no revision should get more traffic.
+            Unavailable: Monitoring is unreachable, so no revision should get more traffic.
         """
         wanted = {
             "metric.type": "run.googleapis.com/request_count",

@@ -180,7 +180,7 @@ class RowArchive:
         """Archives some objects. Returns whether there may be more.
 
         Raises:
-            Unavailable: the store or BigQuery is out of reach. Nothing is lost.
+            Unavailable: the store or BigQuery is unreachable. Nothing is lost.
         """
         begun = await self._begun()
         if begun is None:
@@ -336,7 +336,7 @@ class ArchivedDays:
         """The days that have files, in order, as `2026-11-23`.
 
         Raises:
-            Unavailable: the store is out of reach.
+            Unavailable: the store is unreachable.
         """
         folders = await self._objects.folders(f"archive/{self._table}")
         return [name.removeprefix("day=") for name in folders]
@@ -348,7 +348,7 @@ class ArchivedDays:
         merges them, and drops rows that are equal.
 
         Raises:
-            Unavailable: the store is out of reach.
+            Unavailable: the store is unreachable.
         """
         merged = 0
         for one in await self.days():
@@ -396,7 +396,7 @@ class ArchivedDays:
             The days that were loaded.
 
         Raises:
-            Unavailable: the store or BigQuery is out of reach. Days before it are done.
+            Unavailable: the store or BigQuery is unreachable. Days before it are done.
         """
         restored = []
         for day in await self.days():

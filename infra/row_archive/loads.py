@@ -63,7 +63,7 @@ class BigQueryLoader:
         """Returns how many different rows a table has, by day (`2026-11-23`, UTC).
 
         Raises:
-            Unavailable: BigQuery is out of reach.
+            Unavailable: BigQuery is unreachable.
         """
         column = partition_column(table)
         sql = (

@@ -175,7 +175,7 @@ class RabbitAdmin:
         await self._until(on_own_channel, action)
 
     async def _until(self, call: Callable[[], Awaitable[T]], action: str) -> T:
-        """Repeats `call` while the broker is out of reach."""
+        """Repeats `call` while the broker is unreachable."""
         failure: Unavailable | None = None
         try:
             async with asyncio.timeout(self._timeout_s), self._in_flight:

@@ -112,7 +112,7 @@ class ConfirmedPublisher:
         """Sends to one queue, past the exchange, once.
 
         Raises:
-            Unavailable: the broker is out of reach or did not answer, or there is no such queue.
+            Unavailable: the broker is unreachable or did not answer, or there is no such queue.
         """
         try:
             confirmed = await self._send_once(

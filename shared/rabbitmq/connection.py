@@ -60,7 +60,7 @@ class BrokerConnection:
             confirms: whether the broker confirms what is published on it.
 
         Raises:
-            Unavailable: the broker is out of reach, or this connection was closed for good.
+            Unavailable: the broker is unreachable, or this connection was closed for good.
             ConfigurationError: it refuses our credentials or the vhost.
         """
         try:

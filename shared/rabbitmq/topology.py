@@ -83,7 +83,7 @@ async def exists(connection: BrokerConnection, *, queue: str = "", exchange: str
     """Returns whether the queue, or the exchange, exists.
 
     Raises:
-        Unavailable: the broker is out of reach.
+        Unavailable: the broker is unreachable.
         ConfigurationError: we may not ask.
     """
     if queue:
@@ -99,7 +99,7 @@ async def waiting(connection: BrokerConnection, queue: str) -> int | None:
     """Returns how many messages wait in a queue, without held ones. None if there is no such queue.
 
     Raises:
-        Unavailable: the broker is out of reach.
+        Unavailable: the broker is unreachable.
         ConfigurationError: we may not ask.
     """
     try:

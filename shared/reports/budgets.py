@@ -11,7 +11,7 @@ async def read_budgets(keys_url: str) -> dict[str, float]:
 
     Raises:
         NoDirectory: there is none yet.
-        Unavailable: the directory is out of reach.
+        Unavailable: the directory is unreachable.
         ConfigurationError: it is not valid.
     """
     if not keys_url:

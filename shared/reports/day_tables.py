@@ -176,7 +176,7 @@ class DayTables:
         """Sums up a day in `daily_usage`.
 
         Raises:
-            Unavailable: BigQuery is out of reach or refused. The table is as it was, or done.
+            Unavailable: BigQuery is unreachable or refused. The table is as it was, or done.
         """
         ends = {"since": day.since, "until": day.until, "tz": day.tz}
         self._replace(DAILY_USAGE, day.day, ends, limit_s)
@@ -196,7 +196,7 @@ class DayTables:
 
         Raises:
             BadInput: there are too many.
-            Unavailable: BigQuery is out of reach or refused.
+            Unavailable: BigQuery is unreachable or refused.
         """
         return [Anomaly(*row) for row in self._read("found_anomalies", day, limit_s)]
 
@@ -205,7 +205,7 @@ class DayTables:
 
         Raises:
             BadInput: there are too many.
-            Unavailable: BigQuery is out of reach or refused.
+            Unavailable: BigQuery is unreachable or refused.
         """
         return [dict(row.items()) for row in self._read("summary", day, limit_s)]
 

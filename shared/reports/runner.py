@@ -106,7 +106,7 @@ class ReportRunner:
 
         Raises:
             BadInput: the report has no such filter or parameter, or the answer is too long.
-            Unavailable: BigQuery is out of reach, or refused the query, for its size too.
+            Unavailable: BigQuery is unreachable, or refused the query, for its size too.
         """
         from google.cloud.bigquery import DEFAULT_RETRY
 
@@ -142,7 +142,7 @@ class ReportRunner:
 
         Raises:
             BadInput: the report has no such filter or parameter.
-            Unavailable: BigQuery is out of reach, or refused the query.
+            Unavailable: BigQuery is unreachable, or refused the query.
         """
         question = widen(report, question, datetime.now(UTC))
         with translated_errors():
@@ -236,7 +236,7 @@ def translated_errors() -> Iterator[None]:
 
     Raises:
         BadInput: BigQuery does not know the time zone. Its list may be older than ours.
-        Unavailable: BigQuery is out of reach, or refused.
+        Unavailable: BigQuery is unreachable, or refused.
     """
     # Imported when needed: Google's client takes half a second.
     from google.api_core.exceptions import GoogleAPIError

@@ -87,7 +87,7 @@ class ScheduledReports:
         """Does all of these days, the oldest first.
 
         Raises:
-            Unavailable: BigQuery or the object store is out of reach, or there was not the time.
+            Unavailable: BigQuery or the object store is unreachable, or there was not the time.
                 Days that are done stay done.
         """
         steps = _Steps(self._limit_s)

@@ -169,7 +169,7 @@ class KeyRedis(RedisStore):
 class KeyCopy(RedisStore):
     """A copy of a directory, in the Redis of the region.
 
-    An instance needs that Redis anyway. So one that starts while the directory is out of reach,
+    An instance needs that Redis anyway. So one that starts while the directory is unreachable,
     which is in another region, has the keys that its neighbors have.
 
     Args:

@@ -68,7 +68,7 @@ class ObjectWriter:
         work: runs a call on a thread of the store, and translates its errors.
 
     Raises:
-        Unavailable: from any call, if the store is out of reach or too slow.
+        Unavailable: from any call, if the store is unreachable or too slow.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ async def stored_input(blob: Blob, objects: ObjectStore) -> Blob:
     """Returns the blob for a message. A large one goes to the object store.
 
     Raises:
-        Unavailable: the object store is out of reach.
+        Unavailable: the object store is unreachable.
     """
     if blob.data is None or len(blob.data) <= INLINE_LIMIT_BYTES:
         return blob
@@ -249,7 +249,7 @@ class ObjectStore:
         Raises:
             BadInput: the key is not valid, or has no object.
             InputTooLarge: the object is larger. Nothing of it was loaded.
-            Unavailable: the store is out of reach or too slow.
+            Unavailable: the store is unreachable or too slow.
         """
         _check(key)
         with _translated("get", key):
@@ -259,7 +259,7 @@ class ObjectStore:
         """Writes an object unless it exists. Returns whether it did. If several try, one does.
 
         Raises:
-            Unavailable: the store is out of reach or too slow. The object may have been written.
+            Unavailable: the store is unreachable or too slow. The object may have been written.
         """
         _check(key)
         attributes = {"Content-Type": media_type} if self._keeps_media_type else None
@@ -276,7 +276,7 @@ class ObjectStore:
 
         Raises:
             BadInput: the key is not valid, or has no object.
-            Unavailable: the store is out of reach or too slow.
+            Unavailable: the store is unreachable or too slow.
         """
         _check(key)
         if not length:
@@ -293,7 +293,7 @@ class ObjectStore:
             after: a key, of an object or not, behind which the listing begins.
 
         Raises:
-            Unavailable: the store is out of reach or too slow.
+            Unavailable: the store is unreachable or too slow.
         """
         _check(folder)
         with _translated("list", folder):
@@ -303,7 +303,7 @@ class ObjectStore:
         """Yields the objects below a folder that were last written before `before_s` (Unix time).
 
         Raises:
-            Unavailable: the store is out of reach or too slow.
+            Unavailable: the store is unreachable or too slow.
         """
         _check(folder)
         with _translated("list", folder):
@@ -319,7 +319,7 @@ class ObjectStore:
         """Returns the names of the folders right below a folder, in order.
 
         Raises:
-            Unavailable: the store is out of reach or too slow.
+            Unavailable: the store is unreachable or too slow.
         """
         _check(folder)
         with _translated("list", folder):
@@ -332,7 +332,7 @@ class ObjectStore:
         """Removes an object. A missing object is not an error.
 
         Raises:
-            Unavailable: the store is out of reach or too slow.
+            Unavailable: the store is unreachable or too slow.
         """
         _check(key)
         with _translated("delete", key), suppress(FileNotFoundError):
@@ -359,7 +359,7 @@ class ObjectStore:
         """Moves an object, in the place of another one if that is there. Its bytes stay there.
 
         Raises:
-            Unavailable: the store is out of reach or too slow. One of the two keys has the object.
+            Unavailable: the store is unreachable or too slow. One of the two keys has the object.
         """
         _check(key)
         _check(new_key)
@@ -388,7 +388,7 @@ class ObjectStore:
         """Asks the store for an object that is not there, for readiness and `penstock doctor`.
 
         Raises:
-            Unavailable: it is out of reach, or the credentials don't open it.
+            Unavailable: it is unreachable, or the credentials don't open it.
         """
         try:
             await self.get("check/none", max_bytes=0)
@@ -443,7 +443,7 @@ def _open(url: str, setting: str) -> Any:
     )
 
 
-_OUT_OF_REACH = "the object store is out of reach; try again"
+_OUT_OF_REACH = "the object store is unreachable; try again"
 
 
 def _owner_of(key: str) -> str:

@@ -415,9 +415,7 @@ class RedisLink:
             # count.
             self._failures += 1
             if self._failures >= FAILURES and self.is_up:
-                log.warning(
-                    "redis is out of reach", extra={"use": self._use, "reason": repr(error)}
-                )
+                log.warning("redis is unreachable", extra={"use": self._use, "reason": repr(error)})
                 self._up.clear()
                 self._tripped.set()
                 self._gauge.set(0)
@@ -522,10 +520,10 @@ class Commands:
     async def _run(self, call: _Call) -> Any:
         answers = await self._batcher.call([call]) if self._link.is_up else None
         if answers is None or isinstance(answers[0], Exception):
-            reason = "out of reach" if answers is None else f"refusing: {answers[0]}"
+            reason = "unreachable" if answers is None else f"refusing: {answers[0]}"
             raise Unavailable(
                 f"{self._store} is {reason}; try again",
-                public=f"{self._store} is out of reach; try again",
+                public=f"{self._store} is unreachable; try again",
             )
         return answers[0]
 

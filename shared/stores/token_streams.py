@@ -268,7 +268,7 @@ class TokenReader:
             record: the record of the items.
             items: the number of items.
             limit_s: interval without new tokens after which an empty result is yielded, repeatedly.
-              While Redis is out of reach no tokens are new.
+              While Redis is unreachable no tokens are new.
         """
         has_news = asyncio.Event()
         mine = {_Reader(record, item, has_news) for item in range(items)}

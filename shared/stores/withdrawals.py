@@ -147,7 +147,7 @@ class WithdrawalStore(RedisStore):
 class LiveWithdrawals:
     """What is withdrawn now. An async context manager that looks every REFRESH_S.
 
-    While Redis is out of reach, what was known before stays. A process that starts meanwhile knows
+    While Redis is unreachable, what was known before stays. A process that starts meanwhile knows
     of nothing.
 
     Args:

@@ -127,7 +127,7 @@ class Administration:
 
         Raises:
             NoDirectory: the store has none.
-            Unavailable: the store is out of reach.
+            Unavailable: the store is unreachable.
             ConfigurationError: what it has is not valid.
         """
         stored = await self._store.read()
@@ -139,7 +139,7 @@ class Administration:
 
         Raises:
             BadInput: there is one, or this one is not valid.
-            Unavailable: the store is out of reach.
+            Unavailable: the store is unreachable.
         """
         _refuse(document_mistakes(document, self._served, self._clock()))
         act = self._act("directory.start", self._store.source, None, {"keys": len(document.keys)})
@@ -152,7 +152,7 @@ class Administration:
         Raises:
             BadInput: the request is not valid.
             KeysReadOnly: keys can't be changed here.
-            Unavailable: the store is out of reach.
+            Unavailable: the store is unreachable.
         """
         key, salt, now_s = new_key(), secrets.token_bytes(SALT_BYTES), int(self._clock())
         lasts_s = request.expires_in_s
@@ -190,7 +190,7 @@ class Administration:
             NotThere: there is no such key.
             BadInput: it is revoked or expired, or the overlap is too long.
             KeysReadOnly: keys can't be changed here.
-            Unavailable: the store is out of reach.
+            Unavailable: the store is unreachable.
         """
         if not 0 <= overlap_s <= MAX_OVERLAP_S:
             raise BadInput(f"overlap: 0 to {MAX_OVERLAP_S} seconds", field="overlap_s")
@@ -224,7 +224,7 @@ class Administration:
             NotThere: there is no such key.
             InUse: a key acts, and would end itself or the last key that administers.
             KeysReadOnly: keys can't be changed here.
-            Unavailable: the store is out of reach.
+            Unavailable: the store is unreachable.
         """
         now_s = int(self._clock())
 
@@ -254,7 +254,7 @@ class Administration:
             InUse: a tenant still has it, or it is the default plan.
             BadInput: the plan is not valid.
             KeysReadOnly: plans can't be changed here.
-            Unavailable: the store is out of reach.
+            Unavailable: the store is unreachable.
         """
         _check_name(name, "plan")
         if plan is not None:
@@ -285,7 +285,7 @@ class Administration:
         Raises:
             BadInput: there is no such plan, or the tenant's name is not valid.
             KeysReadOnly: tenants can't be changed here.
-            Unavailable: the store is out of reach.
+            Unavailable: the store is unreachable.
         """
         _check_name(tenant, "tenant")
         if plan is not None:
@@ -312,7 +312,7 @@ class Administration:
             NotThere: no key and no plan names this tenant.
             InUse: a key of the tenant acts. It could not undo it.
             KeysReadOnly: tenants can't be changed here.
-            Unavailable: the store is out of reach.
+            Unavailable: the store is unreachable.
         """
         _check_name(tenant, "tenant")
         now_s = int(self._clock())

@@ -90,7 +90,7 @@ class KeyStore(Protocol):
 
         Raises:
             NoDirectory: the store has none.
-            Unavailable: the store is out of reach.
+            Unavailable: the store is unreachable.
         """
         ...
 
@@ -106,7 +106,7 @@ class KeyStore(Protocol):
 
         Raises:
             KeysReadOnly: it can't be changed here.
-            Unavailable: the store is out of reach.
+            Unavailable: the store is unreachable.
         """
         ...
 
@@ -114,7 +114,7 @@ class KeyStore(Protocol):
         """The audit events before this one, newest first. An empty `before` starts with the newest.
 
         Raises:
-            Unavailable: the store is out of reach.
+            Unavailable: the store is unreachable.
         """
         ...
 
@@ -122,7 +122,7 @@ class KeyStore(Protocol):
         """Notes when keys were last used, by id in Unix seconds. Earlier times change nothing.
 
         Raises:
-            Unavailable: the store is out of reach.
+            Unavailable: the store is unreachable.
         """
         ...
 
@@ -130,6 +130,6 @@ class KeyStore(Protocol):
         """When keys were last used, by id in Unix seconds. Empty if it is not kept.
 
         Raises:
-            Unavailable: the store is out of reach.
+            Unavailable: the store is unreachable.
         """
         ...

@@ -504,7 +504,7 @@ def run_query(
 
     Raises:
         Unavailable: it took longer.
-        google.api_core.exceptions.GoogleAPIError: BigQuery refused, or is out of reach.
+        google.api_core.exceptions.GoogleAPIError: BigQuery refused, or is unreachable.
     """
     from google.api_core.exceptions import GoogleAPICallError
 

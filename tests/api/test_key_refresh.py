@@ -218,7 +218,7 @@ async def test_keys_outlive_their_source_for_a_day(
         now_s += 1
         with pytest.raises(Unavailable, match="can't be checked now"):
             gets_in(keys, "a")
-        assert "out of reach" in keys.keys_status()
+        assert "unreachable" in keys.keys_status()
         # Whoever asks for the state is not to learn where the keys are.
         assert str(tmp_path) not in keys.keys_status()
         assert "No such file" in caplog.records[-1].__dict__["reason"]

@@ -94,7 +94,7 @@ async def test_broker_out_of_reach_promises_nothing_and_a_retry_succeeds(api: Ap
     assert response.headers["retry-after"]
     (failed,) = (await api.http.get("/v1/predictions")).json()["results"]
     assert failed["status"] == "failed"
-    assert "out of reach" in failed["error"]
+    assert "unreachable" in failed["error"]
     assert "no broker" not in failed["error"]
     assert (await api.http.put("/v1/predictions/mine", json=TEXT)).status_code == 503
     api.broker.outage = None

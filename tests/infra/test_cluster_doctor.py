@@ -398,7 +398,7 @@ TROUBLES: dict[str, tuple[Callable[[Cluster], None], str, str, str]] = {
     "redis": (
         without_redis,
         "Redis",
-        "out of reach from worker-all-minilm-l6-v2-7d9c5-x2x4z: PENSTOCK_RECORDS_URL: ",
+        "unreachable from worker-all-minilm-l6-v2-7d9c5-x2x4z: PENSTOCK_RECORDS_URL: ",
         "kubectl -n penstock get networkpolicies",
     ),
     "gone image": (

@@ -358,7 +358,7 @@ class RowList(list[Row]):
 
 
 class FailingStore(ObjectStore):
-    """Is out of reach for the first so many puts."""
+    """Its first puts fail: the store is unreachable."""
 
     def __init__(self, url: str, failures: int) -> None:
         super().__init__(url)

@@ -73,7 +73,7 @@ class PushAuthenticator:
 
         Raises:
             PushRefused: it has no token, or not the right one.
-            Unavailable: the signers' certificates are out of reach.
+            Unavailable: the signers' certificates are unreachable.
         """
         if not self._audience:
             return

@@ -231,7 +231,7 @@ def download_from_hub(repository: str, revision: str, cache_dir: Path | None = N
 
     Raises:
         ConfigurationError: there is no such repository or revision, or it is not open to the token.
-        Unavailable: the hub is out of reach.
+        Unavailable: the hub is unreachable.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (

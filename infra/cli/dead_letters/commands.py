@@ -201,7 +201,7 @@ def _run(
     """Holds the dead letters of models and runs `act` with those of each.
 
     Raises:
-        PenstockError: of `act`, or because broker or Redis is out of reach.
+        PenstockError: of `act`, or because broker or Redis is unreachable.
     """
     from infra.cli.dead_letters.letters import held_letters
     from shared.brokers import transport_of

@@ -147,7 +147,7 @@ async def held_letters(
     """Holds the dead letters of a model, at most `most`. Those not acked go back at the end.
 
     Raises:
-        Unavailable: the broker or Redis is out of reach.
+        Unavailable: the broker or Redis is unreachable.
     """
     async with transport.subscribe(
         dead_letter_subscription_id(model),

@@ -33,7 +33,7 @@ WITH once AS (
     AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
   QUALIFY ROW_NUMBER() OVER (PARTITION BY delivered_at, row_id ORDER BY attempt DESC) = 1
 ),
--- Attempts are numbered by time: their own numbers are missing where Redis was out of reach.
+-- Attempts are numbered by time: their own numbers are missing where Redis was unreachable.
 attempts AS (
   SELECT
     tenant,

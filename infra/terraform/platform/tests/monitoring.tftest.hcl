@@ -95,7 +95,7 @@ run "own_objectives_and_prices" {
   }
 
   assert {
-    condition     = google_monitoring_alert_policy.default["cache-down"].documentation[0].links[0].url == "https://example.com/operations.md#cache-redis-out-of-reach"
+    condition     = google_monitoring_alert_policy.default["cache-down"].documentation[0].links[0].url == "https://example.com/operations.md#cache-redis-unreachable"
     error_message = "Notifications link to the alert's part."
   }
 
