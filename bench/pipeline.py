@@ -92,7 +92,7 @@ class Part:
         ]
 
     def tree_rss_bytes(self) -> int:
-        """Resident memory of its children, with those of classes of one's own."""
+        """Resident memory of its children, with those of custom classes."""
         children = self._process.children(recursive=True)
         return sum(int(child.memory_info().rss) for child in children)
 

@@ -124,7 +124,7 @@ class Model(CatalogEntry):
         usual = ModelResources()
         for name, value in self.resources:
             if name != "gpu_memory_bytes" and value != getattr(usual, name):
-                raise ValueError(f"resources.{name}: only models of one's own have it")
+                raise ValueError(f"resources.{name}: only custom models have it")
 
     def _has_no_fields_of_ones_own(self) -> None:
         fields = {
@@ -303,7 +303,7 @@ class Catalog:
         return self._deployed_by_name.get(name) or self.find(name)
 
     def take_interfaces(self, newer: Catalog) -> list[str]:
-        """Takes the interfaces of models of one's own from a catalog that was read later.
+        """Takes the interfaces of custom models from a catalog that was read later.
 
         Only of models that are the same otherwise: an entry needs a new start of all processes.
 
@@ -352,7 +352,7 @@ class Catalog:
         raise UnknownModel(f"no {task} model is served here", field="model")
 
     def serving(self, api: ServedApi, name: str | None) -> Model:
-        """The model of one's own called `name` that serves an endpoint. None: the first of them.
+        """The custom model called `name` that serves an endpoint. None: the first of them.
 
         Raises:
             UnknownModel: there is none, or it does not serve this endpoint.
@@ -394,7 +394,7 @@ def unknown_model(name: str) -> UnknownModel:
 
 
 def flow_of(entry: FlowEntry, catalog: Catalog) -> Model:
-    """Returns a flow as it is served: like a model of one's own, with the models of its steps.
+    """Returns a flow as it is served: like a custom model, with the models of its steps.
 
     Raises:
         FlowError: the steps do not fit their models.

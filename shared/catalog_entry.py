@@ -36,9 +36,9 @@ class Batch(EntryPart):
     max_pixel_steps: Positive | None = None
     max_items: Positive = 64
     max_work: Positive | None = None
-    """Of models of one's own that weigh their items. None: `max_items` of the heaviest."""
+    """Of custom models that weigh their items. None: `max_items` of the heaviest."""
     key: str | None = None
-    """The input of a model of one's own whose values are equal in a batch. None: any may share
+    """The input of a custom model whose values are equal in a batch. None: any may share
     one."""
 
 
@@ -58,7 +58,7 @@ class ItemWork(EntryPart):
 
 
 ServedApi = Literal["transcription", "speech", "ocr"]
-"""An endpoint of another API that a model of one's own serves, beside predictions.
+"""An endpoint of another API that a custom model serves, beside predictions.
 
 `transcription`: OpenAI's /v1/audio/transcriptions and /v1/audio/translations. `speech`: its
 /v1/audio/speech. `ocr`: Mistral's /v1/ocr.
@@ -150,7 +150,7 @@ class PriceTerms(EntryPart):
     per_item_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     """The price of a delivered result, whatever its size."""
     per_work_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """The price of a unit of work, as `work` of a class of one's own says it. Others have 1."""
+    """The price of a unit of work, as `work` of a custom class says it. Others have 1."""
     per_second_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     """The price of a second of computing. The time of a batch is divided among its items."""
     cached_share: float = Field(0.0, ge=0, le=1)
@@ -373,11 +373,11 @@ class CatalogEntry(EntryPart):
     deadline: Deadline = Deadline()
     cache: Cache = Cache()
     deterministic: bool = False
-    """Whether a model of one's own gives equal outputs for equal inputs. Then results are cached,
+    """Whether a custom model gives equal outputs for equal inputs. Then results are cached,
     and those of a canary are compared.
     """
     api: ServedApi | None = None
-    """What a model of one's own serves beside predictions. None: nothing."""
+    """What a custom model serves beside predictions. None: nothing."""
     rerank: Rerank = "cosine"
     """What a similarity model is. Others leave it out."""
     replies: Replies = "direct"

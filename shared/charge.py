@@ -37,7 +37,7 @@ class ItemPrice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     per_item_usd: float = 0.0
     """The price of a result that was delivered, or a part of it, whatever its size."""
     per_work_usd: float = 0.0
-    """The price of each unit of what a class of one's own says that it weighs."""
+    """The price of each unit of what a custom class says that it weighs."""
     per_second_usd: float = 0.0
     """The price of each second that it was computed."""
     cached_share: float = 0.0
@@ -135,8 +135,9 @@ def charged_share(price: ItemPrice, outcome: ItemOutcome) -> float:
     An item that was not delivered costs nothing, whatever was computed for it. An item that was
     computed and delivered costs its price. A result from the cache, or from an identical item in
     flight, costs `cached_share` of it. A generation that was canceled, ran out of time or broke the
-    caller's own schema after its reader got tokens costs these and its prompt, and one of a model
-    of one's own the price of its item. All of it is multiplied by the share that the request pays.
+    caller's own schema after its reader got tokens costs its prompt and those tokens; a custom
+    model's prediction that ends this way costs the price of its item. All of it is multiplied by
+    the share that the request pays.
     """
     if not _is_delivered(outcome):
         return 0.0
@@ -186,7 +187,7 @@ def list_price_usd(
     """Returns the cost of an amount of work, by default of one item, before any share.
 
     `tokens` are all tokens. Those in `output_tokens` and `cached_tokens` may have other prices.
-    `work` is what a class of one's own says that the items weigh.
+    `work` is what a custom class says that the items weigh.
     """
     usual_usd, micro_usd = price.per_million_tokens_usd, 0.0
     for count, special_usd in (

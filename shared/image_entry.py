@@ -140,14 +140,14 @@ class IpAdapter(_FolderBeside):
 
 
 class UpscaleStep(EntryPart):
-    """The model of one's own that enlarges images on request (shared/after_image.py)."""
+    """The custom model that enlarges images on request (shared/after_image.py)."""
 
     model: str
     """Its name in the catalog. It has the inputs `image` and `scale`, and gives a PNG file."""
 
 
 class SafetyStep(EntryPart):
-    """The model of one's own that looks at every image before it is delivered."""
+    """The custom model that looks at every image before it is delivered."""
 
     model: str
     """Its name in the catalog. It has an input `image`, and gives an object with `is_safe`."""

@@ -252,7 +252,7 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     """The revision that answered, only of a model with a canary."""
     padded_tokens: int | None = None
     work: int | None = None
-    """What the item weighs, of a model of one's own."""
+    """What the item weighs, of a custom model."""
     is_delivered_in_part: bool = False
     """Whether a reader got a part of a streamed output that has no result. Of a generation,
     `tokens` are these, with those of its prompt.
@@ -277,7 +277,7 @@ class Receipt(msgspec.Struct, omit_defaults=True):
 
 
 class PrintedLogs(msgspec.Struct, frozen=True, array_like=True):
-    """What a model of one's own printed while it computed an item: its end, if it is long."""
+    """What a custom model printed while it computed an item: its end, if it is long."""
 
     text: str = ""
     left_out: int = 0

@@ -271,7 +271,7 @@ class ModelSettings(Settings):
 
 
 class ClassSettings(ModelSettings):
-    """What runs classes of one's own: workers, and `penstock models` and `predict`."""
+    """What runs custom classes: workers, and `penstock models` and `predict`."""
 
     environments_dir: Path = Path("var/environments")
     """The folder of the virtual environments of classes that bring packages, by a digest of these.

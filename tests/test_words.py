@@ -25,6 +25,7 @@ GIVEN_UP = {
     r"\bTextModel\(|\bTextTask\b|\b_Text\b|models[./]text\b": "generation",
     r"\b(gives?|gave) (away )?(its|their) places? (away|to)": "is preempted",
     r"\btake_joining\b|\byield_places\b|\bJoining[A-Z]": "admit, preempt",
+    r"\b([Mm]odels?|[Cc]lass(es)?) of one's own\b": "custom model, custom class",
     r"\b[A-Z]\w*Turns\b": "Permits, for what is held; rounds of a queue are turns",
     r"\b(Queue|Report)Place\b": "QueuePosition, ReportDataset",
     r"\b(MOST|LEAST|LONGEST|SHORTEST)_[A-Z]": "MAX_, MIN_",

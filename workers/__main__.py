@@ -78,7 +78,7 @@ def main() -> int:
                 field="model",
             )
         if any(model.definition.has_interface for model in models):
-            deny_inspection()  # a class of one's own runs as the same user
+            deny_inspection()  # a custom class runs as the same user
         uvloop.run(
             serve(settings, list({model.name: model for model in models}.values()), catalog)
         )  # an alias may repeat one

@@ -318,7 +318,7 @@ class QueuedItem:
 
     @property
     def work(self) -> int | None:
-        """What it weighs, of a model of one's own, for its receipt. None: its result says it."""
+        """What it weighs, of a custom model, for its receipt. None: its result says it."""
         return self.prepared.length if isinstance(self.prepared, PreparedCustom) else None
 
     def spent_work(self, steps_saved: int | None = None) -> int:

@@ -44,7 +44,7 @@ class PredictionLine(Body):
 
 
 class PredictionsEndpoint(Endpoint):
-    """Lines whose body is that of POST /v1/predictions, for models of one's own and flows."""
+    """Lines whose body is that of POST /v1/predictions, for custom models and flows."""
 
     path = "/v1/predictions"
 

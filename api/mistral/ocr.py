@@ -1,6 +1,6 @@
 """POST /v1/ocr in the shape of Mistral's OCR API: a document, read page by page.
 
-A model of one's own reads it, whose entry says so (`api: ocr`). What it takes and gives is in
+A custom model reads it, whose entry says so (`api: ocr`). What it takes and gives is in
 shared/tasks/custom.py. It yields pages, so as a prediction a document is also a stream. Its unit of
 work is a page. https://docs.mistral.ai/api/endpoint/ocr
 

@@ -1,6 +1,6 @@
 """POST /v1/audio/transcriptions and /v1/audio/translations in OpenAI's shape, alone and in batches.
 
-Models of one's own compute them, whose entries say so (`api`). What they take and give is in
+Custom models compute them, whose entries say so (`api`). What they take and give is in
 shared/tasks/custom.py. A transcriber streams segments, so its answer may be streamed too: it is a
 prediction then, as of a chat. Its unit of work is a second of sound, which is what `usage` counts.
 

@@ -3,7 +3,7 @@
 https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 Events are `logs`, `output` (one per element), `error` and `done`, in this order, as Replicate's
-clients expect. Of what a model of one's own prints, each `logs` event has what was added. All of
+clients expect. Of what a custom model prints, each `logs` event has what was added. All of
 them follow from the record. So a client that reconnects with Last-Event-ID, to any instance, gets
 exactly the events that it has not received.
 

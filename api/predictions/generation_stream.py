@@ -68,7 +68,7 @@ Return: TypeAlias = Literal["never", "from_event", "from_request"]
 """How the reader of a new stream can come back: not at all, after an event that it was sent, or by
 sending its request again. A generation whose reader can't is canceled as soon as it hangs up."""
 StreamedResult: TypeAlias = GenerationResult | CustomResult
-"""What can be streamed while it is written. Of a class of one's own, a token is a piece."""
+"""What can be streamed while it is written. Of a custom class, a token is a piece."""
 
 
 class PromptSize(NamedTuple):
@@ -114,7 +114,7 @@ class StreamShape(Protocol):
 
 @runtime_checkable
 class ClassShape(StreamShape, Protocol):
-    """A form for the outputs of models of one's own."""
+    """A form for the outputs of custom models."""
 
     def logs(self, text: str) -> bytes:
         """Returns the event of what was printed since the last one."""

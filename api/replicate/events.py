@@ -166,7 +166,7 @@ def _streamed(dependencies: Dependencies, prediction: Prediction) -> StreamKind:
 
 
 def _prints(dependencies: Dependencies, prediction: Prediction) -> bool:
-    """Returns whether its model prints: only those of one's own do."""
+    """Returns whether its model prints: only custom models do."""
     return dependencies.catalog.find(prediction.model).definition.has_interface
 
 

@@ -383,7 +383,7 @@ async def get_object(
     headers = {
         "cache-control": f"private, max-age={LINK_VALID_S}, immutable",
         "x-content-type-options": "nosniff",
-        # A class of one's own may give a page, which is not to act as one of ours.
+        # A custom class may give a page, which is not to act as one of ours.
         "content-security-policy": "sandbox; default-src 'none'",
     }
     return Response(data, headers=headers, media_type=type)

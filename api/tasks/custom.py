@@ -1,4 +1,4 @@
-"""Predictions of models of one's own: inputs as the penstock.schema.json of the model says."""
+"""Predictions of custom models: inputs as the penstock.schema.json of the model says."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ANY_BYTES = "application/octet-stream"
 
 
 class AnyInput(Body):
-    """The input of a model of one's own. Each model has other fields."""
+    """The input of a custom model. Each model has other fields."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 

@@ -47,7 +47,7 @@ TENANT_COLUMNS = {
     "cached_tokens": "the part of input_tokens that was not computed again",
     "pixel_steps": "width x height x steps of an image",
     "adapter": "the adapter that an image was drawn with",
-    "work": "what an item of a model of one's own weighs",
+    "work": "what an item of a custom model weighs",
     "price_version": "which price of the catalog",
     "list_price_usd": "what the work costs before any share",
     "charged_share": "the part of the price that is charged",

@@ -34,7 +34,7 @@ from shared.errors import BadInput, ConfigurationError, PenstockError
 from shared.loopback import exempt_loopback_from_proxies
 
 CUSTOM_MODELS = "workers.models.custom"
-"""The program of the commands about models of one's own."""
+"""The program of the commands about custom models."""
 OF_KEYS = frozenset({"keys", "tenants", "plans"})
 OF_OPERATORS = OF_KEYS | {
     *("report", "invoice", "run-daily", "budgets", "canary", "dead-letters", "models", "load"),
@@ -351,7 +351,7 @@ def restore(context: typer.Context) -> None:
     _become("api.limits.restore", {}, context.args)
 
 
-models = typer.Typer(help="Models: those of one's own, and withdrawals.", no_args_is_help=True)
+models = typer.Typer(help="Custom models, and withdrawals.", no_args_is_help=True)
 app.add_typer(models, name="models")
 models.command("withdraw")(withdraw)
 models.command("withdrawn")(list_withdrawn)
@@ -377,13 +377,13 @@ def measure(context: typer.Context) -> None:
 
 @app.command(context_settings=_FORWARDED)
 def init(context: typer.Context) -> None:
-    """Write a model of one's own that runs: a class, its test and its entry (NAME)."""
+    """Write a custom model that runs: a class, its test and its entry (NAME)."""
     _become(CUSTOM_MODELS, {}, ["init", *context.args])
 
 
 @app.command(context_settings=_FORWARDED)
 def predict(context: typer.Context) -> None:
-    """Run a model of one's own once, without a stack (FOLDER -i NAME=VALUE)."""
+    """Run a custom model once, without a stack (FOLDER -i NAME=VALUE)."""
     _become(CUSTOM_MODELS, {}, ["predict", *context.args])
 
 

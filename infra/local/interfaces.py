@@ -29,7 +29,7 @@ QUIET_S = 5.0
 
 
 class LocalClass(NamedTuple):
-    """A model of one's own whose class is on this machine: its name, and the folder."""
+    """A custom model whose class is on this machine: its name, and the folder."""
 
     model: str
     folder: str
@@ -75,7 +75,7 @@ class Inspection:
 
 
 def refresh_interfaces(models_file: Path, say: Callable[[str], None]) -> None:
-    """Inspects the local models of one's own of a catalog, as far as they have changed.
+    """Inspects the local custom models of a catalog, as far as they have changed.
 
     Args:
         say: gets each line for a person.

@@ -1,4 +1,4 @@
-"""Reloads a model of one's own whose sources have changed, while everything else goes on.
+"""Reloads a custom model whose sources have changed, while everything else goes on.
 
 Its class is inspected first. If it can't be served, the reason is said and the old one goes on.
 Otherwise its penstock.schema.json is written, its worker stops as ever (what it has begun it ends,

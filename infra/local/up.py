@@ -129,7 +129,7 @@ def stay_up(
     """
     settings = exposed_settings(state_dir, settings, _say, may_show_key=sys.stdout.isatty())
     models_file = Path(settings.get("PENSTOCK_MODELS_FILE", MODELS_FILE))
-    deny_inspection()  # a class of one's own runs as the same user
+    deny_inspection()  # a custom class runs as the same user
     with announced(state_dir) as announcement:
         if not settings.get("PENSTOCK_KEYS_URL"):
             asyncio.run(_ensure_directory(keys_url(state_dir)))

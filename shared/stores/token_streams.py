@@ -188,7 +188,7 @@ class TokenStreams:
 
 
 def _delivered(read: int, prompt: bytes) -> Delivered | None:
-    """None: nothing was read. The pieces of a model of one's own follow no prompt."""
+    """None: nothing was read. The pieces of a custom model follow no prompt."""
     if not read:
         return None
     input_tokens, cached_tokens = map(int, prompt.split()) if prompt else (0, 0)

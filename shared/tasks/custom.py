@@ -402,10 +402,10 @@ def _data_uri(file: Blob) -> str:
 
 
 class CustomTask(Task):
-    """Classes of one's own. Their unit of work is what they say that an item weighs, usually 1."""
+    """Custom classes. Their unit of work is what they say that an item weighs, usually 1."""
 
     name = "custom"
-    noun = "a model of one's own"
+    noun = "a custom model"
     unit = "work"
     precisions = ("auto",)
     first_guesses: ClassVar = FirstGuesses(item_s=1.0, gap_s=0.05, batch_s=0.1)
@@ -531,7 +531,7 @@ def are_equal(ours: CustomResult, theirs: CustomResult) -> bool:
 
 
 def interface_of(entry: CatalogEntry) -> ModelInterface:
-    """The interface of a model of one's own.
+    """The interface of a custom model.
 
     Raises:
         ValueError: the entry has none, since no catalog was read.

@@ -29,7 +29,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     pixel_steps_per_min: Count | None = None
     """The limit for models that are billed by pixel-steps (width x height x steps)."""
     work_per_min: Count | None = None
-    """The limit for models of one's own: what their items weigh."""
+    """The limit for custom models: what their items weigh."""
 
 
 class Limits(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):

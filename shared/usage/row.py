@@ -133,7 +133,7 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Tokens that were computed for the item, with its part of the padding; null for models without
     tokens, for joined items, and where no model ran."""
     work: int | None = None
-    """What the item weighs, as the class of a model of one's own says, whoever pays; work times
+    """What the item weighs, as the class of a custom model says, whoever pays; work times
     charged_share are charged; null for other models."""
     flow: str | None = None
     """The flow that asked for the item; null for what a caller asked for itself."""

@@ -25,7 +25,7 @@ async def api(tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
 
 @pytest.fixture
 async def serve(tmp_path: Path, redis_url: str) -> AsyncIterator[Any]:
-    """Serves a class of one's own (tests/api/serving_classes.py)."""
+    """Serves a custom class (tests/api/serving_classes.py)."""
     from tests.api.serving_classes import serve_class
 
     async with AsyncExitStack() as opened:

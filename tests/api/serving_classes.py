@@ -1,4 +1,4 @@
-"""A class of one's own behind an API, with a real worker and the process of the class."""
+"""A custom class behind an API, with a real worker and the process of the class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What predictions of classes of one's own cost: by item, by work, by second. Three books agree."""
+"""What predictions of custom classes cost: by item, by work, by second. Three books agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of one's own behind the API, with a real worker and the process of the class."""
+"""Custom models behind the API, with a real worker and the process of the class."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Client:
         name: names the environment, and the file or folder of what is pinned.
         package: the package whose version is shown.
         script: the module or file with the checks, without its suffix.
-        class_script: the one with checks of classes of one's own. Empty: it has none.
+        class_script: the one with checks of custom classes. Empty: it has none.
         needs_documents: whether its checks read documents: examples/ocr/test_ocr.py runs these,
             against the model that is shipped for that.
     """
@@ -43,7 +43,7 @@ class Client:
 
     @property
     def with_classes(self) -> Client:
-        """The same client with the checks of classes of one's own."""
+        """The same client with the checks of custom classes."""
         return replace(self, script=self.class_script)
 
     @property

@@ -32,7 +32,7 @@ class Service:
         writer: a text model. Empty: it has none.
         bigquery: URL of its embedded BigQuery. Empty where it uses Google's.
         pubsub: host and port of its embedded Pub/Sub. Empty where it uses Google's.
-        expected: path of a JSON file with what classes of one's own give, for checks of those.
+        expected: path of a JSON file with what custom classes give, for checks of those.
         audio: path of a JSON file with what models of speech get and give, for checks of those.
     """
 

@@ -29,7 +29,7 @@ TRANSLATED = [
     ("P6", "docstring", "Waits until all have ended, at most so long."),
     ("P7", "argument", "the most tokens of a window."),
     ("P7", "docs", "X MiB, which is the most of one request."),
-    ("P8", "docs", "A class of one's own."),
+    ("P8", "docs", "A price of one's own."),
     ("P9", "comment", "A batch is split as the entry says."),
     ("P10", "docstring", "The items that are to be preempted."),
     ("P11", "docs", "Files are kept beside predictions."),
@@ -161,7 +161,7 @@ def test_lowering_never_raises() -> None:
 
 
 def test_findings_of_a_file_name_it(tmp_path: Path) -> None:
-    (tmp_path / "page.md").write_text("A class of one's own.\n", encoding="utf-8")
+    (tmp_path / "page.md").write_text("A price of one's own.\n", encoding="utf-8")
     assert list(map(str, find_in(tmp_path, Path("page.md")))) == [
-        "page.md:1: P8: A class of one's own."
+        "page.md:1: P8: A price of one's own."
     ]

@@ -1,4 +1,4 @@
-"""Readers of streams of a model of one's own, while API instances and workers are killed in turn.
+"""Readers of streams of a custom model, while API instances and workers are killed in turn.
 
 A class that is killed starts over. If it gives the same pieces again, a reader gets those that it
 does not have; otherwise its stream ends with `stream_lost`. Readers also hang up in the middle, and

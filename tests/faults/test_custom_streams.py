@@ -1,4 +1,4 @@
-"""Streams of a model of one's own while an API instance and a worker are killed, in short."""
+"""Streams of a custom model while an API instance and a worker are killed, in short."""
 
 from pathlib import Path
 

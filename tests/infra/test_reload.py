@@ -1,4 +1,4 @@
-"""`penstock up` while the sources of a model of one's own change, and its callers go on."""
+"""`penstock up` while the sources of a custom model change, and its callers go on."""
 
 from __future__ import annotations
 

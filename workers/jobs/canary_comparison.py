@@ -1,6 +1,6 @@
 """Compares outputs of a canary by the workers of both revisions, if only these have the code.
 
-The API compares what it can (api/dispatch/canary_comparison.py). A class of one's own says itself
+The API compares what it can (api/dispatch/canary_comparison.py). A custom class says itself
 which outputs are close, and all that it computes are predictions, which the API does not wait for.
 So the canary's worker has a share of its items computed once more by the other revision, with its
 own output in the input, and that revision's worker compares the two. As there, this has `batch`

@@ -138,7 +138,7 @@ class PreparedFile(msgspec.Struct, array_like=True):
 
 
 class PreparedCustom(Prepared, tag="custom", omit_defaults=True):
-    """The input of a class of one's own. `length` is what it weighs.
+    """The input of a custom class. `length` is what it weighs.
 
     Null stands for each file in `values`. `written_ids`: the ids of the pieces that a process
     before has streamed of it, 32-bit unsigned little-endian. The class gives them again, and they

@@ -1,4 +1,4 @@
-"""Models of one's own: a class in the interface of Cog, in a process of its own."""
+"""Custom models: a class in the interface of Cog, in a process of its own."""
 
 from __future__ import annotations
 

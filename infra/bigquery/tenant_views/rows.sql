@@ -26,7 +26,7 @@
 -- column cached_tokens: the part of input_tokens that was not computed again
 -- column pixel_steps: width x height x steps of an image
 -- column adapter: the adapter that an image was drawn with
--- column work: what an item of a model of one's own weighs
+-- column work: what an item of a custom model weighs
 -- column price_version: which price of the catalog
 -- column list_price_usd: what the work costs before any share
 -- column charged_share: the part of the price that is charged

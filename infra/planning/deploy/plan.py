@@ -432,7 +432,7 @@ def _notes(
 
 
 def _memory_notes(catalog: Catalog, rates: DemandRates, gpus: dict[str, GpuType]) -> Iterator[str]:
-    """Yields the workers whose models of one's own took more memory than they have."""
+    """Yields the workers whose custom models took more memory than they have."""
     for group in catalog.worker_groups:
         if group.models[0].is_canary:
             continue

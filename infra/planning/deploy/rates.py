@@ -1,6 +1,6 @@
 """The expected rates, from a file or the command line. Measured values have no defaults.
 
-What `penstock models measure` found for models of one's own fills in what rates do not say.
+What `penstock models measure` found for custom models fills in what rates do not say.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FIELD = "measurement"
 
 
 def with_measurements(document: Any, catalog: Catalog, folder: Path) -> Any:
-    """The rates with the figures of measured models of one's own whose seconds rates do not say.
+    """The rates with the figures of measured custom models whose seconds rates do not say.
 
     The seconds of a class with `work` are those of a unit of its work, so that the work per item of
     the rates may be another one than that of the measured inputs.
@@ -110,7 +110,7 @@ HOW_TO_MEASURE = (
     "what a worker takes for an item on the GPU of the catalog. Where the model runs on it "
     "already, `penstock report batches` says it (inference_ms_per_item / 1000; of texts only in "
     "hours whose fill_percent is near 100); else `python -m bench.gpu` on a machine with that GPU "
-    "measures it, or `penstock models measure FOLDER` a model of one's own"
+    "measures it; for a custom model, `penstock models measure FOLDER` does"
 )
 
 
@@ -134,7 +134,7 @@ class ModelRate(ItemLoad):
     output_bytes: int | None = Field(None, ge=0)
     """Size of one item's result, as the caller gets it."""
     peak_memory_bytes: int | None = Field(None, gt=0)
-    """The most that a process of a model of one's own had in memory."""
+    """The most that a process of a custom model had in memory."""
 
     @model_validator(mode="after")
     def _peak_is_above_the_mean(self) -> Self:

@@ -7,9 +7,9 @@
 -- column tenant: who owes
 -- column month: the first day of the month, in the time zone
 -- column model: its name in the catalog
--- column unit: tokens or pixel-steps; items of models of one's own
+-- column unit: tokens or pixel-steps; items of custom models
 -- column price_version: which price of the catalog; NULL in rows of releases that did not have it
--- column unit_price_usd: of a million units, before any share; of texts, whose tokens have several prices, and of models of one's own, the average of the line; NULL where an old row was charged nothing and does not say
+-- column unit_price_usd: of a million units, before any share; of texts, whose tokens have several prices, and of custom models, the average of the line; NULL where an old row was charged nothing and does not say
 -- column kind: computed, cached (from the cache, or joined), failed, expired or canceled
 -- column charged_share: the part of the price that is charged
 -- column items: texts, images or predictions

@@ -1,4 +1,4 @@
-"""Lines that are predictions of models of one's own."""
+"""Lines that are predictions of custom models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Replicate's own client for Node against classes of one's own, one for each form of input and
+// Replicate's own client for Node against custom classes, one for each form of input and
 // output: the counterpart of tests/clients/python/class_checks.py. What each class gives if it is
 // called directly is in the file PENSTOCK_CLIENTS_EXPECTED (tests/workers/models/custom/forms).
 import assert from "node:assert/strict";

@@ -1,4 +1,4 @@
-"""Replicate's own client against classes of one's own, one for each form of input and output.
+"""Replicate's own client against custom classes, one for each form of input and output.
 
 What each class gives if it is called directly is in the file PENSTOCK_CLIENTS_EXPECTED
 (tests/workers/models/custom/forms).

@@ -1,1 +1,1 @@
-"""Models of one's own: a class in the interface of Cog, in a process of its own."""
+"""Custom models: a class in the interface of Cog, in a process of its own."""

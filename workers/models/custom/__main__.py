@@ -29,7 +29,7 @@ from workers.models.custom.measuring import (
 from workers.models.custom.trial import predict
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{2,63}")
-_CLASS = '''"""A model of one's own. `penstock models check .` writes what it takes and gives."""
+_CLASS = '''"""A custom model. `penstock models check .` writes what it takes and gives."""
 
 from cog import BasePredictor, ConcatenateIterator, Input
 
@@ -84,7 +84,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="penstock", description="Models of one's own.")
+    parser = argparse.ArgumentParser(prog="penstock", description="Custom models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="inspect a class and write its penstock.schema.json")
     check.add_argument("folder", type=Path, metavar="FOLDER")

@@ -1,4 +1,4 @@
-"""Prepares the inputs of a class of one's own. The class itself checks them once more."""
+"""Prepares the inputs of a custom class. The class itself checks them once more."""
 
 from __future__ import annotations
 

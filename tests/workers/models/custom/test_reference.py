@@ -47,7 +47,7 @@ def _is_head(blocks: list[Block], at: int) -> bool:
 NO_PROMISE = ("",)
 """In place of tests: the text only introduces what follows."""
 PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
-    "Models of one's own": {
+    "Custom models": {
         "`task: custom` serves": ("test_cog_contract.py::test_the_version_is_pinned_and_named",),
         "`interface`": (
             "shared/test_catalog.py::test_interfaces_of_a_later_catalog_are_taken",
