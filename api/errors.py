@@ -165,7 +165,7 @@ class RateLimited(Overloaded):
         message: which limit, of what, and when to try again.
         unit: what it counts: requests, tokens, pixel_steps, work, items or usd.
         retry_after_s: when there is room again.
-        is_final: whether the same request can't get through by waiting a little.
+        is_final: True if the same request can't get through by waiting a little.
     """
 
     code = "rate_limit_exceeded"

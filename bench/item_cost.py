@@ -63,7 +63,7 @@ def measure(*, has_rows: bool, redis_delay_ms: float = 0.0) -> dict[str, float]:
     """One round. Returns items/s, items per CPU second, and items of a batch.
 
     Args:
-        has_rows: whether the worker writes rows.
+        has_rows: True if the worker writes rows.
         redis_delay_ms: each way to the worker's Redis.
     """
     context = multiprocessing.get_context("spawn")

@@ -102,7 +102,7 @@ async def _drawn(stack: Stack, model: Model) -> tuple[Redrawn, Drawn, Drawn]:
 
 
 def _is_kept(one: Redrawing, image: Pixels) -> bool:
-    """Whether all pixels outside of the mask are those of the scene."""
+    """True if all pixels outside of the mask are those of the scene."""
     outside = np.asarray(one.mask) == 0
     return np.array_equal(image[outside], np.asarray(draw(one.before))[outside])
 

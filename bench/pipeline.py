@@ -255,7 +255,7 @@ def running(
     """A warm pipeline in a temporary folder.
 
     Args:
-        is_alone: whether MODEL is the only one that is served.
+        is_alone: True if MODEL is the only one that is served.
         changes: fields of the entry of MODEL in the catalog that differ from the shipped one.
         settings: fields of ApiSettings that differ from the defaults.
 

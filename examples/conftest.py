@@ -8,5 +8,5 @@ from tests.tiers import has_none_of
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Whether a file or folder needn't be imported for this tier."""
+    """True if a file or folder needn't be imported for this tier."""
     return has_none_of(config.option.markexpr, collection_path) or None

@@ -211,7 +211,7 @@ def show(name: str, file: Path | None, *, stays: bool) -> int:
     Args:
         name: of the model.
         file: that is sent. None: what is usual.
-        stays: whether the pipeline runs on until Ctrl-C, on its usual ports.
+        stays: True if the pipeline runs on until Ctrl-C, on its usual ports.
 
     Raises:
         PenstockError: there is no such model, or it can't be served.

@@ -40,7 +40,7 @@ def input_of(
     Args:
         images: to draw. They differ in their seeds. Their large sources are in the object store.
         upscale: how many times as wide and high they become. None: not at all.
-        is_repeatable: whether equal requests get equal images, which the cache may keep.
+        is_repeatable: True if equal requests get equal images, which the cache may keep.
     """
     values = {
         "drawing": msgspec.to_builtins(images[0]),

@@ -244,7 +244,7 @@ class Catalog:
 
         Args:
             images: how many it asks for.
-            upscales: whether it asks for larger ones.
+            upscales: True if it asks for larger ones.
 
         Raises:
             FlowError: an entry that no file had names what is not there.
@@ -413,7 +413,7 @@ def image_flow_of(model: Model, catalog: Catalog, *, upscales: bool) -> Model | 
 
     Args:
         catalog: has the models of the steps.
-        upscales: whether the requests ask for larger images.
+        upscales: True if the requests ask for larger images.
 
     Raises:
         FlowError: a step does not fit its model.

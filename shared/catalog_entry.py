@@ -373,7 +373,7 @@ class CatalogEntry(EntryPart):
     deadline: Deadline = Deadline()
     cache: Cache = Cache()
     deterministic: bool = False
-    """Whether a custom model gives equal outputs for equal inputs. Then results are cached,
+    """True if a custom model gives equal outputs for equal inputs. Then results are cached,
     and those of a canary are compared.
     """
     api: ServedApi | None = None

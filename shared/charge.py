@@ -119,7 +119,7 @@ def as_delivered(outcomes: Sequence[ItemOutcome], *, is_delivered: bool) -> list
 
     Args:
         outcomes: how the items ended.
-        is_delivered: whether the caller got an answer with their results.
+        is_delivered: True if the caller got an answer with their results.
     """
     if is_delivered:
         return list(outcomes)

@@ -17,7 +17,7 @@ def settle_heap(*, grows_by_millions: bool = False) -> None:
     Modules and long-lived objects would cost milliseconds in each collection.
 
     Args:
-        grows_by_millions: whether millions of objects may come and stay. They are then looked at
+        grows_by_millions: True if millions of objects may come and stay. They are then looked at
             in smaller portions (400,000 take 0.1 s), and all together hardly ever.
     """
     gc.collect()

@@ -184,7 +184,7 @@ class ImageDefaults(EntryPart):
     multiple: Positive = 8
     """Width and height are multiples of this (the VAE's scale)."""
     join: Literal["auto", "never"] = "auto"
-    """Whether images join a running batch between two steps. `auto`: if the pipeline is of
+    """True if images join a running batch between two steps. `auto`: if the pipeline is of
     a family that can (docs/reference/image-models.md). `never`: batches run as a whole.
     """
     compile: Literal["auto", "always", "never"] = "auto"
@@ -214,7 +214,7 @@ class ImageDefaults(EntryPart):
 
     @property
     def has_adapters(self) -> bool:
-        """Whether images may be drawn with adapters."""
+        """True if images may be drawn with adapters."""
         return bool(self.adapters) or self.adapter_urls is not None
 
     @property

@@ -33,7 +33,7 @@ def plan_of_images(entry: CatalogEntry, *, upscales: bool) -> FlowPlan | None:
     """Returns the steps of a request for images. None: it has one, so it needs no flow.
 
     Args:
-        upscales: whether the request asks for larger images.
+        upscales: True if the request asks for larger images.
     """
     safety, upscale = entry.image.safety, entry.image.upscale if upscales else None
     if safety is None and upscale is None:

@@ -1,4 +1,4 @@
-"""Whether other processes of the same user may look into this one."""
+"""True if other processes of the same user may look into this one."""
 
 from __future__ import annotations
 

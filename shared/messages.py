@@ -254,11 +254,11 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     work: int | None = None
     """What the item weighs, of a custom model."""
     is_delivered_in_part: bool = False
-    """Whether a reader got a part of a streamed output that has no result. Of a generation,
+    """True if a reader got a part of a streamed output that has no result. Of a generation,
     `tokens` are these, with those of its prompt.
     """
     cold_start: bool = False
-    """Whether the model process that computed it had loaded the model after the publish."""
+    """True if the model process that computed it had loaded the model after the publish."""
     adapter: str | None = None
     """The adapter that an image was drawn with."""
     spent_work: int | None = None

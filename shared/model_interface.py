@@ -44,11 +44,11 @@ class ModelInterface(BaseModel):
     concurrency: int = Field(1, ge=1, le=1024)
     """The predictions that run at a time in one process. Above 1 for asynchronous classes only."""
     batches: bool = False
-    """Whether it computes batches (`predict_batch`), whatever `concurrency` says."""
+    """True if it computes batches (`predict_batch`), whatever `concurrency` says."""
     weighs: bool = False
-    """Whether it says what an input weighs (`work`)."""
+    """True if it says what an input weighs (`work`)."""
     compares: bool = False
-    """Whether it says which outputs are close (`is_close`)."""
+    """True if it says which outputs are close (`is_close`)."""
     cog_version: str
     sources_sha256: str = Field(pattern="^[0-9a-f]{64}$")
     """The digest of the files that were inspected."""

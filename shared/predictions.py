@@ -82,7 +82,7 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     key_id: str = ""
     """The public part of the API key that created it, for its rows."""
     is_cached: bool = False
-    """Whether the cache may answer the same request with its results."""
+    """True if the cache may answer the same request with its results."""
     price: ItemPrice | None = None
     """The terms on which it is charged. None: created by a release before they were kept."""
     streams: str = ""
@@ -194,7 +194,7 @@ def body_of(
         url_signer: signs the URLs of large images, which are valid for an hour from now.
         queue: its position there, if it is known.
         partial: its output so far (`read_partial`), if the record does not have it.
-        is_deleted: whether its data is gone, as `encode_end` leaves it.
+        is_deleted: True if its data is gone, as `encode_end` leaves it.
     """
     url = f"{prediction.base_url}/v1/predictions/{prediction.id}"
     output: Any = None

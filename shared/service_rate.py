@@ -247,7 +247,7 @@ def held_messages(max_items: int, processes: int, *, in_steps: bool) -> int:
     others, which then get slots (workers/scheduling/priority_queue.py).
 
     Args:
-        in_steps: whether the model batches continuously.
+        in_steps: True if the model batches continuously.
     """
     return processes * (2 * max_items + (-(-max_items // 2) if in_steps else 0))
 

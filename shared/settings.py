@@ -160,7 +160,7 @@ class ApiSettings(Settings):
     own secrets are derived from these. Callers get the one from the first.
     """
     webhooks_private: bool = False
-    """Whether webhooks may go to private addresses and over http, the same as of the function. For
+    """True if webhooks may go to private addresses and over http, the same as of the function. For
     local use.
     """
     fetch_hosts: str = "*"
@@ -335,7 +335,7 @@ class WorkerSettings(ClassSettings):
     memory_cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
     drain_s: float = Field(20.0, gt=0)
     spot: bool | None = None
-    """Whether the worker's node is a spot node, for rows. None: not known."""
+    """True if the worker's node is a spot node, for rows. None: not known."""
 
     @property
     def model_names(self) -> list[str]:

@@ -195,7 +195,7 @@ class SubscriptionSettings:
     max_delivery_attempts: int = 5
     is_ordered: bool = False
     is_reply: bool = False
-    """Whether it carries replies: they are worth nothing to anybody but one instance, for a short
+    """True if it carries replies: they are worth nothing to anybody but one instance, for a short
     time.
     """
     push_endpoint: str = ""

@@ -63,7 +63,7 @@ class WebhookEvent(msgspec.Struct, omit_defaults=True):
     event: EventName
     sequence: int = 0
     is_replay: bool = False
-    """Whether its caller asked for it again. It is then sent even if it was delivered."""
+    """True if its caller asked for it again. It is then sent even if it was delivered."""
 
 
 class BatchEvent(msgspec.Struct):

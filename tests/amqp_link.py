@@ -35,7 +35,7 @@ class AmqpLink:
 
     @property
     def lost_all(self) -> bool:
-        """Whether each answer that was to be lost came."""
+        """True if each answer that was to be lost came."""
         return not self._to_lose
 
     async def __aenter__(self) -> Self:

@@ -53,7 +53,7 @@ def pages_pdf(
     Args:
         contents: of the pages, as objects.
         things: objects that pages may draw, by name.
-        is_shared: whether every page may draw all of them. False: each has one, in order.
+        is_shared: True if every page may draw all of them. False: each has one, in order.
     """
     named = list((things or {}).items())
     font = b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica/Encoding/WinAnsiEncoding>>"

@@ -1,4 +1,4 @@
-"""Whether this machine has a RabbitMQ server, which no wheel carries."""
+"""True if this machine has a RabbitMQ server, which no wheel carries."""
 
 import pytest
 

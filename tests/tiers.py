@@ -47,7 +47,7 @@ def examples(usual: int) -> int:
 
 @cache
 def has_none_of(expression: str, path: Path) -> bool:
-    """Whether a file or folder needn't be imported for `-m expression`: those of the other tier.
+    """True if a file or folder needn't be imported for `-m expression`: those of the other tier.
 
     A third of the files are slow as a whole, and import torch and other large libraries. Each
     process of a run would.

@@ -92,11 +92,11 @@ class PulledJob:
     unfinished_claims: int = 0
     """The number of workers that died while they held this job, since it went on."""
     is_claimed: bool = False
-    """Whether this worker's claim is in its record."""
+    """True if this worker's claim is in its record."""
     is_alone: bool = False
-    """Whether the record says that the worker computes nothing else."""
+    """True if the record says that the worker computes nothing else."""
     is_released: bool = False
-    """Whether the claim was released because the worker was told to go."""
+    """True if the claim was released because the worker was told to go."""
     dead_letter_reason: str = ""
     """Why the job is given up. A copy of its message goes to the dead letters."""
     trace: TraceContext | None = None
@@ -272,7 +272,7 @@ class QueuedItem:
     computed: Computed | None = None
     """Set once the model ran."""
     is_cached: bool = False
-    """Whether the result goes to the cache."""
+    """True if the result goes to the cache."""
     payer: tuple[PulledJob, int] | None = None
     """The job that is charged for the result, and the index of its item."""
     deaths: int = 0
@@ -282,7 +282,7 @@ class QueuedItem:
     written: list[Chunk] = field(default_factory=list)
     """The output of a generation so far, if somebody reads along, or if it was preempted."""
     has_started: bool = False
-    """Whether a model process had it, so that a limit of its time in the queue is over."""
+    """True if a model process had it, so that a limit of its time in the queue is over."""
 
     @property
     def tenant(self) -> str:
@@ -447,7 +447,7 @@ class WorkerInfo:
     gpu_type: str | None = None
     """The name in infra/kubernetes/gpus.yaml. None: no GPU."""
     spot: bool | None = None
-    """Whether its node is a spot node. None: not known."""
+    """True if its node is a spot node. None: not known."""
 
 
 def row_for(

@@ -194,7 +194,7 @@ class MessageMetadata(Body):
 
 
 class Thinking(Body):
-    """Whether the model is to think first. Accepted, without effect."""
+    """True if the model is to think first. Accepted, without effect."""
 
     type: Option
     budget_tokens: int | None = None

@@ -120,7 +120,7 @@ class TurnProgress:
         """Records that a line failed and may be tried again.
 
         Args:
-            has_ended: whether its items had outcomes, which its records and rows have now.
+            has_ended: True if its items had outcomes, which its records and rows have now.
         """
         # The record of the job has this end, so the same id would only get it again.
         if has_ended or isinstance(error, DeadlineExceeded | Canceled):
@@ -178,7 +178,7 @@ class LineExecutor:
         Args:
             progress: of this turn of the batch.
             segment: index of the segment that the line belongs to.
-            is_run_again: whether a line that a canceled call leaves undone is computed later.
+            is_run_again: True if a line that a canceled call leaves undone is computed later.
 
         Returns:
             None if it has to wait for a later turn.

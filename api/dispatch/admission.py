@@ -149,8 +149,8 @@ class Admission:
 
         Args:
             demand: as admitted, or a part of it. Its items end together.
-            answered: whether a worker computed them in time.
-            was_late: whether their deadline passed without an answer.
+            answered: True if a worker computed them in time.
+            was_late: True if their deadline passed without an answer.
             took_s: the time that the model took.
         """
         rooms = self._rooms_of(demand.model)

@@ -115,7 +115,7 @@ class ModelWindow:
         floor: the smallest size, in items: the maximum that one model process takes at once.
         broker_wait_s: how long jobs may wait at the broker.
         round_trip: to the broker. A job and its reply each take one, at workers that are as far.
-        is_guess_used: whether the size follows from an assumed rate until the rate was measured.
+        is_guess_used: True if the size follows from an assumed rate until the rate was measured.
           Items above the floor may stay at the broker for as long as an item takes, with other
           tenants' items behind them.
     """
@@ -337,7 +337,7 @@ class PublishWindow:
         """Gives the permit of one job back.
 
         Args:
-            is_in_topic: whether it was published and no caller waits for its answer any more. Its
+            is_in_topic: True if it was published and no caller waits for its answer any more. Its
               permit is kept for the time in which workers usually reach it. Otherwise a caller
               who hangs up again and again would fill the topic.
         """

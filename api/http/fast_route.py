@@ -113,7 +113,7 @@ class FastRoute(APIRoute):
     """A route without path parameters, whose endpoint takes only the request."""
 
     has_own_keys: ClassVar[bool] = False
-    """Whether its endpoint handles an Idempotency-Key itself."""
+    """True if its endpoint handles an Idempotency-Key itself."""
 
     async def answer_error(self, request: Request, error: Exception) -> Response:
         """Returns the response to one of the EXPECTED_ERRORS."""

@@ -209,7 +209,7 @@ class FairQueue(Generic[T]):
         """Removes the first entry of the tenant whose turn it is, and returns it with the tenant.
 
         Args:
-            may_start: whether a tenant may have a turn.
+            may_start: True if a tenant may have a turn.
 
         Returns:
             None if no such tenant waits.
@@ -319,7 +319,7 @@ class CodecPool:
 
         Args:
             deadline_s: Unix time at which the command is stopped.
-            is_new: whether it may be refused. Computed results go first and are never refused.
+            is_new: True if it may be refused. Computed results go first and are never refused.
             tenant: whose turn it takes. Empty: of all callers who are not known.
 
         Raises:

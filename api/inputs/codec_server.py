@@ -441,7 +441,7 @@ def _without_metadata(data: bytes) -> bytes:
 
 
 def _is_profile(chunk: bytes) -> bool:
-    """Whether a chunk iCCP can be read: a name, 0, a method, and a profile that zlib made small."""
+    """True if a chunk iCCP can be read: a name, 0, a method, and a profile that zlib made small."""
     name, _, packed = chunk.partition(b"\0")
     if not 0 < len(name) < 80:
         return False

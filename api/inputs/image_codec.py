@@ -181,7 +181,7 @@ class ImageCodec:
             png: the image from the worker.
             quality: for jpeg and webp, 0 to 100.
             deadline_s: Unix time at which the work is stopped.
-            is_new: whether it may be refused. The results of the current request may not.
+            is_new: True if it may be refused. The results of the current request may not.
             tenant: the tenant in whose turn it runs. Empty: shared by all unknown callers.
 
         Raises:

@@ -232,7 +232,7 @@ class LimitedRequest:
 
         Args:
             price: the terms of the items.
-            is_delivered: whether they were delivered to the caller.
+            is_delivered: True if they were delivered to the caller.
         """
         if self._account is not None:
             charged = as_delivered(outcomes, is_delivered=is_delivered)

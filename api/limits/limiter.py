@@ -622,7 +622,7 @@ class Reservation:
         """Ends it without knowing what was used: it counts as reserved. Nothing is in flight here.
 
         Args:
-            is_charged: whether the budget pays for it. It does not if the caller hung up.
+            is_charged: True if the budget pays for it. It does not if the caller hung up.
         """
         for (counter, amount), period in self._taken:
             if counter.unit == "items" or (counter.unit == "usd" and not is_charged):

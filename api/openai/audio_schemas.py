@@ -170,7 +170,7 @@ class TranscriptionForm(TranslationForm):
 
     @property
     def wants_words(self) -> bool:
-        """Whether the times of words are in the answer."""
+        """True if the times of words are in the answer."""
         return "word" in (self.timestamp_granularities or ())
 
 

@@ -225,7 +225,7 @@ def read_cut_call(
         text: what `read_tool_calls` left of a text.
         names: the tools that the caller has.
         id_seed: the seed for the id of the call.
-        is_whole: whether the text may be a call from its beginning on.
+        is_whole: True if the text may be a call from its beginning on.
 
     Returns:
         The text as it is and None, if the name of a tool is not there yet.

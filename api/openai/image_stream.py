@@ -189,7 +189,7 @@ class ImageStream:
                 yield self._on_wire(event)
 
     def _is_due(self, preview: Preview, number: int) -> bool:
-        """Whether a preview is late enough to be the one with this number: all have equal gaps."""
+        """True if a preview is late enough to be the one with this number: all have equal gaps."""
         return preview.step * (self._wanted + 1) >= (number + 1) * preview.steps
 
     async def _completed(self, index: int, result: ImageResult) -> bytes:

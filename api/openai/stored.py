@@ -62,7 +62,7 @@ async def find_response(
     """Returns a response of the tenant that can be read again.
 
     Args:
-        is_resumed: whether its stream is read on, which needs no `store`.
+        is_resumed: True if its stream is read on, which needs no `store`.
 
     Raises:
         NotFound: there is none, or it was not stored.

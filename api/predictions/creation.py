@@ -140,7 +140,7 @@ class Creation:
     Args:
         snapshot: as created or found.
         waiter: gets the reply to this instance. None: only the record reports the end.
-        is_new: whether this request created it.
+        is_new: True if this request created it.
     """
 
     def __init__(

@@ -154,7 +154,7 @@ def find_return(idempotency_key: str, *, has_positions: bool) -> Return:
 
     Args:
         idempotency_key: sent with the request. Empty: none was.
-        has_positions: whether events have ids or numbers to resume after.
+        has_positions: True if events have ids or numbers to resume after.
     """
     if idempotency_key:
         return "from_request"
@@ -276,9 +276,9 @@ class GenerationStreams:
             shape: the form of the events.
             seen: the position of the reader in each generation.
             check: raises PenstockError once the reader may not continue.
-            stays: whether the prediction continues without a reader.
-            has_ids: whether each event has an id, after which its reader can resume.
-            has_elements: whether a token is an element of a list, a line of JSON, with an event of
+            stays: True if the prediction continues without a reader.
+            has_ids: True if each event has an id, after which its reader can resume.
+            has_elements: True if a token is an element of a list, a line of JSON, with an event of
               its own.
             logs_seen: how many printed characters the reader has, if the stream has what the model
               prints.

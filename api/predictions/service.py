@@ -177,7 +177,7 @@ class Predictions:
 
         Args:
             request: what to create: a request with a record.
-            waits: whether the block waits for its end.
+            waits: True if the block waits for its end.
             hold: what it has reserved of limits, for its record. None: nothing.
 
         Raises:

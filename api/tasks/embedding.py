@@ -111,7 +111,7 @@ class Window(NamedTuple):
     start: int
     end: int
     is_exact: bool
-    """Whether it begins and ends between words, so that it has the same tokens as in the text."""
+    """True if it begins and ends between words, so that it has the same tokens as in the text."""
 
 
 def sections_of(text: str, max_bytes: int) -> list[str]:

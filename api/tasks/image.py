@@ -91,7 +91,7 @@ def as_run(
         upscale: how many times as wide and high its images become. None: not at all.
         model: that it names. If it draws no images, no step follows.
         catalog: has the models of the steps.
-        is_repeatable: whether equal requests get equal images.
+        is_repeatable: True if equal requests get equal images.
 
     Raises:
         BadInput: images of the model can't be enlarged.

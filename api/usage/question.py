@@ -54,7 +54,7 @@ def read_question(
     Args:
         tenants: the tenants whose rows the caller may see. None: all.
         tasks: the tasks whose rows are requested. None: all.
-        is_of_costs: whether costs are requested, which have other groups.
+        is_of_costs: True if costs are requested, which have other groups.
         now_s: unix time. Default: now.
 
     Raises:

@@ -38,7 +38,7 @@ class Beside:
 
     surface: str
     is_of_all: bool = False
-    """Whether both tenants were on all surfaces at once."""
+    """True if both tenants were on all surfaces at once."""
     alone: Noticed = field(default_factory=Noticed)
     same_cpu: Noticed = field(default_factory=Noticed)
     """Beside the same CPU load of nobody's requests."""

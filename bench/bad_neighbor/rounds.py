@@ -80,7 +80,7 @@ async def measure(
         seconds: how long the quiet tenant sends in each drive.
         rounds: drives alone, beside the bad tenant and beside the same CPU load, in turn.
         receivers: of the bad tenant's webhooks.
-        burns: whether each round has its drive beside the same CPU load. Only the verdict needs it.
+        burns: True if each round has its drive beside the same CPU load. Only the verdict needs it.
     """
     results: list[Beside] = []
     async with quiet_tenant(stack.api_url) as quiet:

@@ -157,7 +157,7 @@ class _Counted:
     """A subscription that counts what was delivered before.
 
     Args:
-        is_fixed: whether it holds the same number of messages at any distance.
+        is_fixed: True if it holds the same number of messages at any distance.
     """
 
     def __init__(self, subscription: Subscription, *, is_fixed: bool) -> None:

@@ -123,7 +123,7 @@ def _image_stack(folder: Path, entry: Model) -> Iterator[Stack]:
 
 
 def _is_forked(worker_port: int) -> bool:
-    """Whether the model process is a fork that did not have to run its program again."""
+    """True if the model process is a fork that did not have to run its program again."""
     worker = Part(worker_port).pid
     children = psutil.Process(worker).children(recursive=True)
     model = next(one for one in children if one.name() == MODEL_PROCESS_NAME)

@@ -99,7 +99,7 @@ def line_of(
 
 
 def is_inside(box: Box, region: Box) -> bool:
-    """Whether the middle of a box is in a region."""
+    """True if the middle of a box is in a region."""
     x, y = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
     return region[0] <= x <= region[2] and region[1] <= y <= region[3]
 
@@ -156,7 +156,7 @@ def _cut(lines: list[tuple[Box, Line]], axis: int, least: float) -> list[list[tu
 
 
 def _are_columns(parts: Sequence[list[tuple[Box, Line]]]) -> bool:
-    """Whether parts side by side are read one after the other, unlike the cells of a row."""
+    """True if parts side by side are read one after the other, unlike the cells of a row."""
     whole = boxed([box for part in parts for box, _ in part])
     width = whole[2] - whole[0]
     return all(

@@ -100,7 +100,7 @@ def parts_of(
         sentences: samples of each.
         folder: for the file.
         kind: one of FORMATS.
-        is_whole: whether all bytes come at once. Otherwise the header of a wav says, as OpenAI's
+        is_whole: True if all bytes come at once. Otherwise the header of a wav says, as OpenAI's
             does, that its length is not known.
     """
     is_endless = kind == "wav" and not is_whole

@@ -46,7 +46,7 @@ def chunks_of(samples: Any) -> tuple[list[list[int]], list[Any]]:
 
 
 def same(cut: list[ours.Window], places: list[list[int]], chunks: list[Any]) -> bool:
-    """Whether windows are these chunks."""
+    """True if windows are these chunks."""
     return (
         [one for window in cut for one in window.places] == places
         and len(cut) == len(chunks)

@@ -256,7 +256,7 @@ class _OggChain:
 
     def __init__(self) -> None:
         self.has_sound = False
-        """Whether a page was added that is not the first one of a stream."""
+        """True if a page was added that is not the first one of a stream."""
         self._sequence: dict[bytes, int] = {}
         self._stream: bytes | None = None
         """The serial number of the sound."""
@@ -638,7 +638,7 @@ class _OpusTrack:
         self._number = self._last = 0
         """The number of the sound, and the one that was read last."""
         self._is_entry = False
-        """Whether the last track is the sound."""
+        """True if the last track is the sound."""
 
     def add(self, name: int, head: bytes, size: int) -> None:
         """Takes an element, with its first eight bytes."""

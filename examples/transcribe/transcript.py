@@ -15,7 +15,7 @@ def offset_s(places: Sequence[Sequence[int]], at_s: float, *, is_end: bool = Fal
     Args:
         places: start and end of each part of the window, in samples of the recording.
         at_s: time in the window. Beyond its end it is in the last part.
-        is_end: whether something ends there. Between two parts, that is in the first one.
+        is_end: True if something ends there. Between two parts, that is in the first one.
     """
     at, before, offset = int(at_s * RATE_HZ), 0, 0
     for start, end in places:

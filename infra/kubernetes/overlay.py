@@ -83,7 +83,7 @@ def weights_of(models: Sequence[Model], deployment: Deployment, disk_mib: int) -
 
     Args:
         models: only those of the hub, and with adapters of it, need anything.
-        deployment: whether they were prefetched, and whether there is a token for the hub.
+        deployment: True if they were prefetched, and whether there is a token for the hub.
         disk_mib: the worker's part of the node's disk.
     """
     of_hub = [model for model in models if _repositories(model)]

@@ -34,7 +34,7 @@ class RunningStack:
     settings: dict[str, str]
     processes: dict[str, int]
     needs_keys: bool
-    """Whether requests need a key of the directory in its settings."""
+    """True if requests need a key of the directory in its settings."""
 
 
 class Announcement:

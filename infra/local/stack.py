@@ -142,7 +142,7 @@ class Stack:
         state_dir: gets the logs, the rows, the objects and the spool.
         settings: `PENSTOCK_*` variables for every process, above the stack's own. A server whose
             variable in REPLACED_BY is among them is not started: the one it names is used.
-        keep_messages: whether Pub/Sub keeps what it holds in the state's folder, over restarts and
+        keep_messages: True if Pub/Sub keeps what it holds in the state's folder, over restarts and
             crashes. RabbitMQ always does.
         broker: `rabbitmq` starts a RabbitMQ instead of the embedded Pub/Sub.
         say: gets each line of progress.

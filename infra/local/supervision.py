@@ -127,13 +127,13 @@ class _Watched:
         self._progress_s = 0.0
         """The time of the next line about its progress."""
         self._is_first_start = not part.was_ready
-        """Whether this is its first start, and it was not ready yet."""
+        """True if this is its first start, and it was not ready yet."""
         self._on_started: Callable[[], None] | None = None
         """To be called after its next start. None: nobody asked for a restart."""
         self._is_changed = False
-        """Whether it was restarted and was not ready since."""
+        """True if it was restarted and was not ready since."""
         self._is_down = False
-        """Whether it stays down until the next restart."""
+        """True if it stays down until the next restart."""
         if self._is_first_start:
             self._since_s = clock()
             self._expect_ready()

@@ -53,7 +53,7 @@ def exposed_settings(
     Args:
         variables: `PENSTOCK_*` variables.
         say: gets each line for a person.
-        may_show_key: whether a person alone reads these lines. Else no key is made, because logs
+        may_show_key: True if a person alone reads these lines. Else no key is made, because logs
             would keep it.
 
     Raises:

@@ -25,7 +25,7 @@ class Traffic:
 
     Attributes:
         shares: percent of the requests by name of a revision.
-        follows_latest: whether the newest revision gets its share as soon as it is there, unasked.
+        follows_latest: True if the newest revision gets its share as soon as it is there, unasked.
         newest: the newest revision that is ready.
         candidate_url: the URL of the revision with the `candidate` tag. Empty without one.
     """

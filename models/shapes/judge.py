@@ -65,7 +65,7 @@ def read(image: Pixels) -> DetectedScene:
 
 
 def is_ink(image: Pixels) -> bool:
-    """Whether an image of [height, width, 3] is of black figures on white, without any color."""
+    """True if an image of [height, width, 3] is of black figures on white, without any color."""
     seen = read(image)
     levels = image.astype(np.int64)
     is_colored = levels.max(axis=2) - levels.min(axis=2) > CONTRAST

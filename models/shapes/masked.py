@@ -42,7 +42,7 @@ def redrawings(number: int) -> Iterator[Redrawing]:
 
 
 def shows(image: Pixels, scene: Scene) -> bool:
-    """Whether an image of [height, width, 3] shows the figures of a scene and no others."""
+    """True if an image of [height, width, 3] shows the figures of a scene and no others."""
     seen = sorted((figure.color, figure.shape) for figure in read(image).figures)
     return seen == sorted((figure.color, figure.shape) for figure in scene.figures)
 

@@ -263,7 +263,7 @@ def _is_near(figure: DrawnShape, seen: DetectedShape) -> bool:
 
 
 def _is_related(scene: Scene, first: DetectedShape | None, second: DetectedShape | None) -> bool:
-    """Whether both figures are there, with color or shape, in the right relation."""
+    """True if both figures are there, with color or shape, in the right relation."""
     if first is None or second is None:
         return False
     for figure, seen in zip(scene.figures, (first, second), strict=True):

@@ -101,7 +101,7 @@ class Scene:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether this kind of scene is kept for scoring: a tenth of all, by a hash of the kind."""
+        """True if this kind of scene is kept for scoring: a tenth of all, by a hash of the kind."""
         return hashlib.sha256(self.kind.encode()).digest()[0] % HELD_OUT_IN == 0
 
 

@@ -44,7 +44,7 @@ class CanaryState(NamedTuple):
     """The states of a canary, which decide whether it gets requests."""
 
     is_alive: bool
-    """Whether one of its workers lives."""
+    """True if one of its workers lives."""
     taken_back: str = ""
     """Why it gets no requests any more. Empty: it was not taken back."""
 

@@ -183,7 +183,7 @@ class PullChannel:
 
     @property
     def has_room(self) -> bool:
-        """Whether another stream fits on it."""
+        """True if another stream fits on it."""
         return self.streams < STREAMS_PER_CHANNEL
 
 

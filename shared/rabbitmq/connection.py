@@ -57,7 +57,7 @@ class BrokerConnection:
         """Opens a channel.
 
         Args:
-            confirms: whether the broker confirms what is published on it.
+            confirms: True if the broker confirms what is published on it.
 
         Raises:
             Unavailable: the broker is unreachable, or this connection was closed for good.

@@ -154,7 +154,7 @@ class QueueSubscription:
         return more if more >= held * MIN_GROWTH and len(self._consumers) < MAX_CONSUMERS else 0
 
     def _spare(self) -> bool:
-        """Whether the last consumer is not needed."""
+        """True if the last consumer is not needed."""
         before = sum(messages for _, messages in self._consumers[:-1])
         return len(self._consumers) > 1 and before >= self._wanted
 

@@ -42,7 +42,7 @@ class Marked(NamedTuple):
     """What counts of the items of a job."""
 
     is_open: bool
-    """Whether the run goes on."""
+    """True if the run goes on."""
     items: int
     """Of the step."""
     done: int
@@ -50,9 +50,9 @@ class Marked(NamedTuple):
     jobs: range
     """Those of the step that are to be published next, by their numbers."""
     is_repeated: bool
-    """Whether an item was known before."""
+    """True if an item was known before."""
     is_published: bool
-    """Whether the API has published all first jobs of the run."""
+    """True if the API has published all first jobs of the run."""
     outcomes: list[bytes | None]
     """Of each item what was kept before, or is now. None: nothing counts, as the run is over."""
 
@@ -63,11 +63,11 @@ class Marked(NamedTuple):
 
 
 class Look(NamedTuple):
-    """Whether a job is still to be done."""
+    """True if a job is still to be done."""
 
     is_open: bool
     begins: bool
-    """Whether it is the first of its run that is."""
+    """True if it is the first of its run that is."""
     done: int
     """How many of its items are done."""
 

@@ -234,7 +234,7 @@ class KeyFile:
     It is read whole each time, since mounts of secrets do not keep the time of their last change.
 
     Args:
-        is_writable: whether it may be changed here.
+        is_writable: True if it may be changed here.
     """
 
     def __init__(self, path: Path, *, is_writable: bool = False) -> None:
@@ -365,7 +365,7 @@ def key_store(url: str, *, is_writable: bool = False) -> KeyStore:
 
     Args:
         url: `file:///PATH`, or a URL of Redis.
-        is_writable: whether a file may be changed here. Redis always may.
+        is_writable: True if a file may be changed here. Redis always may.
 
     Raises:
         ConfigurationError: the URL names no store.
@@ -388,7 +388,7 @@ def served_by(catalog: Catalog, *, allow_private: bool) -> Served:
     """Returns the names that plans and keys may use in a deployment.
 
     Args:
-        allow_private: whether its webhooks may go to private addresses and over http.
+        allow_private: True if its webhooks may go to private addresses and over http.
     """
     return Served(
         units={model.name: model.definition.unit for model in catalog.served},

@@ -87,7 +87,7 @@ class Record(msgspec.Struct, kw_only=True):
     closed: str = ""
     """Why a flow ends, as JSON of an ItemError, once no item of it counts any more."""
     published: bool = False
-    """Whether the broker surely has the job."""
+    """True if the broker surely has the job."""
     step: int = 0
     steps: int = 0
     logs: str = ""

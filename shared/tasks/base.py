@@ -83,7 +83,7 @@ class StepInput(NamedTuple):
 
     input: TaskInput
     is_repeatable: bool = True
-    """Whether equal inputs give equal results."""
+    """True if equal inputs give equal results."""
 
 
 class TaskResult(msgspec.Struct, omit_defaults=True):
@@ -140,7 +140,7 @@ class TaskResult(msgspec.Struct, omit_defaults=True):
 
         Args:
             results: of the whole request.
-            is_asked: whether the caller chose a side to cut.
+            is_asked: True if the caller chose a side to cut.
         """
         return sum(getattr(one, "truncated_tokens", 0) for one in results) if is_asked else None
 
@@ -186,21 +186,21 @@ class Task(ABC):
     precisions: ClassVar[tuple[str, ...]] = ("auto", "fp32", "bf16", "fp16", "int8")
     """The precisions that its models can be computed in."""
     stores_blobs: ClassVar[bool] = False
-    """Whether large inputs and results go to the object store."""
+    """True if large inputs and results go to the object store."""
     compares_images: ClassVar[bool] = False
-    """Whether two results are compared as images, by their peak signal-to-noise ratio."""
+    """True if two results are compared as images, by their peak signal-to-noise ratio."""
     compares_texts: ClassVar[bool] = False
-    """Whether its models compare two texts, each in one of the ways of `rerank`."""
+    """True if its models compare two texts, each in one of the ways of `rerank`."""
     runs_graphs: ClassVar[bool] = False
-    """Whether its models can run as optimized ONNX graphs."""
+    """True if its models can run as optimized ONNX graphs."""
     has_context: ClassVar[bool] = False
-    """Whether a prompt and what is generated share a context of `generation.context_tokens`."""
+    """True if a prompt and what is generated share a context of `generation.context_tokens`."""
     is_compiled: ClassVar[bool] = False
     """True if GPU workers compile its models, whose kernels are worth keeping."""
     has_interface: ClassVar[bool] = False
     """True if each model has its own inputs and outputs, listed in a penstock.schema.json."""
     shares_weights: ClassVar[bool] = False
-    """Whether a step reads all weights once for all of its items, which is most of its time.
+    """True if a step reads all weights once for all of its items, which is most of its time.
 
     Then a model that has a CPU for itself gets one process with all cores. Processes that divide
     the items would each read the weights.

@@ -308,7 +308,7 @@ class CustomInput(TaskInput, tag="custom"):
     places: list[FilePlace] = msgspec.field(default_factory=list)
     """Of each file."""
     is_streamed: bool = False
-    """Whether its pieces go to a stream while they are made."""
+    """True if its pieces go to a stream while they are made."""
     compared_with: CustomResult | None = None
     """What a canary gave for this input, which is computed again to compare the two."""
     context: dict[str, str] = msgspec.field(default_factory=dict)
@@ -639,7 +639,7 @@ def _check_api(api: ServedApi, interface: ModelInterface, *, is_flow: bool) -> N
 
 
 def _gives_pages_apart(output: Mapping[str, Any]) -> bool:
-    """Whether a flow gives what was read of each page, and beside it the numbers of the pages."""
+    """True if a flow gives what was read of each page, and beside it the numbers of the pages."""
     fields = output.get("properties", {})
     pages, numbers = (fields.get(name, {}).get("items", {}) for name in ("pages", "numbers"))
     of_a_page = (_kind(pages), _kind(pages.get("items", {})))

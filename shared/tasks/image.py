@@ -241,7 +241,7 @@ def choose_adapter(
 
     Args:
         scale: how strongly it counts. None: as the catalog says.
-        takes_urls: whether `name` may be the URL of its file, which the caller of this fetches.
+        takes_urls: True if `name` may be the URL of its file, which the caller of this fetches.
 
     Raises:
         BadInput: the model has no such adapter, or there is a scale without one.

@@ -120,7 +120,7 @@ class GenerationInput(TaskInput, tag="generation"):
     max_tokens: int
     seed: int
     ends_with_context: bool = False
-    """Whether a prompt that leaves less than `max_tokens` of the context gets a shorter text. If
+    """True if a prompt that leaves less than `max_tokens` of the context gets a shorter text. If
     not, it is refused.
     """
     messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
@@ -145,7 +145,7 @@ class GenerationInput(TaskInput, tag="generation"):
     template_options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Variables of the chat template."""
     is_echoed: bool = False
-    """Whether the result has the text of the prompt, with the log probabilities of its tokens if
+    """True if the result has the text of the prompt, with the log probabilities of its tokens if
     they are asked for.
     """
     stop: list[str] = msgspec.field(default_factory=list)
@@ -156,7 +156,7 @@ class GenerationInput(TaskInput, tag="generation"):
     schema_field: str = RESPONSE_FORMAT
     """The field of the request that the schema comes from. Any other one: it is that of a call."""
     is_streamed: bool = False
-    """Whether tokens are reported as they come (shared/stores/token_streams.py)."""
+    """True if tokens are reported as they come (shared/stores/token_streams.py)."""
 
     @property
     def field(self) -> Literal["messages", "prompt"]:

@@ -46,7 +46,7 @@ def traced(
         project: Google's project, which the Telemetry API asks for.
         broker: `messaging.system` of spans about messages.
         instance: the name of this process. Empty: host and process id.
-        decides: whether this process decides which traces are kept. Others follow the flag that
+        decides: True if this process decides which traces are kept. Others follow the flag that
             came with the message.
 
     Raises:

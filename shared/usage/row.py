@@ -116,7 +116,7 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The GPU type of the worker's device, as infra/kubernetes/gpus.yaml names it; null for a CPU
     and other GPUs."""
     spot: bool | None = None
-    """Whether the worker's node is a spot node; null where that is not known."""
+    """True if the worker's node is a spot node; null where that is not known."""
     priority: str | None = None
     """interactive or batch: the priority of the item."""
     user_agent_family: str | None = None
@@ -125,7 +125,7 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
     batch_id: str | None = None
     """The batch that the item is a line of; null for others."""
     cold_start: bool | None = None
-    """Whether the model process that computed the item loaded the model after the item was
+    """True if the model process that computed the item loaded the model after the item was
     published; null where no model ran for it."""
     batch_capacity: int | None = None
     """The most items that a batch of the model may hold; null where no model ran for the item."""

@@ -272,7 +272,7 @@ class Journal:
         They are in flight until `mark_sent` or `requeue`.
 
         Args:
-            takes_open: whether a segment that is not full may be sent too.
+            takes_open: True if a segment that is not full may be sent too.
         """
         with self.changed:
             if self._unsaved:

@@ -252,7 +252,7 @@ class FakeWorker:
                 return
 
     async def _claimed(self, record: str) -> bool:
-        """Whether the prediction is to be computed."""
+        """True if the prediction is to be computed."""
         assert self.records is not None
         (claim,) = await self.records.claim([record])
         self.claimed.set()

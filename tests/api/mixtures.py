@@ -45,11 +45,11 @@ class Ask:
     instance: int = 0
     waits: bool = False
     is_put: bool = False
-    """Whether a prediction is created under an id of the caller's own, which `repeats` chooses."""
+    """True if a prediction is created under an id of the caller's own, which `repeats` chooses."""
 
     @property
     def ends_early(self) -> bool:
-        """Whether it ends although model processes are held."""
+        """True if it ends although model processes are held."""
         is_canceled = self.end.startswith("cancel") and self.kind in PREDICTIONS and not self.waits
         return is_canceled or self.end in ("late", "hang up", "hang up at once")
 

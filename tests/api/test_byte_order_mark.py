@@ -46,7 +46,7 @@ def _known_part(status: int, body: Any) -> tuple[int, Any]:
 
 
 async def test_a_marked_request_is_streamed_under_its_key(api: ApiUnderTest) -> None:
-    """Whether a request with an Idempotency-Key asks for a stream is read before all else."""
+    """True if a request with an Idempotency-Key asks for a stream is read before all else."""
     body = api.http.build_request("POST", "/", json=chat(stream=True)).content
     headers = JSON | {"idempotency-key": "marked"}
     answer = await api.http.post("/v1/chat/completions", content=MARK + body, headers=headers)

@@ -344,7 +344,7 @@ async def _flaws(api: ApiUnderTest, case: Case, field: Field) -> list[str]:
 
 
 def _is_well_refused(answer: httpx.Response, case: Case, field: Field, value: Any) -> bool:
-    """Whether it is refused by the name of the field, with a reason."""
+    """True if it is refused by the name of the field, with a reason."""
     error = answer.json()["error"]
     is_named = error["param"] == (case.place[0] if case.place else field.name)
     # Ids that are not there are named in OpenAI's words.

@@ -74,7 +74,7 @@ async def _sent(api: ApiUnderTest, case: Case, given: dict[str, Any]) -> httpx.R
 
 
 def _is_well_refused(answer: httpx.Response, field: Field) -> bool:
-    """Whether it is refused by the name of the field, with a reason."""
+    """True if it is refused by the name of the field, with a reason."""
     if answer.status_code not in (400, 404):
         return False
     error = answer.json()["error"]

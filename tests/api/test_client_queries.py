@@ -116,7 +116,7 @@ async def _asked(api: ApiUnderTest, case: Case, path: str, query: str) -> httpx.
 
 
 def _is_well_refused(answer: httpx.Response, field: Field) -> bool:
-    """Whether it is refused by the name of the parameter, with a reason."""
+    """True if it is refused by the name of the parameter, with a reason."""
     if answer.status_code not in (400, 404):
         return False
     error = answer.json()["error"]

@@ -60,7 +60,7 @@ def code_of(answer: httpx.Response) -> str:
 
 
 def replies(world: LedgerWorld, count: int) -> Callable[[], bool]:
-    """Whether workers have answered so many items."""
+    """True if workers have answered so many items."""
     return lambda: len(world.harness.rows) >= count
 
 

@@ -362,7 +362,7 @@ class Mix:
     spare_usd: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """What processes that died could have given back, by the names of counters."""
     has_died: bool = False
-    """Whether a process has."""
+    """True if a process has."""
 
     def key(self, name: str) -> str:
         return self.budgets.key(name)

@@ -200,7 +200,7 @@ async def test_each_route_is_in_the_table(api: ApiUnderTest) -> None:
 
 
 def may(scope: Scope, method: str, needed: Scope | None) -> bool:
-    """Whether a key with one scope may, as docs/how-to/keys.md says."""
+    """True if a key with one scope may, as docs/how-to/keys.md says."""
     if needed in (None, scope):
         return True
     return needed != "admin" and (scope == "all" or (scope == "read" and method == "GET"))

@@ -95,7 +95,7 @@ def test_the_schema_of_a_forced_call_takes_parts_of_schemas_along(others: list[A
 
 
 def takes(schema: str, arguments: Any) -> bool:
-    """Whether a call of `f` with these arguments matches."""
+    """True if a call of `f` with these arguments matches."""
     given = {"name": "f", "arguments": arguments}
     return bool(jsonschema_rs.validator_for(json.loads(schema), offline=True).is_valid(given))
 

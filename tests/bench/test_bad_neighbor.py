@@ -44,7 +44,7 @@ def limit_ms(found: Beside) -> float:
 
 
 def has_asked_too_much(found: Beside, surface: Surface) -> bool:
-    """Whether the quiet tenant met a stated bound of its own, at its fixed pace.
+    """True if the quiet tenant met a stated bound of its own, at its fixed pace.
 
     On a slow machine more of its requests are under way within the time that `limit_ms` allows each
     of them than it may have at once.

@@ -52,7 +52,7 @@ def rate(site: BrokerSite, *, hand: int = 0) -> float:
 
 
 def shows(near: float, far: float, small_hand: float) -> bool:
-    """Whether a far worker is as busy as a near one.
+    """True if a far worker is as busy as a near one.
 
     Unless a small hand is slow in the same round, the distance made no difference in it, and that
     the far worker was fast says nothing.

@@ -78,7 +78,7 @@ def chosen(router: CanaryRouter, number: int, tenant: str = "t") -> bool:
 
 
 def routed(router: CanaryRouter, inputs: list[TextInput], **given: str) -> bool:
-    """Whether a request goes to the canary. Without inputs it gives other results each time."""
+    """True if a request goes to the canary. Without inputs it gives other results each time."""
     facts = RequestFacts(request_id="req", tenant="t", received_at_s=0.0)
     request = InferenceRequest(
         replace(facts, **given),

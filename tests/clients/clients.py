@@ -25,7 +25,7 @@ class Client:
         package: the package whose version is shown.
         script: the module or file with the checks, without its suffix.
         class_script: the one with checks of custom classes. Empty: it has none.
-        needs_documents: whether its checks read documents: examples/ocr/test_ocr.py runs these,
+        needs_documents: True if its checks read documents: examples/ocr/test_ocr.py runs these,
             against the model that is shipped for that.
     """
 

@@ -32,7 +32,7 @@ def folder_of(client: Client) -> Path:
 
 
 def is_ready(client: Client) -> bool:
-    """Whether the environment is there and has what is pinned."""
+    """True if the environment is there and has what is pinned."""
     stamp = folder_of(client) / "installed"
     return stamp.exists() and stamp.read_text() == _stamp(client)
 

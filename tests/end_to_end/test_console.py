@@ -78,7 +78,7 @@ def choose(page: Page, model: str) -> None:
 
 
 def fits(page: Page) -> bool:
-    """Whether nothing is wider than the screen of a phone."""
+    """True if nothing is wider than the screen of a phone."""
     return bool(page.evaluate("document.documentElement.scrollWidth <= innerWidth"))
 
 

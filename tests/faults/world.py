@@ -73,7 +73,7 @@ class World:
         served: another model than that of embeddings: its name and the catalog.
         broker: the embedded Pub/Sub, or a RabbitMQ of this machine.
         rows: where they go first: to BigQuery, or to the object store.
-        has_keys: whether callers need a key, and have budgets.
+        has_keys: True if callers need a key, and have budgets.
         broker_delay_s: of each way between the broker and an API instance or a worker.
         environments: more variables of an API instance or a worker, by its name: those with which
             it runs the code of another release, say.

@@ -53,7 +53,7 @@ def pid_of(up: Up, part: str) -> int:
 
 
 def said(up: Up, words: str) -> bool:
-    """Whether `penstock up` said so."""
+    """True if `penstock up` said so."""
     return words in up.said
 
 
@@ -83,7 +83,7 @@ class Callers:
             assert not thread.is_alive(), "a request was never answered"
 
     def were_answered(self, count: int) -> bool:
-        """Whether that many requests got their vector."""
+        """True if that many requests got their vector."""
         assert not self.unclear, self.unclear
         return self.outcomes[200] >= count
 

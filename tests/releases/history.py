@@ -62,7 +62,7 @@ def tree_at(commit: str, folder: Path) -> Path:
 
 
 def has_commit(commit: str) -> bool:
-    """Whether the history has it. A shallow clone, a package and a build have none."""
+    """True if the history has it. A shallow clone, a package and a build have none."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         return False
     asked = ["git", "cat-file", "-e", f"{commit}^{{commit}}"]

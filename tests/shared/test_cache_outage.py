@@ -60,7 +60,7 @@ async def trip(cache: ResultCache) -> None:
 
 
 async def test_unpaid_result_is_computed_again_without_redis() -> None:
-    """Whether somebody else has paid for it is not known. What is not marked is a hit."""
+    """True if somebody else has paid for it is not known. What is not marked is a hit."""
     async with ResultCache(NO_REDIS, BIG_MEMORY) as cache:
         await trip(cache)
         await cache.put_many({"a": vector(), "b": vector()}, ttl_s=60)

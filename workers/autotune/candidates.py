@@ -103,7 +103,7 @@ def unmeasured_layout(processes: int, threads: int, machine: Machine, *, is_wide
 
     Args:
         processes: 0: as many as the cores have room for, with the threads that come out.
-        is_wide: whether processes divide all cores. Otherwise each has one thread.
+        is_wide: True if processes divide all cores. Otherwise each has one thread.
     """
     if threads:
         return Layout(processes, threads)

@@ -152,7 +152,7 @@ class CanaryShare:
             self._counts.canary.add(took_s)
 
     def _was_in_a_hurry(self, pulled: PulledJob) -> bool:
-        """Whether a caller left less time than callers do who say nothing of it.
+        """True if a caller left less time than callers do who say nothing of it.
 
         That a revision was late then says nothing of it: a caller may leave less than any needs.
         """

@@ -219,7 +219,7 @@ class Preprocessor:
     """Prepares all items of a call together.
 
     Args:
-        on_thread: whether to prepare on a thread, because it takes milliseconds.
+        on_thread: True if to prepare on a thread, because it takes milliseconds.
     """
 
     def __init__(self, preparer: Preparer, objects: ObjectStore, *, on_thread: bool) -> None:
@@ -400,7 +400,7 @@ class JobConsumer:
         self._withdrawals = withdrawals or no_withdrawals()
         self._withdrawals.on_withdrawn(self._end_withdrawn)
         self.computes_steps = in_steps
-        """Whether the model batches continuously: items are admitted between steps."""
+        """True if the model batches continuously: items are admitted between steps."""
         self.queue = ModelQueue(model, completion)
         self.batches = BatchResults(model, self.queue, completion, records)
         self.cancellation = Cancellation(self.queue, completion, records)

@@ -57,7 +57,7 @@ class JobRegistry:
         self.completion = SmoothedDuration()
         """From the outcome of a job's last item to its ack."""
         self.is_leaving = False
-        """Whether the worker was told to go. Its end is then no job's fault."""
+        """True if the worker was told to go. Its end is then no job's fault."""
 
     def add(self, pulled: PulledJob) -> None:
         """Holds `pulled` until it is acked or handed back."""

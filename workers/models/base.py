@@ -207,7 +207,7 @@ class InferenceModel(LoadedModel, Protocol):
     """Runs batches."""
 
     pads: bool
-    """Whether an item costs as much as the longest one of its call. Known after setup."""
+    """True if an item costs as much as the longest one of its call. Known after setup."""
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
         """Splits a batch into groups of indices. Each group is one call of `predict`."""

@@ -31,7 +31,7 @@ def this_cpu() -> tuple[str, tuple[str, ...]]:
 
 
 def has_vnni() -> bool:
-    """Whether this CPU has VNNI."""
+    """True if this CPU has VNNI."""
     return bool(VNNI_FLAGS & set(this_cpu()[1]))
 
 

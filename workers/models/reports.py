@@ -101,7 +101,7 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     padded_work: int
     """The same with padding, as computed."""
     out_of_memory: bool = False
-    """Whether the device had too little memory for the whole batch, which was then run in parts."""
+    """True if the device had too little memory for the whole batch, which was then run in parts."""
     memory_bytes: int = 0
     """Resident memory of the process."""
     switched: ResidencyReport | None = None

@@ -87,7 +87,7 @@ def export_graph(model: Any, path: Path, *, has_types: bool) -> None:
 
     Args:
         path: the .onnx file to write.
-        has_types: whether the graph takes token_type_ids too. Without it they are 0.
+        has_types: True if the graph takes token_type_ids too. Without it they are 0.
 
     Raises:
         ConfigurationError: torch can't export this family.
@@ -144,7 +144,7 @@ def fuse_graph(
 
     Args:
         target: the .onnx file to write.
-        has_all_heads: whether the graph has as many as `config` says. Attention is fused only then.
+        has_all_heads: True if the graph has as many as `config` says. Attention is fused only then.
         to_fp16: narrows weights and inner values. The inputs keep their types and the states come
             out in fp32.
 

@@ -75,7 +75,7 @@ def to_preempt(
     Args:
         inside: the items that have a slot, in the order in which they came.
         part_of: the part of the process that an item takes.
-        fits: whether `first` has room alongside these items.
+        fits: True if `first` has room alongside these items.
 
     Returns:
         Of the tenants with the most room the items that came last, as they have the least to read
@@ -245,8 +245,8 @@ class BatchPriorityPolicy:
 
         Args:
             work: of its items.
-            has_delayed: whether interactive items wait.
-            is_urgent: whether a deadline called for it.
+            has_delayed: True if interactive items wait.
+            is_urgent: True if a deadline called for it.
         """
         self._since_urgent = 0 if is_urgent else self._since_urgent + 1
         if has_delayed:
@@ -369,7 +369,7 @@ class PriorityQueue:
 
         Args:
             inside: the items that it computes. None of them: a new batch.
-            is_wanted: whether somebody waits for an item.
+            is_wanted: True if somebody waits for an item.
         """
         admitted: list[QueuedItem] = []
         if self._suspects and not self._a_suspect_runs:

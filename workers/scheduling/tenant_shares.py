@@ -54,7 +54,7 @@ class TenantShares:
         Args:
             tenant: the tenant whose item has ended.
             took_s: how long it held its slot.
-            is_computed: whether it ran to its end. A canceled item says nothing of how long the
+            is_computed: True if it ran to its end. A canceled item says nothing of how long the
                 next one takes, unless it has taken long itself.
         """
         self.arrived(tenant, now_s)

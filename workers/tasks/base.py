@@ -44,8 +44,8 @@ class WorkerTask(ABC):
         """The variants to make if the command line names none.
 
         Args:
-            has_gpu: whether there is a GPU here.
-            cuts: whether neurons or heads are to be pruned.
+            has_gpu: True if there is a GPU here.
+            cuts: True if neurons or heads are to be pruned.
         """
 
     def measures_backends(self, entry: Model) -> bool:
@@ -70,7 +70,7 @@ class WorkerTask(ABC):
         return True
 
     has_own_process: ClassVar[bool] = False
-    """Whether each of its models runs in a process that is not ours (`start_own_process`)."""
+    """True if each of its models runs in a process that is not ours (`start_own_process`)."""
 
     def start_own_process(
         self, entry: Model, folder: Path, resources: Resources, timeout_s: float

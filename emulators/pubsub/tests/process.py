@@ -58,7 +58,7 @@ class Process:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """True if it has not ended."""
         return self._running.poll() is None
 
     @property
@@ -94,7 +94,7 @@ def _end_with_parent() -> None:
 
 
 def listens(port: int) -> bool:
-    """Whether something takes connections on a port of 127.0.0.1."""
+    """True if something takes connections on a port of 127.0.0.1."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=1.0):
             return True

@@ -74,7 +74,7 @@ class Node:
         self.places = places
         self.is_spot = is_spot
         self.is_ready = self.has_failed = self.is_cordoned = False
-        """Whether pods can start on it, its GPU has failed, and it was cordoned for that."""
+        """True if pods can start on it, its GPU has failed, and it was cordoned for that."""
         self.workers: list[SimulatedWorker] = []
         self.busy = 0
         """Workers that compute right now."""

@@ -116,7 +116,7 @@ class Scraper:
 
     Args:
         broker_wait_s: how long published jobs may be on their way and wait at the broker.
-        has_gpu_failures: whether GPUs fail, and with that metrics that only alerts query.
+        has_gpu_failures: True if GPUs fail, and with that metrics that only alerts query.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ def files_below(path: Path) -> list[Path]:
 
 
 def is_sent(file: Path) -> bool:
-    """Whether .dockerignore lets a file through to the builder; the last rule that fits decides."""
+    """True if .dockerignore lets a file through to the builder; the last rule that fits decides."""
     sent = True
     for rule in Path(".dockerignore").read_text(encoding="utf-8").splitlines():
         if not rule or rule.startswith("#"):

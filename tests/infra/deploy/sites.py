@@ -88,7 +88,7 @@ def environment(objects: Objects, name: str) -> dict[str, str]:
 
 
 def fits(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    """Whether a selector chooses pods with these labels."""
+    """True if a selector chooses pods with these labels."""
     wanted = selector.get("matchLabels", {})
     among = selector.get("matchExpressions", [])
     return all(labels.get(key) == value for key, value in wanted.items()) and all(
@@ -97,7 +97,7 @@ def fits(selector: dict[str, Any], labels: dict[str, str]) -> bool:
 
 
 def allows(objects: Objects, source: str, target: str, port: int) -> bool:
-    """Whether the policies let a pod of `source` connect to a pod of `target` in the namespace."""
+    """True if the policies let a pod of `source` connect to a pod of `target` in the namespace."""
     labels = {
         name: made["spec"]["template"]["metadata"]["labels"]
         for name, made in (of_kind(objects, "Deployment") | of_kind(objects, "StatefulSet")).items()

@@ -101,7 +101,7 @@ def told(plan: Plan, entry: Mapping[str, Any]) -> set[str]:
 
 
 def matches(given: str, entry: Mapping[str, Any]) -> bool:
-    """Whether an entry is one of a filter's, which has the form `a AND b` or `(a AND b) OR (c)`.
+    """True if an entry is one of a filter's, which has the form `a AND b` or `(a AND b) OR (c)`.
 
     https://cloud.google.com/logging/docs/view/logging-query-language
     """

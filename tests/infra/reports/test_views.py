@@ -40,7 +40,7 @@ def by_hour(rows: list[Fields], *keys: str) -> dict[tuple[Any, ...], list[Fields
 
 
 def check_usage(lines: list[Fields], rows: list[Fields]) -> None:
-    """Whether lines of usage_hourly are what these rows say."""
+    """True if lines of usage_hourly are what these rows say."""
     groups = by_hour(rows, *KEYS)
     found = {(line["hour"], *(line[key] for key in KEYS)): line for line in lines}
     assert found.keys() == groups.keys()

@@ -66,7 +66,7 @@ class Encoder(Protocol):
     device_name: str
     """The name of the GPU, or `cpu`. Known after `open`."""
     pads: bool
-    """Whether a text costs as much as the longest one of its batch. Known after `open`."""
+    """True if a text costs as much as the longest one of its batch. Known after `open`."""
 
     def open(self) -> int:
         """Loads the model. Returns the dimensions of its vectors.

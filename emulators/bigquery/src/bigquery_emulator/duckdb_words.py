@@ -64,7 +64,7 @@ _OWN_WORDS = re.compile(
 
 
 def is_of_the_database(text: str) -> bool:
-    """Whether a message has a word that only this server knows."""
+    """True if a message has a word that only this server knows."""
     return text == _FALLBACK or _OWN_WORDS.search(text) is not None
 
 

@@ -152,7 +152,7 @@ class BugError(ServiceError):
 
 
 def is_unavailable(error: Exception) -> bool:
-    """Whether DuckDB can't read or write its file, as on a full disk."""
+    """True if DuckDB can't read or write its file, as on a full disk."""
     # It names a full disk in either, as it is found at a commit or elsewhere.
     is_unwritten = isinstance(error, duckdb.TransactionException) and "Could not write" in str(
         error

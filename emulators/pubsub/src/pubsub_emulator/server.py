@@ -74,7 +74,7 @@ async def serve(
         socket_path: a Unix socket to listen on as well. It saves 0.1 ms per local call.
         storage_bytes: what messages may take of memory before publishes are refused.
         data_dir: where the state is kept and read at the next start. None keeps it in memory.
-        fsync: whether the state also survives power cuts, not only the end of this process.
+        fsync: True if the state also survives power cuts, not only the end of this process.
 
     Yields:
         The server with the ports that it got.

@@ -59,7 +59,7 @@ def scratch(tmp_path: Path) -> Path:
 
 
 def written(disk: DiskUse, *family: int) -> bool:
-    """Whether more than the bound is on disk."""
+    """True if more than the bound is on disk."""
     return "it wrote more than 4194304 bytes to disk" in disk.count(set(family))
 
 

@@ -40,7 +40,7 @@ def read_blocks(page: str) -> list[Block]:
 
 
 def _is_head(blocks: list[Block], at: int) -> bool:
-    """Whether a block is the head of a table, or the line below it."""
+    """True if a block is the head of a table, or the line below it."""
     return any(set(one.text) <= set("|- ") for one in blocks[at : at + 2])
 
 

@@ -128,7 +128,7 @@ class Wrapper(NamedTuple):
     Attributes:
         body: of predict.py. `{port}` and `{source}` are a free port, and a URL to download.
         files: those that end in `.sh` or have no suffix are programs.
-        needs_src: whether it names /src.
+        needs_src: True if it names /src.
     """
 
     body: str

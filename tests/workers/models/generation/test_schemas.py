@@ -63,7 +63,7 @@ def test_what_constrains_nothing_is_ignored(
 
 
 def accepts(vocabulary: Vocabulary, schema: str, text: str) -> bool:
-    """Whether the tokens of a text are all allowed, and may end with it."""
+    """True if the tokens of a text are all allowed, and may end with it."""
     matcher = vocabulary.matcher(schema)
     ids = vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
     return all(matcher.consume_token(one) for one in ids) and matcher.is_accepting()

@@ -22,7 +22,7 @@ class LookedUp:
     find: Callable[[TableKey], TableResource]
     states: dict[TableKey, tuple[int, str]] = field(default_factory=dict)
     is_lasting: bool = True
-    """Whether nothing else was read that may change, such as INFORMATION_SCHEMA."""
+    """True if nothing else was read that may change, such as INFORMATION_SCHEMA."""
 
     def __call__(self, key: TableKey) -> TableResource:
         """Finds a table, and notes it."""
@@ -31,7 +31,7 @@ class LookedUp:
         return table
 
     def is_current(self) -> bool:
-        """Whether every table still is what it was."""
+        """True if every table still is what it was."""
         try:
             now = {key: self.find(key) for key in self.states}
         except NotFoundError:

@@ -48,12 +48,12 @@ def values_in(sql: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_plain_zone(name: str) -> bool:
-    """Whether a text is a time zone as BigQuery and DuckDB both name it."""
+    """True if a text is a time zone as BigQuery and DuckDB both name it."""
     return _PLAIN_ZONE.fullmatch(name) is not None
 
 
 def is_zone_parameter(sql: str) -> bool:
-    """Whether DuckDB's SQL of a value is that of a parameter whose value is such a zone."""
+    """True if DuckDB's SQL of a value is that of a parameter whose value is such a zone."""
     return sql.startswith("CAST($bq_zone_") and sql.endswith(" AS VARCHAR)")
 
 

@@ -29,7 +29,7 @@ _SCRIPTS = frozenset(
 
 
 def is_definition(sql: str) -> bool:
-    """Whether a statement is a data definition, such as CREATE TABLE.
+    """True if a statement is a data definition, such as CREATE TABLE.
 
     Raises:
         UnsupportedError: for a script.

@@ -112,7 +112,7 @@ class Translator:
         Args:
             project: the project of names that have none.
             default_dataset: the data set of names that have none.
-            is_view: whether it is a view's query, on whose result a filter may still come.
+            is_view: True if it is a view's query, on whose result a filter may still come.
 
         Raises:
             InvalidQueryError: for what BigQuery refuses as well.

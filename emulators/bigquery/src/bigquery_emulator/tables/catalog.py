@@ -118,7 +118,7 @@ class TableCatalog:
         Args:
             body: the new settings.
             etag: what the caller read. None changes any version.
-            is_patch: whether settings that `body` leaves out stay.
+            is_patch: True if settings that `body` leaves out stay.
 
         Raises:
             ConditionError: where the data set has changed since.
@@ -159,7 +159,7 @@ class TableCatalog:
             schema: its fields, for a view those of its query.
             body: the Table resource of the request.
             filled_by: the DuckDB table whose rows the table starts with.
-            replaces: whether a table of this name goes, in the same transaction.
+            replaces: True if a table of this name goes, in the same transaction.
 
         Raises:
             DuplicateError: where it exists.
@@ -201,7 +201,7 @@ class TableCatalog:
         Args:
             body: the new settings, and maybe a schema.
             etag: what the caller read. None changes any version.
-            is_patch: whether settings that `body` leaves out stay.
+            is_patch: True if settings that `body` leaves out stay.
             view_schema: the fields of a view's new query.
 
         Raises:

@@ -26,7 +26,7 @@ class CsvForm:
     Attributes:
         delimiter: the character between cells.
         quote: the character around cells, None if there is none.
-        takes_newlines: whether a cell in quotes may have line breaks.
+        takes_newlines: True if a cell in quotes may have line breaks.
     """
 
     delimiter: str

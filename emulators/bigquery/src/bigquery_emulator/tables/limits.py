@@ -117,7 +117,7 @@ def parse_limits(field: dict[str, Any], name: str, kind: str, is_repeated: bool)
     Args:
         name: the field's name, for errors.
         kind: the type's name in a schema.
-        is_repeated: whether the field is an array.
+        is_repeated: True if the field is an array.
 
     Raises:
         InvalidError: for a limit that the type does not take, or none that there can be.

@@ -18,8 +18,8 @@ class RowReader:
     """Reads rows of one schema.
 
     Args:
-        ignores_unknown: whether fields that the schema has not are dropped.
-        takes_json: whether a JSON column takes any JSON value (a load), not only text (insertAll).
+        ignores_unknown: True if fields that the schema has not are dropped.
+        takes_json: True if a JSON column takes any JSON value (a load), not only text (insertAll).
         path: the RECORD that the fields belong to, with a dot at its end.
     """
 

@@ -149,7 +149,7 @@ class TableResource:
 
     @property
     def has_partition_time(self) -> bool:
-        """Whether rows carry the time of ingestion in a column of their own."""
+        """True if rows carry the time of ingestion in a column of their own."""
         return self.partitioning is not None and self.partitioning.field is None
 
     @property

@@ -66,7 +66,7 @@ def read_rows(
     Args:
         start: the first row, from 0.
         count: the most rows.
-        is_micros: whether a TIMESTAMP is whole microseconds, or seconds as a float.
+        is_micros: True if a TIMESTAMP is whole microseconds, or seconds as a float.
     """
     page = f"{physical} ORDER BY rowid LIMIT {int(count)} OFFSET {int(start)}"
     return _read(cursor, page, schema, is_micros)

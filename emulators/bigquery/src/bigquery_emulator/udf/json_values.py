@@ -94,7 +94,7 @@ def _paths(value: Any, before: str, depth: int, mode: str, *, is_in_array: bool)
 
 
 def is_path(path: str) -> bool:
-    """Whether a path is one of names and places, as `$.a."b c"[0]`."""
+    """True if a path is one of names and places, as `$.a."b c"[0]`."""
     return path.startswith("$") and not _STEP.sub("", path[1:])
 
 
@@ -112,7 +112,7 @@ def changed(text: str, path: str, value: str, creates: bool) -> str:
         text: the JSON.
         path: see `is_path`.
         value: the JSON text of the value.
-        creates: whether what is missing on the way is made.
+        creates: True if what is missing on the way is made.
     """
     root = [read_json(text)]
     _put(root, [0, *_steps(path)], read_json(value), creates)

@@ -127,7 +127,7 @@ def _check_symbols(reader: Schema, writer: Schema) -> None:
 
 
 def _is_alike(reader: Schema, writer: Schema) -> bool:
-    """Whether the types fit, whatever is inside."""
+    """True if the types fit, whatever is inside."""
     if reader.type != writer.type:
         return reader.type in _READ_BY.get(writer.type, ())
     if reader.type not in _NAMED:

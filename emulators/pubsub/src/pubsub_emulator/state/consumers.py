@@ -44,7 +44,7 @@ class Consumer:
 
     @property
     def has_room(self) -> bool:
-        """Whether flow control lets it take one more."""
+        """True if flow control lets it take one more."""
         return (self.max_messages <= 0 or self.outstanding_messages < self.max_messages) and (
             self.max_bytes <= 0 or self.outstanding_bytes < self.max_bytes
         )

@@ -55,7 +55,7 @@ class Filter(Protocol):
     """Anything that says yes or no to the attributes of a message."""
 
     def matches(self, attributes: Mapping[str, str]) -> bool:
-        """Whether a message with these attributes is delivered."""
+        """True if a message with these attributes is delivered."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Has:
     key: str
 
     def matches(self, attributes: Mapping[str, str]) -> bool:
-        """Whether the key is there, whatever its value."""
+        """True if the key is there, whatever its value."""
         return self.key in attributes
 
 
@@ -77,7 +77,7 @@ class Equals:
     value: str
 
     def matches(self, attributes: Mapping[str, str]) -> bool:
-        """Whether the key is there with exactly this value."""
+        """True if the key is there with exactly this value."""
         return attributes.get(self.key) == self.value
 
 
@@ -89,7 +89,7 @@ class HasPrefix:
     prefix: str
 
     def matches(self, attributes: Mapping[str, str]) -> bool:
-        """Whether the key is there and its value starts so."""
+        """True if the key is there and its value starts so."""
         value = attributes.get(self.key)
         return value is not None and value.startswith(self.prefix)
 
@@ -101,7 +101,7 @@ class Negation:
     operand: Filter
 
     def matches(self, attributes: Mapping[str, str]) -> bool:
-        """Whether the operand does not match."""
+        """True if the operand does not match."""
         return not self.operand.matches(attributes)
 
 
@@ -112,7 +112,7 @@ class AllOf:
     operands: tuple[Filter, ...]
 
     def matches(self, attributes: Mapping[str, str]) -> bool:
-        """Whether every operand matches."""
+        """True if every operand matches."""
         return all(operand.matches(attributes) for operand in self.operands)
 
 
@@ -123,7 +123,7 @@ class AnyOf:
     operands: tuple[Filter, ...]
 
     def matches(self, attributes: Mapping[str, str]) -> bool:
-        """Whether at least one operand matches."""
+        """True if at least one operand matches."""
         return any(operand.matches(attributes) for operand in self.operands)
 
 

@@ -211,7 +211,7 @@ def _check_update_path(path: str, current: Any, updatable: Collection[str]) -> N
 
 
 def _is_path(path: str, descriptor: Any) -> bool:
-    """Whether each part of a path is a field of the single message that the part before it is."""
+    """True if each part of a path is a field of the single message that the part before it is."""
     for part in path.split("."):
         field = descriptor.fields_by_name.get(part) if descriptor is not None else None
         if field is None:

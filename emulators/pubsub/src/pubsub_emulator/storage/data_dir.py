@@ -42,7 +42,7 @@ async def durable_broker(
 
     Args:
         data_dir: made if it is missing.
-        fsync: whether each commit waits for the disk, and so outlives a power cut too.
+        fsync: True if each commit waits for the disk, and so outlives a power cut too.
 
     Raises:
         OSError: the directory can't be written, another server uses it, or the file is none of

@@ -72,7 +72,7 @@ def opened_database(data_dir: Path, *, fsync: bool) -> Iterator["Database"]:
 
     Args:
         data_dir: the directory. Only one server at a time may use it.
-        fsync: whether each commit waits for the disk. Without it a commit outlives this process,
+        fsync: True if each commit waits for the disk. Without it a commit outlives this process,
             whatever kills it, and the last ones before a power cut may be lost, the file being
             whole all the same.
 

@@ -39,7 +39,7 @@ class Reserve:
         return True
 
     def covers(self, new_bytes: int) -> bool:
-        """Whether a commit leaves enough to write the log back, whatever the disk takes after it.
+        """True if a commit leaves enough to write the log back, whatever the disk takes after it.
 
         What is in the log may all be new in the file. Once neither has room to grow, no ack can be
         written, and no room can be made.

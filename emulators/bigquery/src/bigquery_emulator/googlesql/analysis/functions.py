@@ -51,7 +51,7 @@ NOT_HERE_BEGINNINGS = ("AI.", "KEYS.", "KLL_QUANTILES.", "ML.")
 
 
 def is_not_here(name: str) -> bool:
-    """Whether BigQuery has a function of this name and nothing here has."""
+    """True if BigQuery has a function of this name and nothing here has."""
     name = name.upper()
     return name in NOT_HERE or name.startswith(NOT_HERE_BEGINNINGS)
 

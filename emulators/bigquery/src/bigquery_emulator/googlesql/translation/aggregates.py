@@ -35,7 +35,7 @@ class Aggregate:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has neither DISTINCT nor ORDER BY."""
+        """True if it has neither DISTINCT nor ORDER BY."""
         return not self.distinct and not self.order
 
     def of(self, name: str, *others: str, condition: str = "") -> str:

@@ -133,7 +133,7 @@ def _cast_struct(value: str, source: TypeProto, target: TypeProto) -> str:
 
 
 def _is_same(one: TypeProto, other: TypeProto) -> bool:
-    """Whether DuckDB's types are the same, names of fields included."""
+    """True if DuckDB's types are the same, names of fields included."""
     if one.type_kind != other.type_kind:
         return False
     if one.type_kind in (types.TYPE_ARRAY, types.TYPE_STRUCT):

@@ -16,7 +16,7 @@ def order_by(items: Sequence[Node], scope: Scope, *, is_one_key: bool = False) -
     NULL comes before all values, and NaN between it and the numbers. DuckDB has NaN after them.
 
     Args:
-        is_one_key: whether there may be only one key, as for a RANGE frame with an offset.
+        is_one_key: True if there may be only one key, as for a RANGE frame with an offset.
     """
     keys: list[str] = []
     for item in items:

@@ -86,7 +86,7 @@ def _checked(value: str, kind: TypeProto, name: str) -> str:
 
 
 def _has_null_element(value: str, kind: TypeProto, depth: int = 0) -> str:
-    """Whether an array in a value has a NULL. Empty for a type without arrays."""
+    """True if an array in a value has a NULL. Empty for a type without arrays."""
     if kind.type_kind == types.TYPE_STRUCT:
         parts = [
             _has_null_element(f"struct_extract_at({value}, {place})", field.field_type, depth)

@@ -48,7 +48,7 @@ def window_functions(scan: Node, scope: Scope) -> dict[int, str]:
 
 
 def _is_by_value(frame: Node) -> bool:
-    """Whether a frame's ends are found by adding to the value of the key."""
+    """True if a frame's ends are found by adding to the value of the key."""
     ends = (frame.start_expr, frame.end_expr)
     is_offset = any(end.enum("boundary_type").startswith("OFFSET") for end in ends)
     return frame.enum("frame_unit") == "RANGE" and is_offset

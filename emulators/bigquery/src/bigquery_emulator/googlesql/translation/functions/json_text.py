@@ -42,7 +42,7 @@ def json_text(value: str, kind: TypeProto, depth: int = 0, *, is_json: bool = Fa
     """Returns DuckDB's SQL for the text of a value.
 
     Args:
-        is_json: whether the text becomes a value of type JSON, as TO_JSON has it.
+        is_json: True if the text becomes a value of type JSON, as TO_JSON has it.
 
     Raises:
         UnsupportedError: for a type without a translation.

@@ -37,7 +37,7 @@ def _compared(operator: str) -> Translate:
 
 
 def _equal(left: str, right: str, kind: TypeProto, other: TypeProto) -> str:
-    """Whether two values are equal. A STRUCT is so where all its fields are, by position."""
+    """True if two values are equal. A STRUCT is so where all its fields are, by position."""
     if kind.type_kind != types.TYPE_STRUCT:
         if types.TYPE_ARRAY in (kind.type_kind, other.type_kind):
             raise unsupported("Comparison of ARRAY")
@@ -57,7 +57,7 @@ def _equal(left: str, right: str, kind: TypeProto, other: TypeProto) -> str:
 
 
 def _not_distinct(left: str, right: str, kind: TypeProto, other: TypeProto) -> str:
-    """Whether two values are equal or both NULL, so are the fields of two STRUCTs."""
+    """True if two values are equal or both NULL, so are the fields of two STRUCTs."""
     if types.TYPE_ARRAY in (kind.type_kind, other.type_kind):
         raise unsupported("Comparison of ARRAY")
     if kind.type_kind != types.TYPE_STRUCT:

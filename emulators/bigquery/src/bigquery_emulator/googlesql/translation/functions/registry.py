@@ -61,7 +61,7 @@ class Call:
 
     @property
     def is_constant(self) -> bool:
-        """Whether no argument has a column in it."""
+        """True if no argument has a column in it."""
         inner = (one for node in self.nodes for one in node.walk())
         return not any(one.kind == "ColumnRef" or one.kind.endswith("Scan") for one in inner)
 
@@ -76,7 +76,7 @@ class Call:
 
 
 def is_name(node: Node) -> bool:
-    """Whether an argument is a name, such as a date part, and not a value."""
+    """True if an argument is a name, such as a date part, and not a value."""
     return node.kind == "Literal" and node.type.HasField("enum_type")
 
 

@@ -214,7 +214,7 @@ def _edge(name: str) -> Translate:
 
 
 def _with_edge(name: str) -> Translate:
-    """Whether a value begins or ends with another one. The digits of BYTES do so alike."""
+    """True if a value begins or ends with another one. The digits of BYTES do so alike."""
 
     def write(call: Call) -> str:
         if call.kind() == _BYTES:
