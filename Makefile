@@ -41,8 +41,8 @@ example: $(STAMP) ## set up a model of examples/ with real weights, serve it and
 doctor: $(STAMP) ## say what is missing on this machine, and how to fix it
 	@$(BIN)/penstock doctor
 
-bench: $(STAMP) ## measure the pipeline on this machine
-	@$(BIN)/python -m bench
+bench: $(STAMP) ## list the benchmarks; NAMES="soak rows": run these on this machine
+	@$(BIN)/python -m bench $(NAMES)
 
 bench-peers: $(STAMP) ## measure it beside other servers of the same model: QUICK=1: less, about 11 minutes on two cores
 	@$(BIN)/python -m bench.peers $(if $(QUICK),--quick)

@@ -1,12 +1,16 @@
-"""`python -m bench [NAME ...]`: runs benchmarks, prints and keeps their figures."""
+"""`python -m bench [NAME ...]`: lists the benchmarks, or runs those named and stores figures."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
 from bench.report import Outcome, keep, machine, table
 from shared.loopback import exempt_loopback_from_proxies
@@ -14,57 +18,37 @@ from shared.loopback import exempt_loopback_from_proxies
 MODULES = {
     "overhead": "overhead",
     "throughput": "throughput",
-    "hits": "cache_hits",
-    "multi_model": "multi_model",
-    "shapes": "shapes",
-    "image_steps": "image_steps",
-    "adapters": "adapters",
-    "judged_images": "judged_images",
-    "shortcuts": "shortcuts",
-    "broker": "broker",
-    "item_cost": "item_cost",
+    "profile": "time_profile",
     "request_cost": "request_cost",
-    "soak": "soak",
-    "footprint": "footprint",
-    "overload": "overload",
-    "images": "images",
-    "fairness": "fairness.all_parts",
-    "recovery": "recovery",
-    "rows": "rows",
-    "row_outage": "row_outage",
-    "batches": "batches",
-    "custom_batches": "custom_batches",
-    "shared_flow": "shared_flow",
-    "long_recording": "long_recording",
-    "long_texts": "long_texts",
-    "tracing": "tracing",
-    "keys": "keys",
-    "limits": "limits",
-    "lone_request": "lone_request",
-    "shared_limits": "shared_limits",
-    "simulation": "simulation",
-    "bad_neighbor": "bad_neighbor.rounds",
-    "attacks": "attacks",
+    "item_cost": "item_cost",
     "far_broker": "far_broker",
-    "far_redis": "far_redis",
-    "far_objects": "far_objects",
-    "reports": "reports",
-    "day": "day",
+    "images": "images",
+    "custom_batches": "custom_batches",
     "generation": "generation.engine",
     "generation_load": "generation.load",
     "generation_cpu": "generation.cpu",
     "generation_lookup": "generation.lookup",
     "schemas": "generation.schemas",
     "streams": "streams",
-    "profile": "time_profile",
+    "bad_neighbor": "bad_neighbor.rounds",
+    "attacks": "attacks",
+    "shared_limits": "shared_limits",
+    "soak": "soak",
+    "recovery": "recovery",
+    "rows": "rows",
+    "row_outage": "row_outage",
+    "reports": "reports",
 }
 """Modules here whose `run()` returns an Outcome, by the name of the benchmark."""
+PROGRAMS = ("peers", "gpu", "class_runners")
+"""Packages here that are programs with their own options, such as `python -m bench.peers`."""
 HAVE_SHORT_FORM = frozenset({"bad_neighbor", "far_broker"})
 """Benchmarks whose `run` takes `quick`."""
+LINE_WIDTH, NAME_WIDTH = 100, 17
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmarks.
+    """Lists the benchmarks if none is named, and otherwise runs those named.
 
     Returns 1 if one failed, or if `--check` was given and a figure misses its limit.
     """
@@ -72,9 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench", description="Measures the pipeline on this machine."
     )
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"which (default: all): {', '.join(MODULES)}"
-    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="without one, lists them all")
     parser.add_argument("--profile", action="store_true", help="the same as the name profile")
     parser.add_argument(
         "--check", action="store_true", help="exit with 1 when a figure misses its limit"
@@ -87,10 +69,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if unknown := set(options.names) - set(MODULES):
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
-    names = [*options.names, *(["profile"] if options.profile else [])] or list(MODULES)
+    names = [*options.names, *(["profile"] if options.profile else [])]
     if options.quick and (too_long := set(names) - HAVE_SHORT_FORM):
         parser.error(f"--quick: no short form of {', '.join(sorted(too_long))}")
-    short = {"quick": True} if options.quick else {}
+    if not names:
+        print(listing())
+        return 0
+    return _run(names, is_quick=options.quick, is_checked=options.check)
+
+
+def listing() -> str:
+    """Returns one sentence for each benchmark and for each program."""
+    named = (f"{name:<{NAME_WIDTH}} {find_summary(module)}" for name, module in MODULES.items())
+    programs = (find_summary(f"{name}.__main__") for name in PROGRAMS)
+    return "\n".join(
+        [
+            "Run them with `python -m bench NAME ...`:",
+            *(_wrap(line, indent=NAME_WIDTH + 3) for line in named),
+            "Programs with their own options (`--help`):",
+            *(_wrap(line, indent=4) for line in programs),
+        ]
+    )
+
+
+def find_summary(module: str) -> str:
+    """Returns the first sentence of a module's docstring, which is read without an import."""
+    spec = find_spec(f"bench.{module}")
+    assert spec is not None
+    assert spec.origin is not None
+    docstring = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+    return " ".join(docstring.partition("\n\n")[0].split())
+
+
+def _wrap(line: str, indent: int) -> str:
+    return textwrap.fill(
+        f"  {line}", LINE_WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False
+    )
+
+
+def _run(names: Sequence[str], *, is_quick: bool, is_checked: bool) -> int:
+    short = {"quick": True} if is_quick else {}
     where, outcomes = machine(), dict[str, Outcome]()
     print(f"{where['cpu']}, {where['cores']} cores, load {where['load_before']}", flush=True)
     for name in names:
@@ -109,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failures = [outcome.failure for outcome in outcomes.values() if outcome.failure]
     for failure in failures:
         print(f"FAILED: {failure}")
-    return 1 if failures or (options.check and missed) else 0
+    return 1 if failures or (is_checked and missed) else 0
 
 
 if __name__ == "__main__":

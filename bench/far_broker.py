@@ -1,4 +1,4 @@
-"""How busy a model stays, by the distance to the broker.
+"""The share of time that a model is busy, by the distance to the broker.
 
 A worker and callers behind a proxy (bench/far_worker.py). "As before" is a worker that holds two
 batches at any distance. `python -m bench.far_broker DELAY_MS` measures one load at one distance.

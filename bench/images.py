@@ -1,4 +1,4 @@
-"""Measures answers from the cache while images are decoded, and edits whose deadline passes.
+"""Answers from the cache while images are decoded, and edits whose deadline passes.
 
 16 callers send a PNG of 25 megapixels, RGBA in 16 bit, again and again. No image worker runs: the
 edits ask for less than one step, which is refused right after the image was decoded. Quiet and

@@ -1,4 +1,4 @@
-"""What an item costs in a worker's I/O process, with a model that takes no time and one item a job.
+"""CPU of an item in a worker's I/O process, with a model that takes no time and one item per job.
 
 A worker with a model that computes nothing (bench/fairness/timed.py), in a process of its own, and
 callers in this one that keep a number of jobs in flight. Broker and Redis are near. On two cores

@@ -91,11 +91,6 @@ class Part:
             int(child.memory_info().rss) for child in children if child.name() == MODEL_PROCESS_NAME
         ]
 
-    def tree_rss_bytes(self) -> int:
-        """Resident memory of its children, with those of custom classes."""
-        children = self._process.children(recursive=True)
-        return sum(int(child.memory_info().rss) for child in children)
-
     def image_rss_bytes(self) -> list[int]:
         """Resident memory of each of an API's image processes, which are its only children."""
         return [int(child.memory_info().rss) for child in self._process.children(recursive=True)]
@@ -225,15 +220,6 @@ class Pipeline:
         with another(self.stack, "another-api", "api", port, variables) as part:
             yield part
 
-    @contextmanager
-    def another_worker(self, **settings: object) -> Iterator[Part]:
-        """One more worker of the same model with other `settings` (fields of WorkerSettings)."""
-        port = free_port()
-        variables = {"PENSTOCK_MODEL": MODEL, "PENSTOCK_HEALTH_PORT": str(port)}
-        variables |= {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
-        with another(self.stack, "another-worker", "workers", port, variables) as part:
-            yield part
-
 
 @contextmanager
 def another(
@@ -296,25 +282,6 @@ def only_model(state_dir: Path, name: str, changes: Mapping[str, object]) -> Pat
     catalog = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
     catalog["models"] = [entry | changes for entry in catalog["models"] if entry["name"] == name]
     return _written(state_dir, catalog)
-
-
-@contextmanager
-def image_stack(changes: Mapping[str, object]) -> Iterator[Stack]:
-    """A stack of the shipped image model alone, on one thread.
-
-    Args:
-        changes: of the fields below `image` of its entry.
-    """
-    model = read_catalog(MODELS_FILE).default("image")
-    with tempfile.TemporaryDirectory() as folder:
-        image = model.image.model_dump() | dict(changes)
-        settings = {
-            "PENSTOCK_MODELS_FILE": str(only_model(Path(folder), model.name, {"image": image})),
-            "PENSTOCK_PROCESSES": "1",
-            "PENSTOCK_THREADS": "1",
-        }
-        with Stack(Path(folder), ports=Ports.free(1), settings=settings, say=say_nothing) as stack:
-            yield stack
 
 
 def _written(state_dir: Path, catalog: Mapping[str, object]) -> Path:

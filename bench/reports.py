@@ -1,4 +1,4 @@
-"""Every report over five million rows in the embedded BigQuery, and how long each takes.
+"""Seconds of each report over five million rows in the embedded BigQuery.
 
 The rows are made by bench/reports.sql and loaded by load jobs, as a user would load them.
 """

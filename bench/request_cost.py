@@ -1,4 +1,4 @@
-"""What a request of one short text costs besides its model and broker, with 128 in flight.
+"""CPU of a request with one short text, without model and broker, with 128 in flight.
 
 The CPU of the API, the worker's I/O process and Redis is what a deployment pays per request on
 machines without a GPU. Load generator, broker and model share the cores, so other load raises it

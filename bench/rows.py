@@ -1,4 +1,4 @@
-"""The writer of usage rows on one core: its rate, an outage of BigQuery, and the way out of it.
+"""The writer of usage rows on one core: its rate, an outage of BigQuery, and the recovery.
 
 The writer has a core of its own. The stand-in for BigQuery has another one, if there is one,
 and answers after as long as the service (bench/row_sink.py). An outage of ten minutes is

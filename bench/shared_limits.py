@@ -1,4 +1,4 @@
-"""Ten API processes share the limit of a tenant: what they let through together.
+"""Ten API processes share the limit of a tenant: how many requests they allow together.
 
 Both phases are counted from what callers see: answers with status 200, by the moment at
 which they arrive. In the second, Redis is killed and the limit is kept by each process alone.

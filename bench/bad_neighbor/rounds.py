@@ -1,7 +1,7 @@
-"""Each surface in rounds: the quiet tenant alone, beside the bad one, and beside the same CPU load.
+"""A quiet tenant on each surface: alone, next to a bad tenant, and next to the same CPU load.
 
-The last is that of nobody's requests, so it says what the cores of this machine are to blame for
-(cpu_load.py). The bound is in comparison.py. All surfaces at once have none.
+That CPU load (cpu_load.py) comes from no request, so it shows how much the shared cores of this
+machine explain. The bound is in comparison.py. All surfaces at once have none.
 """
 
 from __future__ import annotations

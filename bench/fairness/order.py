@@ -1,4 +1,4 @@
-"""Interference between tenants and from `batch` priority, by the backlog of a worker.
+"""Interference between tenants, by the backlog of a worker.
 
 Measured with a model that only takes time (bench/fairness/timed.py).
 """
@@ -19,22 +19,16 @@ import uvloop
 from bench.fairness.timed import BATCH_S, MODEL, TOKENS_PER_S, Callers, timed_workers
 from bench.load.generator import percentiles
 from bench.report import Figure
-from shared.tenants.plan import Priority
 
 PAGE, PAGES = 230, 32
 """Tokens of a long text, and such texts in a request of the noisy tenant."""
 QUIET, RATE_PER_S = 5, 1.0
 LENGTHS = [12] * 6 + [64] * 3 + [230]
-CONNECTIONS = {"40 jobs": 20, "300 jobs": 150}
-"""Connections of the noisy tenant, by the jobs that it has in flight."""
-HANDS = (16, 64, 256, 1024)
-"""Messages that a worker holds. Two batches for each of two processes are 256."""
+CONNECTIONS = 20
+"""Connections of the noisy tenant, which has 40 jobs in flight on them."""
 WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0}
 OFF_PERCENT, KEPT_PERCENT = {1: 2.0, 3: 5.0}, 95.0
 """Off the shares of weights at most, by the number of workers. Kept by the noisy one at least."""
-UNANSWERED = 60
-"""Jobs that each of them has in flight, for each worker: in all less than the workers hold."""
-INTERACTIVE_PER_S, BATCH_JOBS = 20.0, 60
 LEAD_S = 3.0
 WEIGHTS_LEAD_S = 15.0
 """The lightest tenant's jobs in flight take so long, once around."""
@@ -49,19 +43,12 @@ class CallersView:
     tokens: Counter[str] = field(default_factory=Counter)
 
 
-def measure(where: tuple[str, str], seconds: float) -> list[Figure]:
-    """About 17 times `seconds`. `where`: the endpoint of a Pub/Sub and the URL of a Redis."""
-    parts = (_noise, _hands, _weights, _priorities)
-    return [figure for part in parts for figure in part(where, seconds)]
-
-
-def measure_shares(
-    where: tuple[str, str], seconds: float, unanswered: int = UNANSWERED
-) -> list[Figure]:
-    """What a noisy tenant and weights do, about 7 times `seconds`.
+def measure_shares(where: tuple[str, str], seconds: float, unanswered: int) -> list[Figure]:
+    """Measures the effects of a noisy tenant and of weights. Takes about 7 times `seconds`.
 
     Args:
-        where: as of `measure`.
+        where: endpoint of a Pub/Sub, and URL of a Redis.
+        seconds: length of a part.
         unanswered: jobs that each tenant with a weight has in flight, for each worker. At a
             distance more of them are on their way, so it takes more until none runs out of jobs.
     """
@@ -74,9 +61,8 @@ def _noise(where: tuple[str, str], seconds: float) -> Iterator[Figure]:
     def run(connections: int, quiet: int) -> CallersView:
         return uvloop.run(_run(where, seconds, partial(_callers, connections, quiet)))
 
-    connections = min(CONNECTIONS.values())
-    alone, both = _quiet_waits(run(0, QUIET)), run(connections, QUIET)
-    noisy = run(connections, 0).tokens["noisy"]
+    alone, both = _quiet_waits(run(0, QUIET)), run(CONNECTIONS, QUIET)
+    noisy = run(CONNECTIONS, 0).tokens["noisy"]
     beside, limit_ms = _quiet_waits(both), 2 * alone["p99"] + 1000 * FULL_BATCH_S
     yield Figure("quiet alone, p50", alone["p50"], "ms")
     yield Figure("quiet alone, p99", alone["p99"], "ms")
@@ -85,17 +71,6 @@ def _noise(where: tuple[str, str], seconds: float) -> Iterator[Figure]:
     left = noisy - sum(both.tokens[name] for name in both.tokens if name != "noisy")
     kept = 100 * both.tokens["noisy"] / left
     yield Figure("noisy, of what the quiet ones leave", kept, "%", ">=", KEPT_PERCENT)
-
-
-def _hands(where: tuple[str, str], seconds: float) -> Iterator[Figure]:
-    for jobs, connections in CONNECTIONS.items():
-        for hand in HANDS:
-            callers = partial(_callers, connections, QUIET)
-            seen = uvloop.run(_run(where, seconds, callers, hand=hand))
-            waits, name = _quiet_waits(seen), f"hand of {hand}, noisy with {jobs}"
-            yield Figure(f"{name}: quiet, p50", waits["p50"], "ms")
-            yield Figure(f"{name}: quiet, p99", waits["p99"], "ms")
-            yield Figure(f"{name}: noisy", seen.tokens["noisy"] / seconds, "tokens/s")
 
 
 def _callers(connections: int, quiet: int, to: Callers, seen: CallersView) -> Sequence[Work]:
@@ -108,9 +83,7 @@ def _quiet_waits(seen: CallersView) -> dict[str, float]:
     return _percentiles([one for name in names for one in seen.waits_ms[name]])
 
 
-def _weights(
-    where: tuple[str, str], seconds: float, unanswered: int = UNANSWERED
-) -> Iterator[Figure]:
+def _weights(where: tuple[str, str], seconds: float, unanswered: int) -> Iterator[Figure]:
     for workers, off_percent in OFF_PERCENT.items():
 
         def callers(
@@ -131,25 +104,6 @@ def _weights(
         yield Figure(f"{workers} workers, most off", most, "%", "<=", off_percent)
 
 
-def _priorities(where: tuple[str, str], seconds: float) -> Iterator[Figure]:
-    def interactive(to: Callers, seen: CallersView) -> Sequence[Work]:
-        return [_sometimes(to, seen, "interactive", INTERACTIVE_PER_S)]
-
-    def both(to: Callers, seen: CallersView) -> Sequence[Work]:
-        batch = [_again(to, seen, "batch", LENGTHS, priority="batch") for _ in range(BATCH_JOBS)]
-        return [*interactive(to, seen), *batch]
-
-    alone = uvloop.run(_run(where, seconds, interactive)).waits_ms["interactive"]
-    seen = uvloop.run(_run(where, seconds, both))
-    beside = seen.waits_ms["interactive"]
-    for name, waits in (("alone", alone), ("beside a batch", beside)):
-        yield Figure(f"interactive {name}, p50", _percentiles(waits)["p50"], "ms")
-    p99, most_ms = _percentiles(beside)["p99"], 1.5 * _percentiles(alone)["p99"]
-    yield Figure("interactive alone, p99", _percentiles(alone)["p99"], "ms")
-    yield Figure("interactive beside a batch, p99", p99, "ms", "<=", most_ms)
-    yield Figure("the batch beside it", seen.tokens["batch"] / seconds, "tokens/s")
-
-
 Work = Awaitable[None]
 
 
@@ -164,11 +118,10 @@ async def _run(
     callers: Callable[[Callers, CallersView], Sequence[Work]],
     *,
     workers: int = 1,
-    hand: int = 0,
     lead_s: float = LEAD_S,
 ) -> CallersView:
     """Returns the view of `callers` in `seconds` after `lead_s`."""
-    async with timed_workers(*where, workers=workers, hand=hand) as to:
+    async with timed_workers(*where, workers=workers) as to:
         seen = CallersView()
         calling = [asyncio.ensure_future(one) for one in callers(to, seen)]
         await asyncio.sleep(lead_s)
@@ -188,11 +141,10 @@ async def _again(
     tenant: str,
     lengths: list[int],
     weight: float = 1.0,
-    priority: Priority = "interactive",
 ) -> None:
     """A closed loop of one request."""
     while True:
-        tokens = await to.ask(tenant, lengths, weight=weight, priority=priority)
+        tokens = await to.ask(tenant, lengths, weight=weight)
         seen.tokens[tenant] += tokens
 
 

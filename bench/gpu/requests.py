@@ -17,8 +17,8 @@ from typing import Any
 import diffusers
 import msgspec
 import torch
+from safetensors.torch import save_file
 
-from bench.adapters import RANK, write_adapters
 from bench.gpu.card import seconds
 from bench.gpu.company import distances, drawn, gradient, masked, outline
 from bench.gpu.images import GUIDANCE, image_entry
@@ -31,7 +31,7 @@ from workers.models.base import PreparedImage
 from workers.models.device import Device
 from workers.models.image.stepped import SteppedImageModel
 
-TOGETHER = 4
+TOGETHER, RANK = 4, 8
 SHIPPED_SIDE, SHIPPED_GUIDANCE = 64, 2.0
 CONTROL_STD = 0.01
 
@@ -151,6 +151,32 @@ def write_extras(pipeline: Path, folder: Path, *, trained: Path | None = None) -
 
 def _with(entry: Model, extras: Mapping[str, Any]) -> Any:
     return entry.image.model_copy(update=dict(extras))
+
+
+def write_adapters(unet: torch.nn.Module, folder: Path, count: int, rank: int) -> dict[str, Path]:
+    """Writes adapters with random weights in each attention layer of a UNet.
+
+    Returns their files by name: a0, a1 and so on.
+    """
+    layers = {
+        name: layer
+        for name, layer in unet.named_modules()
+        if isinstance(layer, torch.nn.Linear) and ".attn" in name
+    }
+    files = {}
+    for number in range(count):
+        generator = torch.Generator().manual_seed(number)
+        tensors = {}
+        for name, layer in layers.items():
+            for side, shape in (
+                ("A", (rank, layer.in_features)),
+                ("B", (layer.out_features, rank)),
+            ):
+                weight = torch.randn(shape, generator=generator) * 0.05
+                tensors[f"unet.{name}.lora_{side}.weight"] = weight
+        files[f"a{number}"] = folder / f"{number}.safetensors"
+        save_file(tensors, files[f"a{number}"])
+    return files
 
 
 def _shipped_entry(extras: Mapping[str, Any], precision: str, scale: Scale) -> Model:

@@ -66,7 +66,7 @@ QUEUE_LIMIT_BYTES = 128 * 1024 * 1024
 REQUESTS_IN_FLIGHT = 4
 """Per topic.
 
-More of them coalesce less, fewer add up to one round trip of waiting (bench/broker.py).
+More of them coalesce less, fewer add up to one round trip of waiting.
 """
 
 

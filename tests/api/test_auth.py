@@ -108,7 +108,7 @@ async def test_who_knows_only_the_id_is_told_nothing(keys: ApiKeys) -> None:
 async def test_every_wrong_key_takes_the_same_path(
     keys: ApiKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The times are measured in bench/keys.py. Here every refusal makes the same calls."""
+    """Every refusal makes the same calls."""
     calls: list[str] = []
 
     def counted(name: str, call: Callable[..., object]) -> Callable[..., object]:

@@ -169,5 +169,5 @@ def test_failure_is_the_status_of_the_command_and_the_results_are_kept(
 
 def test_short_form_of_what_has_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        command.main(["--quick", "limits"])
-    assert "no short form of limits" in capsys.readouterr().err
+        command.main(["--quick", "soak"])
+    assert "no short form of soak" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.__main__ import MODULES
+from bench.__main__ import MODULES, PROGRAMS, find_summary, main
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -24,3 +24,13 @@ def test_each_benchmark_is_a_module_that_runs(name: str) -> None:
         for alias in node.names
     }
     assert "run" in functions | imported
+
+
+def test_benchmarks_are_listed_if_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    listing = " ".join(capsys.readouterr().out.split())
+    for name, module in MODULES.items():
+        assert len(find_summary(module)) > len(name)
+        assert f" {name} {find_summary(module)} " in listing
+    for name in PROGRAMS:
+        assert f"`python -m bench.{name}" in listing

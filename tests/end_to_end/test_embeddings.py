@@ -113,7 +113,7 @@ def _tokenizer() -> Tokenizer:
 def test_windows_of_a_long_text_equal_the_reference(
     client: openai.OpenAI, reference: Embed, rows: Rows, text: str
 ) -> None:
-    """`python -m bench long_texts` does the same with 300 pages."""
+    """docs/measurements/embeddings.md has the figures for 300 pages."""
     long = f"{text} {topics['formatstrings'][:8000]}"
     answer = client.embeddings.with_raw_response.create(
         model=EMBEDDER, input=long, extra_body={"chunk": {"overlap": 20}}
