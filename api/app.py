@@ -211,6 +211,15 @@ _HEAD_TOO_LARGE: Described = {
     },
 }
 
+_ABOUT = (
+    "Embeddings, images, audio and text in the shapes of OpenAI's API, documents in that of "
+    "Mistral's, and predictions in those of Replicate's.\n\n"
+    "Every answer has `x-request-id`. Answers with results also say where these came from "
+    "(`x-penstock-cache`: hit, miss,\npartial or joined) and how long each step took "
+    "(`x-penstock-queue-ms`, `-batch-ms`, `-inference-ms`, `-total-ms`) and what they cost\n"
+    "(`x-penstock-cost-usd`, `x-penstock-device-ms`)."
+)
+
 
 def describe(app: FastAPI, catalog: Catalog) -> None:
     """Adds to the OpenAPI document of `app` the schemas that its routes refer to.
@@ -525,13 +534,3 @@ def _report_dataset(settings: ApiSettings) -> ReportDataset:
         settings.bigquery_endpoint,
         settings.usage_query_max_bytes,
     )
-
-
-_ABOUT = (
-    "Embeddings, images, audio and text in the shapes of OpenAI's API, documents in that of "
-    "Mistral's, and predictions in those of Replicate's.\n\n"
-    "Every answer has `x-request-id`. Answers with results also say where these came from "
-    "(`x-penstock-cache`: hit, miss,\npartial or joined) and how long each step took "
-    "(`x-penstock-queue-ms`, `-batch-ms`, `-inference-ms`, `-total-ms`) and what they cost\n"
-    "(`x-penstock-cost-usd`, `x-penstock-device-ms`)."
-)

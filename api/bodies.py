@@ -31,16 +31,7 @@ from shared.diffusion_schedulers import SCHEDULER_ALIASES, SCHEDULER_NAMES
 from shared.errors import BadInput, InputTooLarge
 from shared.image_flow import SCALES
 
-
-class Usage(msgspec.Struct):
-    """Tokens of all inputs, with special tokens. Those of results from the cache count here too."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
 MAX_URL_CHARS = 2048
-
 
 MAX_SEED = 2**53 - 11
 """JSON numbers above 2^53 are not exact everywhere, and ten images have consecutive seeds."""
@@ -68,6 +59,32 @@ Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 
+SCHEDULER_CHOICE = (
+    f"one of {', '.join(SCHEDULER_NAMES)}, or the name that Replicate or diffusers has for it."
+)
+ClipSkip = Annotated[int, Field(ge=0, le=32)]
+"""How many of the last layers of CLIP do not read the prompt. A model may have fewer."""
+GuidanceRescale = Annotated[float, Field(ge=0, le=1)]
+"""How much of the contrast that guidance adds is taken back."""
+
+MAX_VALUES = 300_000
+"""Numbers and strings in one body. OpenAI's API accepts as many token ids."""
+MAX_STRINGS = 20_000
+"""Strings and field names in one body. Each of them may be an unknown field."""
+SURELY_FEW = 1000
+"""Bodies with at most this many commas are not checked further."""
+MAX_NESTED = 100
+"""Levels of nesting. Pydantic has a limit of 200."""
+# Possessive, and with an optional end: the expression reads each byte only once.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+
+
+class Usage(msgspec.Struct):
+    """Tokens of all inputs, with special tokens. Those of results from the cache count here too."""
+
+    prompt_tokens: int
+    total_tokens: int
+
 
 def _known(name: str) -> str:
     known = SCHEDULER_ALIASES.get(name, name)
@@ -81,13 +98,6 @@ SchedulerName = Annotated[
     AfterValidator(_known),
     Field(json_schema_extra={"enum": [*SCHEDULER_NAMES, *SCHEDULER_ALIASES]}),
 ]
-SCHEDULER_CHOICE = (
-    f"one of {', '.join(SCHEDULER_NAMES)}, or the name that Replicate or diffusers has for it."
-)
-ClipSkip = Annotated[int, Field(ge=0, le=32)]
-"""How many of the last layers of CLIP do not read the prompt. A model may have fewer."""
-GuidanceRescale = Annotated[float, Field(ge=0, le=1)]
-"""How much of the contrast that guidance adds is taken back."""
 
 
 def _is_scale(value: int) -> int:
@@ -161,18 +171,6 @@ def shape_of(value: Any) -> str:
             else "texts:"
         )
     return "text:"
-
-
-MAX_VALUES = 300_000
-"""Numbers and strings in one body. OpenAI's API accepts as many token ids."""
-MAX_STRINGS = 20_000
-"""Strings and field names in one body. Each of them may be an unknown field."""
-SURELY_FEW = 1000
-"""Bodies with at most this many commas are not checked further."""
-MAX_NESTED = 100
-"""Levels of nesting. Pydantic has a limit of 200."""
-# Possessive, and with an optional end: the expression reads each byte only once.
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 def check_amount(body: bytes) -> None:

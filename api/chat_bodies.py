@@ -28,6 +28,23 @@ from api.errors import WrongField
 
 TOOL_NAME = r"^[A-Za-z0-9_-]{1,64}$"
 
+MAX_TOOLS = 128
+MAX_CHOICES, MAX_PROMPTS = 8, 512
+MAX_TEXTS, MAX_STREAMED_TEXTS = 1024, 64
+"""Prompts times `n` in one request. The second is MAX_ITEMS of shared/stores/token_streams.py."""
+MAX_BIASES = 1024
+TEMPLATE_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
+"""What a chat template gets from other fields."""
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+LogitBias = Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+MAX_INT64 = 2**63 - 1
+
+OF_A_CLIENT = "Accepted, and not kept: clients add it to the answers that they send back."
+
 
 class FunctionTool(Body):
     """A function that the model may call."""
@@ -130,22 +147,6 @@ def _no_such_tool(tools: list[Tool] | None, choice: AnyToolChoice) -> str:
     return f"tools has none named {', '.join(map(repr, names))[:200]}; name one of tools"
 
 
-MAX_TOOLS = 128
-MAX_CHOICES, MAX_PROMPTS = 8, 512
-MAX_TEXTS, MAX_STREAMED_TEXTS = 1024, 64
-"""Prompts times `n` in one request. The second is MAX_ITEMS of shared/stores/token_streams.py."""
-MAX_BIASES = 1024
-TEMPLATE_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
-"""What a chat template gets from other fields."""
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
-TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
-Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-LogitBias = Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES)]
-Stop = Annotated[str, Field(min_length=1, max_length=256)]
-MAX_INT64 = 2**63 - 1
-
-
 def text_or_list(value: Any) -> str:
     """Returns the tag of a form, so that errors are about the one that was meant."""
     return "list:" if isinstance(value, list) else "text:"
@@ -159,9 +160,6 @@ class TextPart(Body):
     prompt_cache_breakpoint: Options | None = Field(
         None, exclude=True, description="Accepted, without effect."
     )
-
-
-OF_A_CLIENT = "Accepted, and not kept: clients add it to the answers that they send back."
 
 
 class FunctionCall(Body):

@@ -27,6 +27,40 @@ from starlette.types import Scope
 from shared.errors import BadInput, Canceled, InputTooLarge, Overloaded, PenstockError
 from shared.tenants.api_key import without_keys
 
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+
+SHORT_RETRY_S = 1.0
+MAX_BODY_DEPTH = 200
+"""Objects and lists within each other that the parser of bodies takes, jiter:
+https://github.com/pydantic/jiter
+"""
+
+EXPECTED_ERRORS = (
+    PenstockError,
+    ValidationError,
+    RequestValidationError,
+    HTTPException,
+    ClientDisconnect,
+)
+"""The errors that routes may raise. The middleware handles all others."""
+
+_REASONS = {
+    "extra_forbidden": "unknown parameter",
+    "none_required": "is not supported by this API; leave it out, or send null",
+    "dict_type": "Input should be an object",
+    "model_type": "Input should be an object",
+    "model_attributes_type": "Input should be an object",
+    "list_type": "Input should be a list",
+    "bool_type": "Input should be true or false, without quotes",
+    "bool_parsing": "Input should be true or false",
+    "finite_number": "Input should be a finite number",
+}
+"""The reasons for which pydantic's words are about Python or about its own types."""
+
+_TOO_DEEP = f"nested deeper than {MAX_BODY_DEPTH} levels"
+
+log = logging.getLogger(__name__)
+
 
 class WrongField(ValueError):
     """A field is wrong for a reason that is not in it alone.
@@ -53,9 +87,6 @@ class ErrorReply(msgspec.Struct):
     """The body of every error."""
 
     error: ErrorDetail
-
-
-_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 def allowed_methods(routes: Iterable[BaseRoute], scope: Scope) -> list[str]:
@@ -243,23 +274,6 @@ ERROR_MAPPINGS = {
     "unavailable": ErrorMapping(503, "server_error"),
     "deadline_exceeded": ErrorMapping(504, "timeout_error", retry=False),
 }
-SHORT_RETRY_S = 1.0
-MAX_BODY_DEPTH = 200
-"""Objects and lists within each other that the parser of bodies takes, jiter:
-https://github.com/pydantic/jiter
-"""
-
-log = logging.getLogger(__name__)
-
-
-EXPECTED_ERRORS = (
-    PenstockError,
-    ValidationError,
-    RequestValidationError,
-    HTTPException,
-    ClientDisconnect,
-)
-"""The errors that routes may raise. The middleware handles all others."""
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -378,20 +392,6 @@ def describe(wrong: Mapping[str, Any]) -> tuple[str, str]:
     return where, _reason_of(wrong)
 
 
-_REASONS = {
-    "extra_forbidden": "unknown parameter",
-    "none_required": "is not supported by this API; leave it out, or send null",
-    "dict_type": "Input should be an object",
-    "model_type": "Input should be an object",
-    "model_attributes_type": "Input should be an object",
-    "list_type": "Input should be a list",
-    "bool_type": "Input should be true or false, without quotes",
-    "bool_parsing": "Input should be true or false",
-    "finite_number": "Input should be a finite number",
-}
-"""The reasons for which pydantic's words are about Python or about its own types."""
-
-
 def _reason_of(wrong: Mapping[str, Any]) -> str:
     kind, context = wrong["type"], wrong.get("ctx", {})
     if _is_too_deep(wrong):
@@ -418,9 +418,6 @@ def _json_reason(reason: str) -> str:
         at = reason.partition(" at line")[2]
         return f"a \\u escape is half of a surrogate pair; send both halves, at line{at}"
     return reason
-
-
-_TOO_DEEP = f"nested deeper than {MAX_BODY_DEPTH} levels"
 
 
 def _is_too_deep(wrong: Mapping[str, Any]) -> bool:

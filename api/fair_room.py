@@ -22,6 +22,17 @@ from typing import NamedTuple, Protocol
 
 from shared.tenants.plan import DEFAULT_TENANT, Priority
 
+RESERVE = 0.125
+"""The part of the room that only tenants below their fair share may fill.
+
+Items leave at the rate of the workers, so the reserve is what other tenants can send at once,
+before something leaves. An eighth of 512 items is 64 requests of one text. More would be taken from
+a tenant whose neighbors send little.
+"""
+MAX_OVER = 2
+"""Beyond MAX_OVER times the bound, no tenant is admitted. Only as many tenants as the bound has
+items can reach it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -35,18 +46,6 @@ class Demand:
     priority: Priority = "interactive"
     counts_toward_slo: bool = False
     """True if the SLO applies to the items (shared/slo.py)."""
-
-
-RESERVE = 0.125
-"""The part of the room that only tenants below their fair share may fill.
-
-Items leave at the rate of the workers, so the reserve is what other tenants can send at once,
-before something leaves. An eighth of 512 items is 64 requests of one text. More would be taken from
-a tenant whose neighbors send little.
-"""
-MAX_OVER = 2
-"""Beyond MAX_OVER times the bound, no tenant is admitted. Only as many tenants as the bound has
-items can reach it."""
 
 
 class Asks(Protocol):

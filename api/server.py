@@ -46,6 +46,20 @@ _HOST = re.compile(
     rb"(?::(?P<port>[0-9]{0,5}))?"
 )
 
+DRAIN_S = 4
+"""For open requests after SIGTERM. Cloud Run kills after 10 s, and rows take up to 5 s to be
+stored."""
+KEEP_ALIVE_S = 620
+"""Above the 600 s of Google's load balancer. Otherwise it may reuse a connection that just
+closed."""
+
+TLS_CIPHERS = (
+    "@SECLEVEL=2:ECDH+AESGCM:ECDH+CHACHA20:ECDH+AES:DHE+AES:!aNULL:!eNULL:!aDSS:!SHA1:!AESCCM"
+)
+"""What is taken in TLS 1.2: all with forward secrecy, none with SHA-1. It is the list of Python's
+own builds, https://github.com/python/cpython/blob/v3.11.7/Modules/_ssl.c. Debian and Ubuntu build
+Python with that of the system's OpenSSL, which has both."""
+
 
 class BoundedHttp(HttpToolsProtocol):
     """One connection. `protocol_with` sets the limits of the class."""
@@ -296,21 +310,6 @@ def _is_host(value: bytes) -> bool:
 
 def _too_large() -> PenstockError:
     return HeadTooLarge(f"the URL and headers are larger than {HEAD_LIMIT_BYTES} bytes")
-
-
-DRAIN_S = 4
-"""For open requests after SIGTERM. Cloud Run kills after 10 s, and rows take up to 5 s to be
-stored."""
-KEEP_ALIVE_S = 620
-"""Above the 600 s of Google's load balancer. Otherwise it may reuse a connection that just
-closed."""
-
-TLS_CIPHERS = (
-    "@SECLEVEL=2:ECDH+AESGCM:ECDH+CHACHA20:ECDH+AES:DHE+AES:!aNULL:!eNULL:!aDSS:!SHA1:!AESCCM"
-)
-"""What is taken in TLS 1.2: all with forward secrecy, none with SHA-1. It is the list of Python's
-own builds, https://github.com/python/cpython/blob/v3.11.7/Modules/_ssl.c. Debian and Ubuntu build
-Python with that of the system's OpenSSL, which has both."""
 
 
 def server_config(app: ASGIApp, settings: ApiSettings) -> uvicorn.Config:

@@ -28,34 +28,9 @@ request in flight, for items that take seconds. Each slot is billed for each rep
 are small: results above 1 KiB are in the object store.
 """
 
-
-class Batch(EntryPart):
-    """Limits of one batch: the budget of its task, and a number of items."""
-
-    max_tokens: Positive | None = None
-    max_pixel_steps: Positive | None = None
-    max_items: Positive = 64
-    max_work: Positive | None = None
-    """Of custom models that weigh their items. None: `max_items` of the heaviest."""
-    key: str | None = None
-    """The input of a custom model whose values are equal in a batch. None: any may share
-    one."""
-
-
 MAX_WORK = 1_000_000_000
 DEFAULT_STARTUP_S = 180.0
 MAX_STARTUP_S = 7200.0
-
-
-class ItemWork(EntryPart):
-    """Bounds of an item of a custom model."""
-
-    max: int | None = Field(None, ge=1, le=MAX_WORK)
-    """Maximum weight, which limits reserve."""
-    max_s: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Maximum time in seconds that a class without `predict_batch` computes an item, whatever it
-    weighs. None: until the deadline of its request."""
-
 
 ServedApi = Literal["transcription", "speech", "ocr"]
 """An endpoint of another API that a custom model serves, beside predictions.
@@ -72,6 +47,41 @@ reads both together (`AutoModelForSequenceClassification` with one label).
 """
 MAX_DEADLINE_S = 86_400
 """No model, and no caller, asks for more."""
+
+GpuTypeName = Literal["l4", "a100", "a100-80gb", "h100", "rtx-pro-6000", "t4"]
+"""The types of infra/kubernetes/gpus.yaml, which describes them. A test compares the two."""
+MAX_SHARES: dict[str, int] = {"l4": 22, "a100": 36, "t4": 14}
+"""The most workers that may share a GPU: each gets 1 GiB of its memory at least, after the part
+that CUDA contexts need. GKE allows 48, which larger GPUs reach first. A test compares them with the
+memory in infra/kubernetes/gpus.yaml.
+"""
+
+DEFAULT_DISK_BYTES = 4 * 1024**3
+
+NAME_PATTERN = r"^[A-Za-z][A-Za-z0-9._-]{2,199}$"
+
+
+class Batch(EntryPart):
+    """Limits of one batch: the budget of its task, and a number of items."""
+
+    max_tokens: Positive | None = None
+    max_pixel_steps: Positive | None = None
+    max_items: Positive = 64
+    max_work: Positive | None = None
+    """Of custom models that weigh their items. None: `max_items` of the heaviest."""
+    key: str | None = None
+    """The input of a custom model whose values are equal in a batch. None: any may share
+    one."""
+
+
+class ItemWork(EntryPart):
+    """Bounds of an item of a custom model."""
+
+    max: int | None = Field(None, ge=1, le=MAX_WORK)
+    """Maximum weight, which limits reserve."""
+    max_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Maximum time in seconds that a class without `predict_batch` computes an item, whatever it
+    weighs. None: until the deadline of its request."""
 
 
 class Deadline(EntryPart):
@@ -91,15 +101,6 @@ class Cache(EntryPart):
 
     ttl_s: int = Field(86400, ge=0)
     scope: Literal["global", "tenant"] = "tenant"
-
-
-GpuTypeName = Literal["l4", "a100", "a100-80gb", "h100", "rtx-pro-6000", "t4"]
-"""The types of infra/kubernetes/gpus.yaml, which describes them. A test compares the two."""
-MAX_SHARES: dict[str, int] = {"l4": 22, "a100": 36, "t4": 14}
-"""The most workers that may share a GPU: each gets 1 GiB of its memory at least, after the part
-that CUDA contexts need. GKE allows 48, which larger GPUs reach first. A test compares them with the
-memory in infra/kubernetes/gpus.yaml.
-"""
 
 
 class Gpu(EntryPart):
@@ -220,9 +221,6 @@ class Price(PriceTerms):
         return terms
 
 
-DEFAULT_DISK_BYTES = 4 * 1024**3
-
-
 class ModelResources(EntryPart):
     """What a model may take in each model process. All but `gpu_memory_bytes` is of classes."""
 
@@ -317,9 +315,6 @@ class Canary(EntryPart):
         if value.min < 1:
             raise ValueError("min is 1 or more: without a worker it gets no requests to scale by")
         return value
-
-
-NAME_PATTERN = r"^[A-Za-z][A-Za-z0-9._-]{2,199}$"
 
 
 class FlowEntry(FlowPlan):

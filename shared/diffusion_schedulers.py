@@ -11,6 +11,22 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+OWN_SCHEDULER = "default"
+"""Asks for the scheduler that the model's folder names, whichever it is (flow-matching models have
+no other).
+"""
+
+_OF_REPLICATE = {
+    "DDIM": "ddim",
+    "PNDM": "pndm",
+    "KLMS": "lms",
+    "K_EULER": "euler",
+    "K_EULER_ANCESTRAL": "euler_a",
+    "HeunDiscrete": "heun",
+    "DPMSolverMultistep": "dpmpp_2m",
+    "KarrasDPM": "dpmpp_2m_karras",
+}
+
 
 class Scheduler(NamedTuple):
     """A diffusers class, its options beyond the pipeline's scheduler settings, and its steps."""
@@ -40,23 +56,9 @@ SCHEDULERS: dict[str, Scheduler] = {
     "unipc": Scheduler("UniPCMultistepScheduler"),
     "lcm": Scheduler("LCMScheduler", steps_max=50),
 }
-OWN_SCHEDULER = "default"
-"""Asks for the scheduler that the model's folder names, whichever it is (flow-matching models have
-no other).
-"""
 
 SCHEDULER_NAMES = (OWN_SCHEDULER, *SCHEDULERS)
 
-_OF_REPLICATE = {
-    "DDIM": "ddim",
-    "PNDM": "pndm",
-    "KLMS": "lms",
-    "K_EULER": "euler",
-    "K_EULER_ANCESTRAL": "euler_a",
-    "HeunDiscrete": "heun",
-    "DPMSolverMultistep": "dpmpp_2m",
-    "KarrasDPM": "dpmpp_2m_karras",
-}
 _OF_DIFFUSERS = {choice.class_name: name for name, choice in reversed(SCHEDULERS.items())}
 """By the first name of each class, which has the fewest options of its own."""
 SCHEDULER_ALIASES: Mapping[str, str] = MappingProxyType(_OF_REPLICATE | _OF_DIFFUSERS)

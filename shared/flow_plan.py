@@ -53,6 +53,8 @@ _CONDITION = re.compile(
     r"(?P<right>\"(?:[^\"\\]|\\.)*\"|[^\s\"=!<>]+)\s*"
 )
 
+FieldName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
 
 class Missing:
     """The value of what was skipped. There is one: MISSING."""
@@ -249,9 +251,6 @@ def resolved(value: Any, scope: Mapping[str, Any]) -> Any:
         elements = [resolved(one, scope) for one in value]
         return MISSING if any(one is MISSING for one in elements) else elements
     return value
-
-
-FieldName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class _Part(BaseModel):

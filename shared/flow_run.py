@@ -36,6 +36,9 @@ _outcomes = msgspec.json.Decoder(ItemOutcome)
 _bodies = msgspec.json.Decoder(JobBody)
 _inputs = msgspec.json.Decoder(CustomInput)
 
+PAGE_ITEMS = 64
+"""Items whose outcomes are read together."""
+
 
 class Run:
     """A run as Redis has it, and what follows.
@@ -141,10 +144,6 @@ async def own_objects(runs: FlowRuns, run_id: str) -> list[str]:
     # A class may give on a file that it got.
     own = f"{RESULTS}/{run_id}/"
     return [key for blob in blobs if (key := blob.object_key) and key.startswith(own)]
-
-
-PAGE_ITEMS = 64
-"""Items whose outcomes are read together."""
 
 
 async def outcomes_after(

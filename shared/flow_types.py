@@ -28,6 +28,14 @@ _SHOWN = ("type", "format", "enum", "items", "properties", "anyOf")
 """What the type of an output says. Titles and defaults are those of a step."""
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
+_PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list, tuple),
+}
+
 
 class StepSchema(NamedTuple):
     """What a step of a flow may give to a model, and what it gets, as JSON Schema."""
@@ -196,15 +204,6 @@ def _noun(schema: Schema) -> str:
     kind = _kind(_plain(schema))
     named = {"array": "a list", "object": "an object", "integer": "an integer", "any": "any value"}
     return named.get(kind, f"a {kind}")
-
-
-_PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list, tuple),
-}
 
 
 def check_values(values: Mapping[str, Any], inputs: Schema) -> None:

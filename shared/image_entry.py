@@ -16,6 +16,19 @@ MIN_LORA_SCALE, MAX_LORA_SCALE = -1.0, 3.0
 """As Replicate's models for adapters have them."""
 DEFAULT_ADAPTER_BYTES = 1024**3
 
+UrlBeginning = Annotated[
+    str, Field(pattern=r"^https://[a-z0-9][a-z0-9.-]*(:[0-9]+)?/([^\s?#%\\]+/)?$", max_length=300)
+]
+"""HTTPS, a host in small letters, and a folder that ends with a slash."""
+
+RequestedName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+"""By which requests choose one of several."""
+
+MAX_CONTROL_SCALE = 2.0
+
+MAX_IP_ADAPTER_SCALE = 2.0
+_PLACE_PATTERN = r"^([A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*)?$"
+
 
 class Adapter(EntryPart):
     """A low-rank change (LoRA) of an image model's weights, which requests may name."""
@@ -42,12 +55,6 @@ class Adapter(EntryPart):
         return f"source:{hashlib.blake2b(place.encode(), digest_size=16).hexdigest()}"
 
 
-UrlBeginning = Annotated[
-    str, Field(pattern=r"^https://[a-z0-9][a-z0-9.-]*(:[0-9]+)?/([^\s?#%\\]+/)?$", max_length=300)
-]
-"""HTTPS, a host in small letters, and a folder that ends with a slash."""
-
-
 class AdapterUrls(EntryPart):
     """Files of adapters that requests may name by https URLs."""
 
@@ -66,10 +73,6 @@ class AdapterUrls(EntryPart):
         if self.disk_bytes < self.max_bytes:
             raise ValueError("disk_bytes: it is below max_bytes, so no large file would fit")
         return self
-
-
-RequestedName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-"""By which requests choose one of several."""
 
 
 class _FolderBeside(EntryPart):
@@ -92,9 +95,6 @@ class _FolderBeside(EntryPart):
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-MAX_CONTROL_SCALE = 2.0
-
-
 class Control(_FolderBeside):
     """A ControlNet of an image model: a folder of diffusers' ControlNetModel, trained for it."""
 
@@ -115,10 +115,6 @@ class Control(_FolderBeside):
         if self.canny_low > self.canny_high:
             raise ValueError("canny_low is above canny_high")
         return self
-
-
-MAX_IP_ADAPTER_SCALE = 2.0
-_PLACE_PATTERN = r"^([A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*)?$"
 
 
 class IpAdapter(_FolderBeside):

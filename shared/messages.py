@@ -51,6 +51,27 @@ Weight = Annotated[float, msgspec.Meta(ge=LIGHTEST, le=HEAVIEST)]
 
 PriceShare = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
+_LEFT_OUT = {
+    "lane": "interactive",
+    "start_by_s": 0.0,
+    "weight": 1.0,
+    "price_share": 1.0,
+    "retries": 0,
+    "tries": 0,
+}
+"""Values that are not sent, by their names on the wire. Of other fields it is the empty string."""
+
+_STATUSES = {"deadline_exceeded": "expired", "canceled": "canceled"}
+
+MAX_ATTRIBUTE_BYTES = 1024
+MAX_DATA_BYTES = 9 * 1024 * 1024
+"""Pub/Sub takes 10 MB of data and attributes together (https://cloud.google.com/pubsub/quotas)."""
+
+_encoder = msgspec.json.Encoder()
+
+MAX_REPLY_BATCH_BYTES = 256 * 1024
+"""Of the replies in one message. Whoever reads it does nothing else meanwhile: about 1 ms."""
+
 
 class Item(msgspec.Struct, omit_defaults=True):
     """One unit of work. `index` is its position in the request.
@@ -189,15 +210,6 @@ class Envelope(RequestFacts, kw_only=True):
             raise UndecodableMessage(f"attributes: {error}", field="attributes") from error
 
 
-_LEFT_OUT = {
-    "lane": "interactive",
-    "start_by_s": 0.0,
-    "weight": 1.0,
-    "price_share": 1.0,
-    "retries": 0,
-    "tries": 0,
-}
-"""Values that are not sent, by their names on the wire. Of other fields it is the empty string."""
 _ENVELOPE_FIELDS = tuple(
     (name, _LEFT_OUT.get(name, "")) for name in Envelope.__struct_encode_fields__
 )
@@ -360,9 +372,6 @@ def reason_of(outcome: ItemOutcome) -> str:
     return prefix + outcome.error.message
 
 
-_STATUSES = {"deadline_exceeded": "expired", "canceled": "canceled"}
-
-
 def error_item(error: PenstockError) -> ItemError:
     """An error as it goes into messages and records, whose readers are callers."""
     return ItemError(error.code, error.public_message, error.field)
@@ -387,11 +396,6 @@ def check_schema(attributes: Mapping[str, str]) -> None:
         )
 
 
-MAX_ATTRIBUTE_BYTES = 1024
-MAX_DATA_BYTES = 9 * 1024 * 1024
-"""Pub/Sub takes 10 MB of data and attributes together (https://cloud.google.com/pubsub/quotas)."""
-
-_encoder = msgspec.json.Encoder()
 _job_decoder = msgspec.json.Decoder(JobBody)
 _reply_decoder = msgspec.json.Decoder(ReplyBody)
 _batch_decoder = msgspec.json.Decoder(ReplyBatch)
@@ -472,10 +476,6 @@ def encode_reply_batch(
     if slot:
         attributes["slot"] = slot
     return _encoder.encode(ReplyBatch(batched)), attributes
-
-
-MAX_REPLY_BATCH_BYTES = 256 * 1024
-"""Of the replies in one message. Whoever reads it does nothing else meanwhile: about 1 ms."""
 
 
 def is_reply_batch(attributes: Mapping[str, str]) -> bool:

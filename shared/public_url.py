@@ -28,11 +28,6 @@ from shared.errors import BadInput
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
-
-class UrlForbidden(BadInput):
-    """The URL leads where callers must not send us."""
-
-
 MAX_HOST_CHARS = 253
 _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)", re.I)
 """https://www.rfc-editor.org/rfc/rfc1123#section-2.1, and the underscores of many a real host."""
@@ -40,6 +35,10 @@ _NEVER_PUBLIC = frozenset({"invalid", "internal", "local", "localhost", "onion"}
 """https://www.iana.org/assignments/special-use-domain-names, and ICANN's .internal. The domains for
 documents and tests stay, as people try with them.
 """
+
+
+class UrlForbidden(BadInput):
+    """The URL leads where callers must not send us."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,30 @@ MIN_MARGIN, MAX_MARGIN, MARGIN_STEP = 1.25, 2.0, 1.2
 the rate changes within one deadline, and a late answer is wasted work."""
 MARGIN_FADE_S = 30.0
 
+LOW = 0.25
+"""The share of similar steps that are shorter than what counts as usual. Slow ones had a reason,
+such as other work on the same cores, that says nothing of the model."""
+MIN_RATE = 0.02
+"""The rate at which the usual time follows new steps, once there were many."""
+MIN_STEPS = 3
+"""The minimum number of steps with like work for an estimate."""
+SLOWED = 2.0
+"""A step that takes up to this multiple of what is usual was slowed by others on the same device,
+and its spare part with it. What it takes beyond that is work that nothing reports."""
+MIN_WORK_RATIO = 4
+"""A line is drawn through steps if the work of one is this multiple of the other's."""
+
+MAX_AHEAD_S = 1.0
+"""At most the work of this time is held beyond two batches."""
+MAX_AHEAD_MESSAGES = 8192
+FADE_S = 60.0
+"""Of what was held earlier, a third counts after this time, so that less is held only slowly."""
+ACK_LINGER_S = 0.02
+"""The time that acks of jobs wait to be sent together.
+
+No caller waits for them, and a lone ack costs as much as a publish.
+"""
+
 
 class ServiceRate:
     """The service rate of one model. Pure: callers pass the time, in monotonic seconds.
@@ -136,20 +160,6 @@ class ServiceRate:
         return max(0.0, now_s - self._last_s - QUEUED_FROM * self.service_s)
 
 
-LOW = 0.25
-"""The share of similar steps that are shorter than what counts as usual. Slow ones had a reason,
-such as other work on the same cores, that says nothing of the model."""
-MIN_RATE = 0.02
-"""The rate at which the usual time follows new steps, once there were many."""
-MIN_STEPS = 3
-"""The minimum number of steps with like work for an estimate."""
-SLOWED = 2.0
-"""A step that takes up to this multiple of what is usual was slowed by others on the same device,
-and its spare part with it. What it takes beyond that is work that nothing reports."""
-MIN_WORK_RATIO = 4
-"""A line is drawn through steps if the work of one is this multiple of the other's."""
-
-
 @dataclass(slots=True)
 class _Usual:
     """Steps whose work is alike, within a factor of 2."""
@@ -224,18 +234,6 @@ class StepTime:
     def _guessed_s(self, usual: _Usual) -> float:
         fixed = self._fixed_share
         return usual.seconds * fixed / (fixed + (1 - fixed) * usual.work / self._full_work)
-
-
-MAX_AHEAD_S = 1.0
-"""At most the work of this time is held beyond two batches."""
-MAX_AHEAD_MESSAGES = 8192
-FADE_S = 60.0
-"""Of what was held earlier, a third counts after this time, so that less is held only slowly."""
-ACK_LINGER_S = 0.02
-"""The time that acks of jobs wait to be sent together.
-
-No caller waits for them, and a lone ack costs as much as a publish.
-"""
 
 
 def held_messages(max_items: int, processes: int, *, in_steps: bool) -> int:

@@ -26,6 +26,9 @@ SPOOL_MAX_BYTES = 768 * 1024 * 1024
 In Kubernetes a worker's folder may hold 1 GiB. Above that its pod is evicted with all rows.
 """
 
+_HOST = re.compile(r"(\*|(\*\.)?[A-Za-z0-9_.-]+)(:[1-9][0-9]{0,4})?")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@,\s]+")
+
 
 class Settings(BaseSettings):
     """The settings of every process.
@@ -360,8 +363,6 @@ class ReportSettings(Settings):
             raise ValueError(f"{name[:40]!r} is not a time zone such as Europe/Berlin") from None
 
 
-_HOST = re.compile(r"(\*|(\*\.)?[A-Za-z0-9_.-]+)(:[1-9][0-9]{0,4})?")
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@,\s]+")
 Kind = TypeVar("Kind", bound=Settings)
 
 

@@ -18,6 +18,33 @@ from typing import Any, NamedTuple, Protocol
 
 from shared.errors import BadInput
 
+GAIN, DEVIATION_GAIN, DEVIATIONS = 1 / 8, 1 / 4, 4.0
+MAX_SAMPLE_S = 5.0
+"""What took longer was an outage, which says nothing about the usual time."""
+
+JOB_RETENTION_S = 3600
+"""Longer than any deadline, so no caller waits for an older message."""
+DEAD_LETTER_RETENTION_S = 7 * 24 * 3600
+RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
+"""Explicit, because with the service's default a job waits 10 s after a worker died."""
+MAX_DELIVERY_ATTEMPTS = 5
+
+DEAD_LETTER_RETRY_S, WEBHOOK_RETRY_S = (1.0, 600.0), (5.0, 600.0)
+"""First and longest pause before a function gets a message again that it could not handle.
+
+Backoff begins with the first failure, because receivers of webhooks are other people's machines.
+"""
+
+WEBHOOKS_TOPIC_ID = "webhooks"
+"""The topic of webhook events."""
+WEBHOOKS_SUBSCRIPTION_ID = "webhooks.push"
+"""Pushes it to the function that does."""
+
+INTERACTIVE_FILTER, BATCH_FILTER = 'NOT attributes.lane = "batch"', 'attributes.lane = "batch"'
+"""The two subscriptions of a model's workers."""
+
+_FILTER = re.compile(r'(?P<negated>NOT )?attributes\.(?P<name>slot|lane) = "(?P<value>[^"]*)"')
+
 
 @dataclass(slots=True, eq=False)
 class ReceivedMessage:
@@ -37,11 +64,6 @@ class ReceivedMessage:
     """Event loop time, in seconds."""
     lost: bool = False
     """Its lease ran out while it was held: it will be delivered again, here or elsewhere."""
-
-
-GAIN, DEVIATION_GAIN, DEVIATIONS = 1 / 8, 1 / 4, 4.0
-MAX_SAMPLE_S = 5.0
-"""What took longer was an outage, which says nothing about the usual time."""
 
 
 class SmoothedDuration:
@@ -250,32 +272,9 @@ def dead_letter_push_subscription_id(model: str) -> str:
     return f"jobs.{model}.dead.push"
 
 
-JOB_RETENTION_S = 3600
-"""Longer than any deadline, so no caller waits for an older message."""
-DEAD_LETTER_RETENTION_S = 7 * 24 * 3600
-RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
-"""Explicit, because with the service's default a job waits 10 s after a worker died."""
-MAX_DELIVERY_ATTEMPTS = 5
-
-DEAD_LETTER_RETRY_S, WEBHOOK_RETRY_S = (1.0, 600.0), (5.0, 600.0)
-"""First and longest pause before a function gets a message again that it could not handle.
-
-Backoff begins with the first failure, because receivers of webhooks are other people's machines.
-"""
-
-WEBHOOKS_TOPIC_ID = "webhooks"
-"""The topic of webhook events."""
-WEBHOOKS_SUBSCRIPTION_ID = "webhooks.push"
-"""Pushes it to the function that does."""
-
-
 def batch_subscription_id(model: str) -> str:
     """Returns the second subscription of workers of `model`, for jobs of `batch` priority."""
     return f"jobs.{model}.batch"
-
-
-INTERACTIVE_FILTER, BATCH_FILTER = 'NOT attributes.lane = "batch"', 'attributes.lane = "batch"'
-"""The two subscriptions of a model's workers."""
 
 
 def inbox_topic_id(inbox: str) -> str:
@@ -317,9 +316,6 @@ class AttributeFilter(NamedTuple):
         One without the attribute passes only a negated filter.
         """
         return (attributes.get(self.name) == self.value) != self.negated
-
-
-_FILTER = re.compile(r'(?P<negated>NOT )?attributes\.(?P<name>slot|lane) = "(?P<value>[^"]*)"')
 
 
 def parse_filter(text: str) -> AttributeFilter | None:

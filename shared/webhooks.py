@@ -23,6 +23,12 @@ from yarl import URL
 from shared.errors import BadInput, ConfigurationError, UndecodableMessage
 from shared.public_url import ANYWHERE, PUBLIC, UrlForbidden, parse_public_url
 
+EventName = Literal["start", "output", "logs", "completed"]
+BUDGET_WARNING = "budget.warning"
+PREFIX = "whsec_"
+MIN_KEY_BYTES = 24
+"""The minimum that Standard Webhooks requires."""
+
 
 class WebhookUrlForbidden(BadInput):
     """The URL leads where webhooks must not go."""
@@ -44,13 +50,6 @@ def parse_webhook_url(text: str, *, allow_private: bool) -> URL:
         return parse_public_url(text, ANYWHERE if allow_private else PUBLIC)
     except UrlForbidden as error:
         raise WebhookUrlForbidden(error.message, field="webhook") from error
-
-
-EventName = Literal["start", "output", "logs", "completed"]
-BUDGET_WARNING = "budget.warning"
-PREFIX = "whsec_"
-MIN_KEY_BYTES = 24
-"""The minimum that Standard Webhooks requires."""
 
 
 class WebhookEvent(msgspec.Struct, omit_defaults=True):

@@ -118,6 +118,18 @@ MODEL_PROCESS_DEATHS = Counter(
     "penstock_worker_model_process_deaths_total", "Model processes that died or hung"
 )
 
+State = Literal["busy", "idle", "loading"]
+REPORT_EVERY_S = 300.0
+"""A part of an hour, so that reports end with the hour."""
+
+FADE_S = 30.0
+"""An earlier second counts for a third after this time. So the ratio covers about a minute.
+
+Batches of some seconds make a shorter one jump, and a longer one is late when load grows.
+"""
+DIGITS = 3
+"""Kept digits. An average that fades is never zero, and idle workers must be seen as idle."""
+
 
 class BatchMetrics:
     """Records the batches of one model. Counters start at 0, so rates include the first batch."""
@@ -142,11 +154,6 @@ class BatchMetrics:
             LOADS.inc(done.switched.loads)
             EVICTIONS.inc(done.switched.evictions)
             SWITCH_SECONDS.inc(done.switched.switch_s)
-
-
-State = Literal["busy", "idle", "loading"]
-REPORT_EVERY_S = 300.0
-"""A part of an hour, so that reports end with the hour."""
 
 
 def steady_clock() -> Callable[[], float]:
@@ -331,15 +338,6 @@ class UtilizationReports:
             items=report.items,
             cold_starts=report.loads,
         )
-
-
-FADE_S = 30.0
-"""An earlier second counts for a third after this time. So the ratio covers about a minute.
-
-Batches of some seconds make a shorter one jump, and a longer one is late when load grows.
-"""
-DIGITS = 3
-"""Kept digits. An average that fades is never zero, and idle workers must be seen as idle."""
 
 
 class _State(NamedTuple):

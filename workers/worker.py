@@ -64,6 +64,22 @@ That is before an item is given up (workers/scheduling/priority_queue.py), so an
 computes all that this one held. The first one may have been the fault of what it computed.
 """
 
+SWITCH_SHARE = 0.06
+"""The share of the time of all model processes.
+
+Leaves room below a tenth for other costs of a switch, such as cold caches.
+"""
+URGENT_SHARE = 0.5
+MIN_WAIT_S = 2.0
+"""A floor for models that load quickly.
+
+Several batches of one model in a row are fuller than alternating ones.
+"""
+LOAD_GUESS_S = 1.0
+"""The estimate for a model that was not loaded yet."""
+BATCH_FADE = 0.8
+"""Each batch reduces the remembered duration of a longer one to this share."""
+
 
 class FlowControl:
     """The number of jobs that one subscription holds.
@@ -404,23 +420,6 @@ async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         with contextlib.suppress(asyncio.CancelledError, PenstockError):
             await task
-
-
-SWITCH_SHARE = 0.06
-"""The share of the time of all model processes.
-
-Leaves room below a tenth for other costs of a switch, such as cold caches.
-"""
-URGENT_SHARE = 0.5
-MIN_WAIT_S = 2.0
-"""A floor for models that load quickly.
-
-Several batches of one model in a row are fuller than alternating ones.
-"""
-LOAD_GUESS_S = 1.0
-"""The estimate for a model that was not loaded yet."""
-BATCH_FADE = 0.8
-"""Each batch reduces the remembered duration of a longer one to this share."""
 
 
 class QueueState(Protocol):

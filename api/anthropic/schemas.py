@@ -20,6 +20,12 @@ from api.errors import WrongField
 MAX_STOPS = 4
 """As many as a chat takes."""
 
+BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+
+_UNKNOWN_BLOCK = f"type is one of {', '.join(BLOCK_TYPES)}: text models read no others"
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
 
 class CacheControl(Body):
     """Where a prefix ends that may be cached. All prefixes may, so it has no effect."""
@@ -67,15 +73,11 @@ class RedactedThinkingBlock(_Block):
     data: str
 
 
-BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
-
-
 def _block_tag(block: Any) -> str:
     kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
     return f"{kind}:"
 
 
-_UNKNOWN_BLOCK = f"type is one of {', '.join(BLOCK_TYPES)}: text models read no others"
 TextContent = Annotated[
     Annotated[str, Tag("text:")] | Annotated[list[TextBlock], Field(fail_fast=True), Tag("list:")],
     Discriminator(text_or_list),
@@ -315,9 +317,6 @@ class MessagesBody(CountBody):
             stop=self.stop_sequences or None,
             stream=bool(self.stream),
         )
-
-
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class ShownText(msgspec.Struct, tag_field="type", tag="text"):

@@ -53,6 +53,8 @@ _NO_RATES = {
     "max_in_flight": None,
 }
 
+HEADER_BYTES = 256
+
 
 class BatchCreated(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The caller's request and its terms. Times are Unix seconds."""
@@ -209,9 +211,6 @@ class BatchState:
         if self.finalizing is not None:
             return "finalizing"
         return "validating" if self.plan is None else "in_progress"
-
-
-HEADER_BYTES = 256
 
 
 class LineAnswer(NamedTuple):

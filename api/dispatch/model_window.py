@@ -60,6 +60,27 @@ BATCHES_HELD = 2
 ROUND_TRIPS = 2
 """Ways of a job to the broker, on to the worker, and of its reply back."""
 
+Key = tuple[str, Priority]
+"""Model and priority."""
+
+PAUSE_S, PAUSE_PER_INSTANCE_S = 0.25, 0.01
+"""Between two exchanges: the shortest, and for each other instance."""
+LEASE_PAUSES = 8
+"""Number of pauses without a report after which an instance counts as dead."""
+MAX_TENANTS = 32
+"""Maximum number of tenants reported individually, those with the most items. For the others, only
+the sum of weights is reported."""
+REDIS_LIMIT_S, REDIS_RETRY_S = 1.0, 0.25
+
+ERRORS = Counter(
+    "penstock_window_errors_total",
+    "Round trips to Redis about publish windows that failed.",
+    ["operation"],
+)
+UP = Gauge("penstock_window_redis_up", "1 while Redis is being asked about publish windows.")
+
+_EXCHANGE = load_script("api/dispatch/model_window.lua")
+
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
@@ -298,10 +319,6 @@ class ModelWindow:
         return 0.0 if others and tenant.digest in others else tenant.weight
 
 
-Key = tuple[str, Priority]
-"""Model and priority."""
-
-
 class PublishWindow:
     """The windows of all models and priorities.
 
@@ -362,25 +379,6 @@ class PublishWindow:
                 is_guess_used=not model.definition.shares_weights,
             )
         return window
-
-
-PAUSE_S, PAUSE_PER_INSTANCE_S = 0.25, 0.01
-"""Between two exchanges: the shortest, and for each other instance."""
-LEASE_PAUSES = 8
-"""Number of pauses without a report after which an instance counts as dead."""
-MAX_TENANTS = 32
-"""Maximum number of tenants reported individually, those with the most items. For the others, only
-the sum of weights is reported."""
-REDIS_LIMIT_S, REDIS_RETRY_S = 1.0, 0.25
-
-ERRORS = Counter(
-    "penstock_window_errors_total",
-    "Round trips to Redis about publish windows that failed.",
-    ["operation"],
-)
-UP = Gauge("penstock_window_redis_up", "1 while Redis is being asked about publish windows.")
-
-_EXCHANGE = load_script("api/dispatch/model_window.lua")
 
 
 class WindowReport(msgspec.Struct, array_like=True):

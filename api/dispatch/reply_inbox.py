@@ -71,6 +71,35 @@ UP = Gauge("penstock_inbox_redis_up", "1 while Redis is being asked about the in
 _RENEW = load_script("shared/stores/lease_renew.lua")
 _RELEASE = load_script("shared/stores/lease_release.lua")
 
+SLOTS_GIVEN = Counter(
+    "penstock_inbox_slots_given_total",
+    "Requests that got a slot, of their own (exclusive) or with others (shared).",
+    ["kind"],
+)
+REPLIES = Counter(
+    "penstock_inbox_replies_total",
+    "Replies that came in: delivered, duplicate, unknown (late, or of an earlier holder) "
+    "or undecodable.",
+    ["outcome"],
+)
+_EXCLUSIVE, _SHARED = SLOTS_GIVEN.labels("exclusive"), SLOTS_GIVEN.labels("shared")
+_DELIVERED, _DUPLICATE, _UNKNOWN, _UNDECODABLE = map(
+    REPLIES.labels, ("delivered", "duplicate", "unknown", "undecodable")
+)
+
+INBOXES_LOST = Counter("penstock_inbox_lost_total", "Inboxes that were lost and replaced.")
+
+START_LIMIT_S = 10.0
+MAX_MESSAGES = 1000
+"""Maximum unacknowledged messages per subscription. A quarter of them ends the pause of acks."""
+ACK_DEADLINE_S = 20
+ACK_LINGER_S = 8.0
+"""Acks linger this long, because an ack call costs as much as a publish.
+
+Without this pause acks took a fifth of the API's CPU time. No request waits for the ack of a reply.
+With the 10 s of retries it stays below the lease.
+"""
+
 
 class InboxLost(Unavailable):
     """Another instance has the inbox, or it is gone: replies to it no longer arrive here."""
@@ -195,23 +224,6 @@ async def own_inbox(admin: Admin, slots: int, instance: str) -> AsyncIterator[In
 
 def _key(number: int) -> str:
     return f"penstock:inbox:{number}"
-
-
-SLOTS_GIVEN = Counter(
-    "penstock_inbox_slots_given_total",
-    "Requests that got a slot, of their own (exclusive) or with others (shared).",
-    ["kind"],
-)
-REPLIES = Counter(
-    "penstock_inbox_replies_total",
-    "Replies that came in: delivered, duplicate, unknown (late, or of an earlier holder) "
-    "or undecodable.",
-    ["outcome"],
-)
-_EXCLUSIVE, _SHARED = SLOTS_GIVEN.labels("exclusive"), SLOTS_GIVEN.labels("shared")
-_DELIVERED, _DUPLICATE, _UNKNOWN, _UNDECODABLE = map(
-    REPLIES.labels, ("delivered", "duplicate", "unknown", "undecodable")
-)
 
 
 class PendingReply:
@@ -400,20 +412,6 @@ def _unreadable_counted(message: ReceivedMessage) -> Iterator[None]:
         _UNDECODABLE.inc()
         facts = {"message_id": message.message_id, "reason": error.message}
         log.warning("reply can't be read", extra=facts)
-
-
-INBOXES_LOST = Counter("penstock_inbox_lost_total", "Inboxes that were lost and replaced.")
-
-START_LIMIT_S = 10.0
-MAX_MESSAGES = 1000
-"""Maximum unacknowledged messages per subscription. A quarter of them ends the pause of acks."""
-ACK_DEADLINE_S = 20
-ACK_LINGER_S = 8.0
-"""Acks linger this long, because an ack call costs as much as a publish.
-
-Without this pause acks took a fifth of the API's CPU time. No request waits for the ack of a reply.
-With the 10 s of retries it stays below the lease.
-"""
 
 
 class ReplyInbox:

@@ -48,6 +48,8 @@ REVISION_HEADER = "x-penstock-revision"
 OUTCOME_BYTES = 512
 """The size of an outcome in a reply without its result: index, status and receipt."""
 
+_SOURCES = {"memory": "hit", "redis": "hit", "joined": "joined"}
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
@@ -281,9 +283,6 @@ class InferenceResponse:
         for outcome in self.outcomes:
             if outcome.result is None:
                 raise _error_of(outcome, several=len(self.outcomes) > 1)
-
-
-_SOURCES = {"memory": "hit", "redis": "hit", "joined": "joined"}
 
 
 def _cache_of(receipts: Sequence[Receipt]) -> str:

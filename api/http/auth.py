@@ -37,6 +37,25 @@ ModelCheck: TypeAlias = Literal["", "named", "stored", "listed"]
 reads or changes results that one computed. `listed`: it omits them from lists.
 """
 
+_ANYONE = Caller()
+
+DENIED = Counter(
+    "penstock_api_keys_denied_total",
+    "Requests without a valid API key: missing, ambiguous, malformed, unknown, revoked, expired.",
+    ["reason"],
+)
+RawHeaders = Iterable[tuple[bytes, bytes]]
+HOW_TO_SEND = "send it as 'Authorization: Bearer <key>' or as 'x-api-key: <key>'"
+_SCHEMES = frozenset({b"bearer", b"token"})
+"""`Token` is for older clients of Replicate."""
+
+_NOT_VALID = "the API key is not valid"
+_REFUSED = {
+    "unknown": _NOT_VALID,
+    "frozen": "the tenant of the API key is frozen; ask who operates this API",
+}
+_REASONS = (f"an API key is needed: {HOW_TO_SEND}", "two API keys were sent, and they differ")
+
 
 class Rule(NamedTuple):
     """The requirements of a route. No scope: any key."""
@@ -279,9 +298,6 @@ class OpenOnLoopback:
         return origin in self._origins or b"*" in self._origins or _names_loopback(origin)
 
 
-_ANYONE = Caller()
-
-
 @lru_cache(maxsize=256)
 def _is_loopback_host(value: bytes) -> bool:
     """Returns whether a Host header names this machine. The server has bounded its length."""
@@ -294,17 +310,6 @@ def _names_loopback(url: bytes) -> bool:
     except ValueError:
         return False
     return host is not None and is_loopback(host)
-
-
-DENIED = Counter(
-    "penstock_api_keys_denied_total",
-    "Requests without a valid API key: missing, ambiguous, malformed, unknown, revoked, expired.",
-    ["reason"],
-)
-RawHeaders = Iterable[tuple[bytes, bytes]]
-HOW_TO_SEND = "send it as 'Authorization: Bearer <key>' or as 'x-api-key: <key>'"
-_SCHEMES = frozenset({b"bearer", b"token"})
-"""`Token` is for older clients of Replicate."""
 
 
 class Access(Protocol):
@@ -450,14 +455,6 @@ class ApiKeys:
     async def refresh(self) -> None:
         """Reads the keys again now."""
         await self.directory.refresh()
-
-
-_NOT_VALID = "the API key is not valid"
-_REFUSED = {
-    "unknown": _NOT_VALID,
-    "frozen": "the tenant of the API key is frozen; ask who operates this API",
-}
-_REASONS = (f"an API key is needed: {HOW_TO_SEND}", "two API keys were sent, and they differ")
 
 
 def _sent_keys(headers: RawHeaders) -> set[str]:

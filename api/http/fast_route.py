@@ -36,29 +36,6 @@ _LEVEL = 1
 """Level 6 takes seven times as long and saves 5 % more."""
 _GZIP = re.compile(r"\s*(?:gzip|\*)\s*(?:;\s*q\s*=\s*(?P<q>[0-9.]+)\s*)?", re.IGNORECASE)
 
-
-async def compress(response: Response, accept_encoding: str) -> None:
-    """Compresses a large answer on another thread, if the caller accepts gzip."""
-    if len(response.body) < MIN_BYTES or response.status_code != 200:
-        return
-    response.headers["vary"] = "accept-encoding"
-    if accepts_gzip(accept_encoding):
-        response.body = await asyncio.to_thread(gzip.compress, response.body, _LEVEL, mtime=0)
-        response.headers["content-encoding"] = "gzip"
-        response.headers["content-length"] = str(len(response.body))
-
-
-def accepts_gzip(accept_encoding: str) -> bool:
-    """Returns whether the header allows gzip (RFC 9110, 12.5.3).
-
-    Without the header nothing is compressed.
-    """
-    matches = [match for match in map(_GZIP.fullmatch, accept_encoding.split(",")) if match]
-    # The weight of gzip takes precedence over that of `*`.
-    matches.sort(key=lambda match: "*" in match[0])
-    return bool(matches) and (matches[0]["q"] or "1").strip("0.") != ""
-
-
 IS_HEAD = "penstock.is_head"
 """Marks a HEAD that is served as a GET, for routes whose body never ends."""
 _EXPOSED_HEADERS = (
@@ -88,6 +65,28 @@ _EXPOSED_HEADERS = (
 )
 _PREFLIGHT_MAX_AGE_S = 7200
 """Chromium's limit."""
+
+
+async def compress(response: Response, accept_encoding: str) -> None:
+    """Compresses a large answer on another thread, if the caller accepts gzip."""
+    if len(response.body) < MIN_BYTES or response.status_code != 200:
+        return
+    response.headers["vary"] = "accept-encoding"
+    if accepts_gzip(accept_encoding):
+        response.body = await asyncio.to_thread(gzip.compress, response.body, _LEVEL, mtime=0)
+        response.headers["content-encoding"] = "gzip"
+        response.headers["content-length"] = str(len(response.body))
+
+
+def accepts_gzip(accept_encoding: str) -> bool:
+    """Returns whether the header allows gzip (RFC 9110, 12.5.3).
+
+    Without the header nothing is compressed.
+    """
+    matches = [match for match in map(_GZIP.fullmatch, accept_encoding.split(",")) if match]
+    # The weight of gzip takes precedence over that of `*`.
+    matches.sort(key=lambda match: "*" in match[0])
+    return bool(matches) and (matches[0]["q"] or "1").strip("0.") != ""
 
 
 def _for_browsers(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

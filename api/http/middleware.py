@@ -38,6 +38,30 @@ from shared.stores.objects import MEMORY_BYTES
 from shared.tenants.api_key import PREFIX
 from shared.tracing.spans import STAGE, Attributes, Span, begin, read_headers, set_current
 
+MAX_SHARE = 0.75
+"""The rest is left for the others."""
+
+UNTRACED = frozenset({"/health", "/healthz", "/livez", "/readyz"})
+"""Paths without traces: probes would be most of the traces of an idle service."""
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+"""Other words are the caller's own. The conventions write `_OTHER` for them."""
+
+BODY_IDLE_S = 30.0
+"""The longest pause between two pieces of a body."""
+SMALL_BODY_BYTES = 64 * 1024
+STREAMED_BODY_BYTES = MEMORY_BYTES + 1024 * 1024
+"""Memory that a streamed body takes."""
+FULL_RETRY_S = 1.0
+BODY_GRACE_S, MIN_BYTES_PER_S = 60.0, 8192
+"""A body may take this long, plus the time for its bytes at this rate. So a trickle ends."""
+CLIENT_GONE = 499
+RECORDED_METHODS = frozenset({"POST", "PUT"})
+"""Refused requests with these methods leave a row. Other methods leave no rows when they
+succeed."""
+_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+log = logging.getLogger(__name__)
+
 
 class BodyPermits:
     """Who had a piece in this turn of the event loop, and whose pieces wait for the next ones."""
@@ -67,12 +91,6 @@ class BodyPermits:
                 loop.call_soon(self._next, loop, tenant)
                 return
         del self._waiting[tenant]
-
-
-log = logging.getLogger(__name__)
-
-MAX_SHARE = 0.75
-"""The rest is left for the others."""
 
 
 def share_of(most: int) -> int:
@@ -113,12 +131,6 @@ class BodyBudget:
         )
 
 
-UNTRACED = frozenset({"/health", "/healthz", "/livez", "/readyz"})
-"""Paths without traces: probes would be most of the traces of an idle service."""
-METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-"""Other words are the caller's own. The conventions write `_OTHER` for them."""
-
-
 def begin_span(scope: Scope, received_at_s: float) -> Span:
     """Starts the span of a request, below that of its caller. It becomes the current one."""
     parent = read_headers(scope["headers"])
@@ -153,21 +165,6 @@ def end_span(span: Span, scope: Scope, *, status: int, error_code: str, facts: A
 
 def _method(scope: Scope) -> str:
     return scope["method"] if scope["method"] in METHODS else "_OTHER"
-
-
-BODY_IDLE_S = 30.0
-"""The longest pause between two pieces of a body."""
-SMALL_BODY_BYTES = 64 * 1024
-STREAMED_BODY_BYTES = MEMORY_BYTES + 1024 * 1024
-"""Memory that a streamed body takes."""
-FULL_RETRY_S = 1.0
-BODY_GRACE_S, MIN_BYTES_PER_S = 60.0, 8192
-"""A body may take this long, plus the time for its bytes at this rate. So a trickle ends."""
-CLIENT_GONE = 499
-RECORDED_METHODS = frozenset({"POST", "PUT"})
-"""Refused requests with these methods leave a row. Other methods leave no rows when they
-succeed."""
-_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(slots=True)

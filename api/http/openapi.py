@@ -21,6 +21,55 @@ from api.usage.question import COST_GROUPS, COST_LIMITS, GROUPS, LIMITS, WIDTHS_
 
 TRUNCATED_HEADER = "x-penstock-truncated-tokens"
 
+_MILLISECONDS = {"type": "integer", "minimum": 1, "maximum": MAX_MS}
+
+_AMOUNT = {"type": "number", "minimum": 0}
+_COUNT = {"type": "integer", "minimum": 0}
+_SECONDS = {"type": "integer", "minimum": 0}
+
+ALWAYS = ("X-Request-Id", "X-Penstock-Total-Ms")
+
+_MOMENT: Described = {"type": "integer", "minimum": 0}
+
+_DAY_OR_SECONDS: Described = {"type": "string", "examples": ["2026-11-01", "1793491200"]}
+
+_MOMENT_TEXT: Described = {"type": "string", "examples": ["2026-11-01", "2026-11-01T12:00:00Z"]}
+
+Described = dict[str, Any]
+Responses = dict[int | str, Described]
+
+AUTHENTICATED: Described = {"security": [{"key": []}, {"header": []}]}
+"""Security of every route that requires an API key."""
+AUTHENTICATED_OR_LINKED: Described = {"security": [*AUTHENTICATED["security"], {}]}
+"""Security of every route that requires an API key or a signed link."""
+INFERENCE_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 499, 500, 503, 504)
+SCHEMA_REF = "#/components/schemas/{name}"
+_DESCRIPTIONS = {
+    400: "The request is not valid; the message names the field.",
+    401: "No valid API key.",
+    403: "The API key may not do this, or the signed link is not valid.",
+    404: "This model, path or resource does not exist.",
+    408: "The body arrives too slowly.",
+    409: "The first request with this `Idempotency-Key` is still being answered.",
+    413: "The body is too large.",
+    422: "The request is not valid; `invalid_fields` names the fields.",
+    429: (
+        "Too many items are waiting, or the answer would come too late, "
+        "or a limit of your plan is reached (`rate_limit_exceeded`): "
+        "try again after `Retry-After` seconds. "
+        "Or the budget of the month is spent (`insufficient_quota`)."
+    ),
+    499: "The request was canceled, or its caller hung up.",
+    500: "The model could not compute the result.",
+    503: (
+        "A service that this needs is unreachable; try again after `Retry-After` seconds. "
+        "Or the model was withdrawn (`model_withdrawn`), which does not pass by itself."
+    ),
+    504: (
+        "The deadline passed. `x-should-retry: false` keeps OpenAI's clients from sending it again."
+    ),
+}
+
 
 def _header_parameter(name: str, description: str, schema: Described) -> Described:
     return {
@@ -32,7 +81,6 @@ def _header_parameter(name: str, description: str, schema: Described) -> Describ
     }
 
 
-_MILLISECONDS = {"type": "integer", "minimum": 1, "maximum": MAX_MS}
 _DEADLINE = _header_parameter(
     "X-Penstock-Deadline-Ms",
     "Milliseconds from receipt to the answer. Later it is 504. "
@@ -92,9 +140,6 @@ def _of_answers(description: str, schema: Described) -> Described:
     return {"description": description, "schema": schema}
 
 
-_AMOUNT = {"type": "number", "minimum": 0}
-_COUNT = {"type": "integer", "minimum": 0}
-_SECONDS = {"type": "integer", "minimum": 0}
 ANSWERED: dict[str, Described] = {
     "Accept-Ranges": _of_answers("The unit of ranges.", {"type": "string", "enum": ["bytes"]}),
     "Content-Range": _of_answers("Which bytes these are, of how many.", {"type": "string"}),
@@ -166,7 +211,6 @@ ANSWERED: dict[str, Described] = {
     ),
     "WWW-Authenticate": _of_answers("How to authenticate.", {"type": "string", "enum": ["Bearer"]}),
 }
-ALWAYS = ("X-Request-Id", "X-Penstock-Total-Ms")
 OF_LIMITS = (
     "X-Penstock-Lane",
     *(name for name in ANSWERED if name.startswith("X-Ratelimit-")),
@@ -191,9 +235,6 @@ OF_STATUS = {
 def references(*names: str) -> Described:
     """Returns the headers of one answer, those that every answer has among them."""
     return {name: {"$ref": f"#/components/headers/{name}"} for name in (*ALWAYS, *names)}
-
-
-_MOMENT: Described = {"type": "integer", "minimum": 0}
 
 
 def _parameter(
@@ -238,12 +279,10 @@ def _of_pages(groups: dict[str, str], most: int, models: str) -> list[Described]
 
 OF_USAGE = _of_pages(GROUPS, max(most for _, most in LIMITS.values()), "models")
 OF_COSTS = _of_pages(COST_GROUPS, max(most for _, most in COST_LIMITS.values()), "line_items")
-_DAY_OR_SECONDS: Described = {"type": "string", "examples": ["2026-11-01", "1793491200"]}
 SUMMARY = [
     _parameter("from", "Unix seconds, or a day of UTC, inclusive.", _DAY_OR_SECONDS),
     _parameter("to", "Unix seconds, or a day of UTC, exclusive. Default: now.", _DAY_OR_SECONDS),
 ]
-_MOMENT_TEXT: Described = {"type": "string", "examples": ["2026-11-01", "2026-11-01T12:00:00Z"]}
 OF_REPORTS = [
     _parameter("from", "A day of the time zone, or a moment.", _MOMENT_TEXT),
     _parameter("to", "The first day or moment that is too late. Default: now.", _MOMENT_TEXT),
@@ -251,42 +290,6 @@ OF_REPORTS = [
     _names("tenant", "Only these tenants. For keys with the `admin` scope."),
     _names("model", "Only these models."),
 ]
-
-
-Described = dict[str, Any]
-Responses = dict[int | str, Described]
-
-AUTHENTICATED: Described = {"security": [{"key": []}, {"header": []}]}
-"""Security of every route that requires an API key."""
-AUTHENTICATED_OR_LINKED: Described = {"security": [*AUTHENTICATED["security"], {}]}
-"""Security of every route that requires an API key or a signed link."""
-INFERENCE_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 499, 500, 503, 504)
-SCHEMA_REF = "#/components/schemas/{name}"
-_DESCRIPTIONS = {
-    400: "The request is not valid; the message names the field.",
-    401: "No valid API key.",
-    403: "The API key may not do this, or the signed link is not valid.",
-    404: "This model, path or resource does not exist.",
-    408: "The body arrives too slowly.",
-    409: "The first request with this `Idempotency-Key` is still being answered.",
-    413: "The body is too large.",
-    422: "The request is not valid; `invalid_fields` names the fields.",
-    429: (
-        "Too many items are waiting, or the answer would come too late, "
-        "or a limit of your plan is reached (`rate_limit_exceeded`): "
-        "try again after `Retry-After` seconds. "
-        "Or the budget of the month is spent (`insufficient_quota`)."
-    ),
-    499: "The request was canceled, or its caller hung up.",
-    500: "The model could not compute the result.",
-    503: (
-        "A service that this needs is unreachable; try again after `Retry-After` seconds. "
-        "Or the model was withdrawn (`model_withdrawn`), which does not pass by itself."
-    ),
-    504: (
-        "The deadline passed. `x-should-retry: false` keeps OpenAI's clients from sending it again."
-    ),
-}
 
 
 def inference_body(

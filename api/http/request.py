@@ -66,6 +66,14 @@ from shared.tasks import Input, Result
 from shared.tasks.custom import stores_files, streams_of
 from shared.tenants.plan import Caller
 
+CHECK_S = 2.0
+"""Interval at which a waiting caller is checked again."""
+T = TypeVar("T")
+
+B = TypeVar("B", bound=BaseModel)
+
+_NO_OPTIONS = RequestOptions()
+
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
@@ -106,11 +114,6 @@ def dependencies_of(request: Request) -> Dependencies:
         "the lifespan sets them before the first request; this is a bug"
     )
     return dependencies
-
-
-CHECK_S = 2.0
-"""Interval at which a waiting caller is checked again."""
-T = TypeVar("T")
 
 
 async def while_connected(
@@ -205,9 +208,6 @@ class _Watch:
 async def _until_disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-B = TypeVar("B", bound=BaseModel)
 
 
 @dataclass(slots=True)
@@ -608,6 +608,3 @@ def open_request(request: Request) -> ApiRequest:
         facts.priority = "batch"
         context.headers[PRIORITY_HEADER] = "batch"
     return call
-
-
-_NO_OPTIONS = RequestOptions()

@@ -57,18 +57,6 @@ they wrap, and browsers last, because many claim to be one.
 """
 FAMILIES = frozenset({family for _, family in _FAMILIES} | {OTHER})
 
-
-@lru_cache(maxsize=512)
-def family_of(user_agent: str) -> str:
-    """Returns the kind of client with this header. Empty without one, `other` if unknown."""
-    agent = user_agent[:MAX_READ].strip().lower()
-    if not agent:
-        return ""
-    if agent == "node":  # what fetch of Node sends
-        return "node"
-    return next((family for part, family in _FAMILIES if part in agent), OTHER)
-
-
 DEADLINE_HEADER = "x-penstock-deadline-ms"
 QUEUE_HEADER = "x-penstock-queue-limit-ms"
 PRIORITY_HEADER = "x-penstock-lane"
@@ -84,6 +72,17 @@ _MS = re.compile(r"[0-9]{1,12}")
 _CANCEL_AFTER = re.compile(r"(?=[0-9])(?:([0-9]{1,3})h)?(?:([0-9]{1,5})m)?(?:([0-9]{1,6})s?)?")
 _WAIT = re.compile(r"wait(?:\s*=\s*\"?([0-9]+)\"?)?(?:\s*;.*)?", re.IGNORECASE)
 _KEY = re.compile(rf"[\x21-\x7e]{{1,{MAX_KEY_CHARS}}}")
+
+
+@lru_cache(maxsize=512)
+def family_of(user_agent: str) -> str:
+    """Returns the kind of client with this header. Empty without one, `other` if unknown."""
+    agent = user_agent[:MAX_READ].strip().lower()
+    if not agent:
+        return ""
+    if agent == "node":  # what fetch of Node sends
+        return "node"
+    return next((family for part, family in _FAMILIES if part in agent), OTHER)
 
 
 def wants_event_ids(headers: Mapping[str, str]) -> bool:

@@ -33,6 +33,16 @@ _QUOTED = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _EXTENDED_NAME = re.compile(rb"""; *filename\* *= *(?:([\w.-]*)'[^']*')?([^;]*)""", re.I)
 _ENCODED_WORD = re.compile(rb"=\?([\w.-]+)\?[BQbq]\?[^?]*\?=")
 
+MAX_EDIT_FIELDS = 64
+
+MAX_FIELDS = 16
+MAX_FIELD_BYTES = 4096
+_PEEK_BYTES = 4096
+_DISPOSITION = b"content-disposition:"
+
+_TRUE = ("true", "1", "on", "t", "y", "yes")
+"""As pydantic reads them."""
+
 
 def plain_disposition(header: bytes) -> bytes:
     """A Content-Disposition whose file's name is plain UTF-8 in `filename`.
@@ -95,9 +105,6 @@ def check_charset(content_type: str) -> None:
         raise BadInput(f"content-type: forms must be in UTF-8, not {shown!r}", field="content-type")
 
 
-MAX_EDIT_FIELDS = 64
-
-
 @asynccontextmanager
 async def closed_form(request: Request, **limits: int) -> AsyncIterator[FormData]:
     """Opens a form of type multipart/form-data, as `Request.form` does, and closes it.
@@ -128,12 +135,6 @@ async def closed_form(request: Request, **limits: int) -> AsyncIterator[FormData
         finally:
             for file in parser._files_to_close_on_error:
                 file.close()
-
-
-MAX_FIELDS = 16
-MAX_FIELD_BYTES = 4096
-_PEEK_BYTES = 4096
-_DISPOSITION = b"content-disposition:"
 
 
 class UploadForm:
@@ -288,10 +289,6 @@ async def _messages(read: list[Message], receive: Receive) -> AsyncIterator[Mess
         yield read.pop(0)
     while True:
         yield await receive()
-
-
-_TRUE = ("true", "1", "on", "t", "y", "yes")
-"""As pydantic reads them."""
 
 
 async def form_asks_for_stream(request: Request, **limits: int) -> bool:

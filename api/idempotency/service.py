@@ -39,6 +39,8 @@ MAX_WAITING = 1000
 RENEWALS_PER_LEASE = 4
 CLOSE_LIMIT_S = 1.0
 
+_encoder = msgspec.msgpack.Encoder()
+
 
 class StoredResponse(msgspec.Struct, omit_defaults=True):
     """A response as it is stored: `headers` with the content type, and `body` or its object key."""
@@ -301,5 +303,4 @@ def _now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(StoredResponse)

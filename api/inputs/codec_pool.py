@@ -59,6 +59,22 @@ EXIT_LIMIT_S = 2.0
 ReserveMemory = Callable[[int], AbstractAsyncContextManager[None]]
 """Waits until this many bytes of the memory budget are free, and holds them during the block."""
 
+T = TypeVar("T")
+
+MAX_QUEUED = 64
+"""The room for new images that wait for a process."""
+MAX_QUEUED_BYTES = 128 * 1024 * 1024
+"""The room for the bytes of their files. The first is admitted whatever its size."""
+IDLE_S = 30.0
+"""After this idle time a process exits."""
+FIRST_SERVICE_S, NEWEST_WEIGHT = 0.3, 0.2
+"""Seconds per image: the first guess, and the weight of the newest value in the moving average."""
+MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
+SPARE_PROCESSES = 1
+"""Processes beyond those that one tenant may have."""
+SMALL_SHARE = 0.25
+"""The part of the memory budget up to which an image is small."""
+
 
 class CodecClient:
     """A codec process.
@@ -183,9 +199,6 @@ class CodecClient:
         await self._process.wait()
 
 
-T = TypeVar("T")
-
-
 class FairQueue(Generic[T]):
     """Entries that wait, by tenant."""
 
@@ -224,21 +237,6 @@ class FairQueue(Generic[T]):
         else:
             del self._of_tenants[tenant]
         return tenant, first
-
-
-MAX_QUEUED = 64
-"""The room for new images that wait for a process."""
-MAX_QUEUED_BYTES = 128 * 1024 * 1024
-"""The room for the bytes of their files. The first is admitted whatever its size."""
-IDLE_S = 30.0
-"""After this idle time a process exits."""
-FIRST_SERVICE_S, NEWEST_WEIGHT = 0.3, 0.2
-"""Seconds per image: the first guess, and the weight of the newest value in the moving average."""
-MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
-SPARE_PROCESSES = 1
-"""Processes beyond those that one tenant may have."""
-SMALL_SHARE = 0.25
-"""The part of the memory budget up to which an image is small."""
 
 
 @dataclass(slots=True)

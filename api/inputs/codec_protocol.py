@@ -16,6 +16,12 @@ import msgspec
 
 LENGTHS = struct.Struct("<II")
 
+Padding = tuple[int, int, int, int]
+"""Pixels of the output, to the left, above, to the right and below."""
+UNPADDED: Padding = (0, 0, 0, 0)
+
+_encode = msgspec.msgpack.Encoder().encode
+
 
 class SourceLimits(msgspec.Struct):
     """The bounds of a model on the size of a source. `width` x `height` is its default size.
@@ -28,11 +34,6 @@ class SourceLimits(msgspec.Struct):
     multiple: int
     largest_pixels: int
     enlarges: bool = True
-
-
-Padding = tuple[int, int, int, int]
-"""Pixels of the output, to the left, above, to the right and below."""
-UNPADDED: Padding = (0, 0, 0, 0)
 
 
 class PrepareSource(msgspec.Struct, tag="prepare"):
@@ -128,7 +129,6 @@ CodecReply = HeaderRead | SourcePrepared | MaskPrepared | ImageEncoded | ImagesC
 
 decode_request = msgspec.msgpack.Decoder(CodecRequest).decode
 decode_reply = msgspec.msgpack.Decoder(CodecReply).decode
-_encode = msgspec.msgpack.Encoder().encode
 
 
 def frame_header(frame: CodecRequest | CodecReply, data_bytes: int = 0) -> bytes:

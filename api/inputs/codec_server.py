@@ -130,6 +130,28 @@ _TURNS = {
 }
 _SIDEWAYS = (5, 6, 7, 8)
 
+_MARKER = re.compile(rb"\xff([\xc0-\xcf\xd8-\xfe])")
+"""A marker with a segment, or that of the beginning or end of an image (ITU-T T.81, B.1).
+
+Lower ones are reserved. libjpeg refuses them between segments. In coded data with restart intervals
+it drops them, without a length, and reads on behind them (jpeg_resync_to_restart of jdmarker.c). A
+byte 0xFF of coded data is followed by zero."""
+_END_OF_IMAGE, _START_OF_IMAGE, _START_OF_SCAN = 0xD9, 0xD8, 0xDA
+
+_PROFILE_MODES = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}
+_SRGB = ImageCms.createProfile("sRGB")
+
+NICENESS = 10
+"""The API's event loop goes first. Under contention this process still gets a tenth of a core."""
+CPU_LIMIT_S = 6
+"""CPU seconds for an image that a caller sent. 25 megapixels take 0.6 to 1.8 s, by format."""
+RESULT_CPU_LIMIT_S = 20
+"""CPU seconds for an image that a worker computed: 16 megapixels as WebP take 4 s."""
+ADDRESS_SPACE_BYTES = 1024 * 1024 * 1024
+"""The largest image takes 400 MB."""
+SPARE_BYTES = 48 * 1024 * 1024
+"""Address space beyond what an image has reserved: allocators take it in large pieces."""
+
 
 class _TooLargeError(Exception):
     """Too many pixels, or too much memory."""
@@ -178,15 +200,6 @@ def run_command(
         if not isinstance(error, _UNDECODABLE):
             traceback.print_exc()
         return CodecError("invalid_input", _why_not(data)), b""
-
-
-_MARKER = re.compile(rb"\xff([\xc0-\xcf\xd8-\xfe])")
-"""A marker with a segment, or that of the beginning or end of an image (ITU-T T.81, B.1).
-
-Lower ones are reserved. libjpeg refuses them between segments. In coded data with restart intervals
-it drops them, without a length, and reads on behind them (jpeg_resync_to_restart of jdmarker.c). A
-byte 0xFF of coded data is followed by zero."""
-_END_OF_IMAGE, _START_OF_IMAGE, _START_OF_SCAN = 0xD9, 0xD8, 0xDA
 
 
 def _check_scans(data: bytes) -> None:
@@ -549,10 +562,6 @@ def _reduced(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     return small.resize(size, Image.Resampling.LANCZOS, box=(0, 0, width / across, height / down))
 
 
-_PROFILE_MODES = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}
-_SRGB = ImageCms.createProfile("sRGB")
-
-
 def _in_srgb(drawn: Image.Image, source: Image.Image) -> Image.Image:
     """Returns `drawn` in sRGB, by the ICC profile of its file, if that has a fitting one.
 
@@ -609,18 +618,6 @@ def _saved(image: Image.Image, output_format: str, **options: int) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, output_format, **options)
     return buffer.getvalue()
-
-
-NICENESS = 10
-"""The API's event loop goes first. Under contention this process still gets a tenth of a core."""
-CPU_LIMIT_S = 6
-"""CPU seconds for an image that a caller sent. 25 megapixels take 0.6 to 1.8 s, by format."""
-RESULT_CPU_LIMIT_S = 20
-"""CPU seconds for an image that a worker computed: 16 megapixels as WebP take 4 s."""
-ADDRESS_SPACE_BYTES = 1024 * 1024 * 1024
-"""The largest image takes 400 MB."""
-SPARE_BYTES = 48 * 1024 * 1024
-"""Address space beyond what an image has reserved: allocators take it in large pieces."""
 
 
 def main() -> int:

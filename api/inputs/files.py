@@ -40,6 +40,8 @@ _FACTS_BYTES = 1024
 _ID = re.compile(r"file_[0-9a-f]{24}")
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,64}/[\w.+-]{1,64}", re.ASCII)
 
+_CHARSETS = frozenset({*aliases, *aliases.values()})
+
 
 class File(msgspec.Struct):
     """The metadata of a file. `key` is the object with its bytes."""
@@ -63,9 +65,6 @@ _decoder = msgspec.json.Decoder(File)
 def is_media_type(text: str) -> bool:
     """Returns whether a caller's media type is one, and short."""
     return _MEDIA_TYPE.fullmatch(text) is not None
-
-
-_CHARSETS = frozenset({*aliases, *aliases.values()})
 
 
 def is_charset(name: str) -> bool:

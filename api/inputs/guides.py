@@ -53,6 +53,19 @@ _CONTROL_OPTIONS = (
 )
 CONTROL_FIELDS = ("control", *_CONTROL_OPTIONS)
 
+IP_ADAPTER = "ip_adapter"
+IP_ADAPTER_IMAGE = "ip_adapter_image"
+_IP_ADAPTER_OPTIONS = (IP_ADAPTER_IMAGE, "ip_adapter_scale")
+IP_ADAPTER_FIELDS = (IP_ADAPTER, *_IP_ADAPTER_OPTIONS)
+
+GUIDE_IMAGES = (CONTROL_IMAGE, IP_ADAPTER_IMAGE)
+"""The fields that name their images. In forms they may be files."""
+
+ADAPTER_FIELD = "lora_weights"
+ADAPTER_KEPT_S = 12 * 3600.0
+"""For so long, a file that has not changed is not loaded again. Stored inputs stay for days."""
+_DIGEST = re.compile(r"sha256=([0-9a-f]{64})")
+
 
 class ControlFields(Body):
     """The fields of all bodies for images that are for ControlNets."""
@@ -153,12 +166,6 @@ async def prepare_control(
     start, end = body.part
     control = ControlInput(body.control, entry.version, image.image, scale, start, end)
     return control, image.size
-
-
-IP_ADAPTER = "ip_adapter"
-IP_ADAPTER_IMAGE = "ip_adapter_image"
-_IP_ADAPTER_OPTIONS = (IP_ADAPTER_IMAGE, "ip_adapter_scale")
-IP_ADAPTER_FIELDS = (IP_ADAPTER, *_IP_ADAPTER_OPTIONS)
 
 
 class IpAdapterFields(Body):
@@ -274,10 +281,6 @@ class ImageFields(ControlFields, IpAdapterFields):
     )
 
 
-GUIDE_IMAGES = (CONTROL_IMAGE, IP_ADAPTER_IMAGE)
-"""The fields that name their images. In forms they may be files."""
-
-
 def guide_urls(body: ImageFields) -> dict[str, str]:
     """Returns where the images are, by the fields that say so."""
     named = {name: getattr(body, name) for name in GUIDE_IMAGES}
@@ -345,12 +348,6 @@ def _named(field: dict[str, Any], names: list[str]) -> dict[str, Any]:
     # Forms have no null.
     kinds = [kind | {"enum": names} for kind in field.get("anyOf", ())[:1]]
     return field | ({"anyOf": [*kinds, *field["anyOf"][1:]]} if kinds else {"enum": names})
-
-
-ADAPTER_FIELD = "lora_weights"
-ADAPTER_KEPT_S = 12 * 3600.0
-"""For so long, a file that has not changed is not loaded again. Stored inputs stay for days."""
-_DIGEST = re.compile(r"sha256=([0-9a-f]{64})")
 
 
 async def with_fetched_adapter(

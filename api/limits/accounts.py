@@ -40,6 +40,33 @@ from shared.tenants.plan import Caller, Limits, Plan, Rates
 MAX_ACCOUNTS = 8192
 """Maximum number of accounts (caller and model) kept. The oldest is created again on demand."""
 
+ERRORS = prometheus_client.Counter(
+    "penstock_limits_errors_total",
+    "Round trips to Redis about limits that failed, by operation.",
+    ["operation"],
+)
+UP = prometheus_client.Gauge(
+    "penstock_limits_redis_up",
+    "1 while Redis is being asked about limits, 0 while the breaker is open.",
+)
+MAX_TOTALS = 16_384
+"""Maximum number of budgets whose usage an instance knows, in addition to those that it serves."""
+CALLS_S = 24 * 3600
+"""For so long after the last one Redis knows which calls of an instance it has counted, and which
+operations of a group."""
+ENDED_GROUP_S = 3600
+"""For so long it knows those of a group that is over: somebody else may still be at them."""
+TOTALS_KEPT_MS = 62 * 24 * 3600 * 1000
+CLOCK = "api/limits/now.lua"
+MAX_COMPARED = 64
+"""Budgets in one call of the script that compares them with their rows."""
+MARKS_LOCK_MS = 180_000
+"""An instance that dies while it looks after marks keeps others from it for so long."""
+_RENEW = load_script("shared/stores/lease_renew.lua")
+_RELEASE = load_script("shared/stores/lease_release.lua")
+
+_answers = msgspec.json.Decoder(list[Answer])
+
 
 @dataclass(slots=True)
 class Account:
@@ -199,32 +226,6 @@ class Accounts:
         return counter
 
 
-ERRORS = prometheus_client.Counter(
-    "penstock_limits_errors_total",
-    "Round trips to Redis about limits that failed, by operation.",
-    ["operation"],
-)
-UP = prometheus_client.Gauge(
-    "penstock_limits_redis_up",
-    "1 while Redis is being asked about limits, 0 while the breaker is open.",
-)
-MAX_TOTALS = 16_384
-"""Maximum number of budgets whose usage an instance knows, in addition to those that it serves."""
-CALLS_S = 24 * 3600
-"""For so long after the last one Redis knows which calls of an instance it has counted, and which
-operations of a group."""
-ENDED_GROUP_S = 3600
-"""For so long it knows those of a group that is over: somebody else may still be at them."""
-TOTALS_KEPT_MS = 62 * 24 * 3600 * 1000
-CLOCK = "api/limits/now.lua"
-MAX_COMPARED = 64
-"""Budgets in one call of the script that compares them with their rows."""
-MARKS_LOCK_MS = 180_000
-"""An instance that dies while it looks after marks keeps others from it for so long."""
-_RENEW = load_script("shared/stores/lease_renew.lua")
-_RELEASE = load_script("shared/stores/lease_release.lua")
-
-
 class AnswerLost(Unavailable):
     """Redis may have counted a call. `LimitStore.resolve` finds out, by the call's number."""
 
@@ -242,9 +243,6 @@ class Totals(NamedTuple):
     """By Redis's clock."""
     is_whole: bool
     """True if these are all the changes."""
-
-
-_answers = msgspec.json.Decoder(list[Answer])
 
 
 class RowsAsk(NamedTuple):

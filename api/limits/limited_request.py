@@ -39,6 +39,8 @@ from shared.tenants.plan import Caller
 STOPS_WITHIN_S = 5.0
 """What is late or canceled may be computed, and charged if it was read, a moment longer."""
 
+Follow: TypeAlias = "Callable[[LimitedRequest, Hold], None]"
+
 
 class HeldLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The reservations of a prediction, as its hold in Redis has them."""
@@ -74,9 +76,6 @@ class Hold:
     def data(self) -> bytes:
         """As Redis has it."""
         return msgspec.json.encode(self.kept)
-
-
-Follow: TypeAlias = "Callable[[LimitedRequest, Hold], None]"
 
 
 class LimitedRequest:

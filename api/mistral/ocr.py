@@ -75,6 +75,11 @@ _PAGE_OF_ONE = re.compile(r"^page 0: ")
 """In front of what is wrong with a document of one page."""
 _encode = msgspec.json.Encoder().encode
 
+_CLASS_FIELDS = (
+    *("table_format", "include_image_base64", "image_limit", "image_min_size", "include_blocks"),
+    *("confidence_scores_granularity", "extract_header", "extract_footer"),
+)
+
 
 def ocr_error(error: Exception) -> tuple[PenstockError, int, bytes]:
     """Returns an error, its status and its body. What is wrong with a request is 422."""
@@ -104,12 +109,6 @@ class OcrRoute(FastRoute):
         set_error_code(request, error)
         known, status, body = ocr_error(error)
         return Response(body, status, headers_for(known), "application/json")
-
-
-_CLASS_FIELDS = (
-    *("table_format", "include_image_base64", "image_limit", "image_min_size", "include_blocks"),
-    *("confidence_scores_granularity", "extract_header", "extract_footer"),
-)
 
 
 def _checked(body: OcrBody, model: Model) -> tuple[CustomInput, list[FileInput]]:

@@ -14,6 +14,28 @@ from api.bodies import Body, ItemId
 MAX_PAGE_RANGES = 1000
 _RANGES = re.compile(r"\d{1,5}(?:-\d{1,5})?(?:,\d{1,5}(?:-\d{1,5})?)*")
 
+_Page = Annotated[int, Field(ge=0, le=99_999)]
+_Pages = Annotated[
+    Annotated[list[_Page], Field(max_length=10_000), Tag("list:")] | Annotated[str, Tag("text:")],
+    Discriminator(lambda value: "list:" if isinstance(value, list) else "text:"),
+]
+
+_BlockKind = Literal[
+    "text",
+    "title",
+    "list",
+    "table",
+    "image",
+    "header",
+    "footer",
+    "caption",
+    "equation",
+    "code",
+    "references",
+    "aside_text",
+    "signature",
+]
+
 
 class DocumentUrl(Body):
     """A document by its URL."""
@@ -81,11 +103,6 @@ def _refuse_annotation(value: object) -> None:
 
 
 _NoAnnotation = Annotated[None, BeforeValidator(_refuse_annotation)]
-_Page = Annotated[int, Field(ge=0, le=99_999)]
-_Pages = Annotated[
-    Annotated[list[_Page], Field(max_length=10_000), Tag("list:")] | Annotated[str, Tag("text:")],
-    Discriminator(lambda value: "list:" if isinstance(value, list) else "text:"),
-]
 
 
 class OcrBody(Body):
@@ -245,23 +262,6 @@ class OcrTable(msgspec.Struct):
     id: str
     content: str
     format: Literal["markdown", "html"]
-
-
-_BlockKind = Literal[
-    "text",
-    "title",
-    "list",
-    "table",
-    "image",
-    "header",
-    "footer",
-    "caption",
-    "equation",
-    "code",
-    "references",
-    "aside_text",
-    "signature",
-]
 
 
 class OcrBlock(_Place, kw_only=True, omit_defaults=True):

@@ -99,6 +99,11 @@ _encode = msgspec.json.Encoder().encode
 
 F = TypeVar("F", bound=TranslationForm)
 
+_FORM_LIMITS = {"max_files": 4, "max_fields": MAX_EDIT_FIELDS, "max_part_size": MAX_FIELD_BYTES}
+
+_NAMES = {"task": "model", "word_timestamps": "timestamp_granularities"}
+"""The fields of a form by the inputs of a class that have other names."""
+
 
 class _Recording(NamedTuple):
     """An uploaded file. A class sees the end of its name only, so equal files are equal inputs."""
@@ -122,9 +127,6 @@ async def _read_form(call: ApiRequest, kind: type[F]) -> tuple[F, _Recording | N
         if FILE in form:
             raise BadInput(f"url: there is a {FILE} too; leave one of them out", field="url")
         return fields, None
-
-
-_FORM_LIMITS = {"max_files": 4, "max_fields": MAX_EDIT_FIELDS, "max_part_size": MAX_FIELD_BYTES}
 
 
 def _check_is_form(request: Request) -> None:
@@ -221,10 +223,6 @@ async def _add_recording(
         reason = error.message.removeprefix(f"{FILE}: ")
         raise type(error)(f"{field}: {reason}", field=field) from error
     one.places[:] = [FilePlace(place.at, _name_of(place.name)) for place in one.places]
-
-
-_NAMES = {"task": "model", "word_timestamps": "timestamp_granularities"}
-"""The fields of a form by the inputs of a class that have other names."""
 
 
 def _names_for(model: Model, field: str) -> FieldNames:

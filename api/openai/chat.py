@@ -70,6 +70,12 @@ from shared.tasks.text import GenerationInput, GenerationResult, TokenLogprob
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
+B = TypeVar("B", ChatBody, CompletionBody)
+_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+StartingAfter = Annotated[
+    str, Query(description="As `Last-Event-ID`: only events after this one are sent.")
+]
+
 
 def failure_event(error: PenstockError) -> bytes:
     """Returns an error, as OpenAI's clients raise it."""
@@ -220,11 +226,6 @@ class CompletionEvents(StreamShape):
 
 router = APIRouter(route_class=StreamedRoute)
 stored_router = APIRouter()
-B = TypeVar("B", ChatBody, CompletionBody)
-_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
-StartingAfter = Annotated[
-    str, Query(description="As `Last-Event-ID`: only events after this one are sent.")
-]
 
 
 class _Endpoint(NamedTuple, Generic[B]):

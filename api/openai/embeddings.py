@@ -49,6 +49,18 @@ from shared.tasks.embedding import (
     TokensInput,
 )
 
+FLOAT_BYTES = 22
+"""Maximum size of a coordinate in JSON."""
+_REPLY_BYTES = 256
+_encoder = msgspec.json.Encoder()
+
+LARGE_ITEMS = 256
+"""From this many items on, admission is checked before the cache keys are computed, which takes
+milliseconds."""
+
+LARGE_WINDOWS = 256
+"""From this many windows on, a request has `batch` priority, unless its caller chose one."""
+
 
 class EmbeddingWindow(msgspec.Struct):
     """A window of a text: its characters from `start` up to, not including, `end`.
@@ -162,12 +174,6 @@ class EmbeddingsBody(Body):
         description="Extension: cut texts into windows. They have up to 4 MiB together then.",
     )
     user: EndUser | None = None
-
-
-FLOAT_BYTES = 22
-"""Maximum size of a coordinate in JSON."""
-_REPLY_BYTES = 256
-_encoder = msgspec.json.Encoder()
 
 
 class EmbeddingsEndpoint(Endpoint):
@@ -284,9 +290,6 @@ def _scale(matrix: NDArray[Any]) -> NDArray[np.float32]:
 
 
 router = APIRouter(route_class=FastRoute)
-LARGE_ITEMS = 256
-"""From this many items on, admission is checked before the cache keys are computed, which takes
-milliseconds."""
 
 
 @router.post(
@@ -318,10 +321,6 @@ async def create_embeddings(request: Request) -> Response:
         truncated = sum(item.truncated_tokens or 0 for item in reply.data)
         call.context.headers[TRUNCATED_HEADER] = str(truncated)
     return answer
-
-
-LARGE_WINDOWS = 256
-"""From this many windows on, a request has `batch` priority, unless its caller chose one."""
 
 
 class _LongText(NamedTuple):

@@ -68,6 +68,20 @@ _BRANCHES = frozenset({"anyOf", "oneOf", "$ref"})
 _SAYS_NOTHING = frozenset({"type", "title", "description", "$schema", "$comment"})
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
+_WHOLE, _WITHIN = ("{", "<|python_tag|>"), ("<tool_call>", "[TOOL_CALLS]")
+"""The start of a text that is a call, and the markers before a call."""
+_SIGN = re.compile("|".join(map(re.escape, _WITHIN)))
+_WHOLE_CALL = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?=\{)")
+_CLOSING = re.compile(r"\s*</tool_call>")
+_SPACE = re.compile(r"\s*")
+_CUT_CALL = re.compile(r'\s*+(?:\[\s*+)?\{\s*+"name"\s*+:\s*+"(?P<name>[\w-]{1,64})"')
+_ARGUMENTS = re.compile(r'\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+')
+_decoder = json.JSONDecoder()
+
+TextBody = ChatBody | CompletionBody
+MAX_SEED = 2**53
+_REPLY_BYTES = 512
+
 
 def answer_id(prefix: str, own_id: str) -> str:
     """Returns the id of an answer: a prefix, and 24 hexadecimal digits as OpenAI's have.
@@ -150,17 +164,6 @@ def _schemas_in(schema: Any) -> Iterator[tuple[dict[str, Any], bool]]:
         for keyword in _OF_PARTS:
             parts = one.get(keyword)
             waiting += [(part, False) for part in (parts if isinstance(parts, list) else [parts])]
-
-
-_WHOLE, _WITHIN = ("{", "<|python_tag|>"), ("<tool_call>", "[TOOL_CALLS]")
-"""The start of a text that is a call, and the markers before a call."""
-_SIGN = re.compile("|".join(map(re.escape, _WITHIN)))
-_WHOLE_CALL = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?=\{)")
-_CLOSING = re.compile(r"\s*</tool_call>")
-_SPACE = re.compile(r"\s*")
-_CUT_CALL = re.compile(r'\s*+(?:\[\s*+)?\{\s*+"name"\s*+:\s*+"(?P<name>[\w-]{1,64})"')
-_ARGUMENTS = re.compile(r'\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+')
-_decoder = json.JSONDecoder()
 
 
 class _Found(NamedTuple):
@@ -337,11 +340,6 @@ def _call_of(value: dict[str, Any]) -> CalledTool:
 
 def _id_of(seed: str) -> str:
     return f"call_{hashlib.blake2b(seed.encode(), digest_size=12).hexdigest()}"
-
-
-TextBody = ChatBody | CompletionBody
-MAX_SEED = 2**53
-_REPLY_BYTES = 512
 
 
 class _TextEndpoint(Endpoint):

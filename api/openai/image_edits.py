@@ -52,6 +52,19 @@ from shared.catalog import Model
 from shared.errors import BadInput
 from shared.tasks.image import ImageInput
 
+MASK = "What is transparent in it is drawn anew. It has the width and height of the image."
+
+VARIED_STRENGTH = 0.6
+"""Of a variation: what is large stays, and what is small is drawn anew."""
+UNGUIDED = 1.0
+"""The guidance scale of a variation: without a prompt, there is nothing to be guided by."""
+
+IMAGE_FIELDS = ("image", "image[]")
+IMAGE_URL = "images[0].image_url"
+MASK_URL = "mask.image_url"
+NO_MASK = "is for a mask; leave it out"
+NO_MARKUP = "markup is not supported; send a mask, whose transparent parts are drawn anew"
+
 
 class SourceImage(Body):
     """A source image, or a mask, inside a JSON body."""
@@ -92,9 +105,6 @@ def _as_form(schema: dict[str, Any]) -> None:
         ),
     }
     schema["required"] = [*schema.get("required", ()), "image"]
-
-
-MASK = "What is transparent in it is drawn anew. It has the width and height of the image."
 
 
 def _as_edit_form(schema: dict[str, Any]) -> None:
@@ -146,12 +156,6 @@ class EditBody(EditForm):
         return self
 
 
-VARIED_STRENGTH = 0.6
-"""Of a variation: what is large stays, and what is small is drawn anew."""
-UNGUIDED = 1.0
-"""The guidance scale of a variation: without a prompt, there is nothing to be guided by."""
-
-
 def _as_variation_form(schema: dict[str, Any]) -> None:
     _as_form(schema)
     del schema["properties"]["prompt"]
@@ -175,11 +179,6 @@ class VariationForm(ImageBody):
         return value
 
 
-IMAGE_FIELDS = ("image", "image[]")
-IMAGE_URL = "images[0].image_url"
-MASK_URL = "mask.image_url"
-NO_MASK = "is for a mask; leave it out"
-NO_MARKUP = "markup is not supported; send a mask, whose transparent parts are drawn anew"
 Form = TypeVar("Form", EditForm, VariationForm)
 
 

@@ -31,6 +31,13 @@ from shared.tasks.image import ImageResult
 Drawn = TypeVar("Drawn")
 Encode: TypeAlias = Callable[[Drawn], Awaitable[bytes]]
 
+_EVENT_ID = re.compile(r"(|\d{1,15}-\d{1,9})~(\d{1,2})~(\d(?:\.\d){0,9})")
+
+_TOO_LONG = (
+    f"the images were not complete after {MAX_S:.0f} s, the longest that a stream may take; ask "
+    "for fewer, or send an Idempotency-Key and resume"
+)
+
 
 class StreamedImage(msgspec.Struct):
     """A preview of an image (`partial_image_index`), or the image itself (`seed`).
@@ -90,9 +97,6 @@ class ImagePosition(NamedTuple):
         shown = [*self.shown]
         shown[preview.index] += 1
         return self._replace(shown=tuple(shown))
-
-
-_EVENT_ID = re.compile(r"(|\d{1,15}-\d{1,9})~(\d{1,2})~(\d(?:\.\d){0,9})")
 
 
 class ImageStream:
@@ -211,9 +215,3 @@ class ImageStream:
 
     def _on_wire(self, event: StreamedImage) -> bytes:
         return event.encoded(self._position.to_id() if self._has_ids else "")
-
-
-_TOO_LONG = (
-    f"the images were not complete after {MAX_S:.0f} s, the longest that a stream may take; ask "
-    "for fewer, or send an Idempotency-Key and resume"
-)

@@ -61,6 +61,18 @@ from shared.tasks import Input
 from shared.tasks.custom import CustomInput
 from shared.tasks.image import ImageInput, ImageResult, ImagesResult
 
+RESULT_LIMIT_BYTES = 64 * 1024 * 1024
+_BYTES_PER_PIXEL = 4
+"""Maximum size of an image in base64: 3 bytes per pixel (noise does not compress), plus a third."""
+
+FORM_LIMITS = {"max_files": 4, "max_fields": MAX_EDIT_FIELDS, "max_part_size": 256 * 1024}
+
+OWN_HEADERS = ("X-Penstock-Seed", "X-Penstock-Truncated-Tokens", "X-Penstock-Withheld")
+
+WITHHELD_HEADER = "x-penstock-withheld"
+"""How many images the safety check has kept back."""
+_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+
 
 class ImageItem(msgspec.Struct, omit_defaults=True):
     """One image: base64, or a link that is valid for 60 minutes.
@@ -159,11 +171,6 @@ class GenerationBody(ImageBody):
             }
         },
     )
-
-
-RESULT_LIMIT_BYTES = 64 * 1024 * 1024
-_BYTES_PER_PIXEL = 4
-"""Maximum size of an image in base64: 3 bytes per pixel (noise does not compress), plus a third."""
 
 
 class GenerationsEndpoint(Endpoint):
@@ -289,9 +296,6 @@ async def read_blob(objects: ObjectStore, blob: Blob, noun: str) -> bytes:
         raise Unavailable(f"the {noun} no longer exists; send the request again") from error
 
 
-FORM_LIMITS = {"max_files": 4, "max_fields": MAX_EDIT_FIELDS, "max_part_size": 256 * 1024}
-
-
 class ImageRoute(StreamedRoute):
     """A route whose body or form may ask for a stream."""
 
@@ -302,7 +306,6 @@ class ImageRoute(StreamedRoute):
         return await form_asks_for_stream(request, **FORM_LIMITS)
 
 
-OWN_HEADERS = ("X-Penstock-Seed", "X-Penstock-Truncated-Tokens", "X-Penstock-Withheld")
 router = APIRouter(route_class=ImageRoute)
 
 
@@ -484,11 +487,6 @@ async def _recorded(
     model = model if run is None else run[0]
     digest = digest_of(json.dumps(asked, sort_keys=True))
     return call.recorded(model, read, digest=digest, endpoint=path)
-
-
-WITHHELD_HEADER = "x-penstock-withheld"
-"""How many images the safety check has kept back."""
-_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 async def _encode(

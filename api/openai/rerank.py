@@ -35,6 +35,9 @@ from shared.tasks.similarity import SimilarityInput, SimilarityResult
 MAX_DOCUMENTS = 1000
 """Of one request. Cohere's bound is 10,000, and it advises 1,000."""
 
+_REPLY_BYTES, _RESULT_BYTES = 512, 96
+_encoder = msgspec.json.Encoder()
+
 
 class RerankText(Body):
     """A document as an object."""
@@ -139,8 +142,6 @@ class RerankReply(msgspec.Struct):
     object: Literal["list"] = "list"
 
 
-_REPLY_BYTES, _RESULT_BYTES = 512, 96
-_encoder = msgspec.json.Encoder()
 router = APIRouter(route_class=FastRoute)
 
 

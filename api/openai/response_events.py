@@ -42,6 +42,16 @@ _ITEM, _PART = 2, 3
 """The numbers of the events that begin a message."""
 _encode = msgspec.json.Encoder().encode
 
+_FIELDS_OF_CHATS = {
+    "messages": "input",
+    "prompt": "input",
+    "response_format": "text",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "logprobs": "include",
+}
+"""The fields of a chat that have another name in a response."""
+
 
 class ResponseEvents:
     """The answer to one request, and its events after number `after`.
@@ -279,17 +289,6 @@ def _call_events(call: OutputCall, at: int) -> list[tuple[str, dict[str, Any]]]:
         ("response.function_call_arguments.done", written),
         ("response.output_item.done", {"output_index": at, "item": call}),
     ]
-
-
-_FIELDS_OF_CHATS = {
-    "messages": "input",
-    "prompt": "input",
-    "response_format": "text",
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "logprobs": "include",
-}
-"""The fields of a chat that have another name in a response."""
 
 
 def as_asked(error: PenstockError) -> PenstockError:

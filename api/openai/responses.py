@@ -51,6 +51,14 @@ from shared.messages import ItemOutcome
 from shared.predictions import EVENTS_TYPE
 from shared.tasks.text import GenerationInput
 
+PATH = PATH_OF_RESPONSES
+UNSTORED_KEEP_S = 120
+"""A stream that is not stored can be resumed for as long after its end."""
+_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+StartingAfter = Annotated[
+    int, Query(ge=-1, le=2**31, description="Only events with a greater `sequence_number`.")
+]
+
 
 @contextmanager
 def words_of_responses() -> Iterator[None]:
@@ -63,13 +71,6 @@ def words_of_responses() -> Iterator[None]:
 
 router = APIRouter(route_class=StreamedRoute)
 stored_router = APIRouter()
-PATH = PATH_OF_RESPONSES
-UNSTORED_KEEP_S = 120
-"""A stream that is not stored can be resumed for as long after its end."""
-_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
-StartingAfter = Annotated[
-    int, Query(ge=-1, le=2**31, description="Only events with a greater `sequence_number`.")
-]
 
 
 @router.post(

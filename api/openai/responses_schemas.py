@@ -19,6 +19,12 @@ from api.predictions.conversations import MAX_PARTS, count_parts
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
+MAX_REASONING_CHARS = 256 * 1024
+"""Characters of one part of a reasoning item. It is stored with the response."""
+
+ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+"""The types of items that text models can do something with."""
+
 
 class LogprobOfText(msgspec.Struct):
     """The log probability of a token, in the text of an answer."""
@@ -226,10 +232,6 @@ class InputResult(_ItemBody):
         return {"role": "tool", "tool_call_id": self.call_id, "content": content}
 
 
-MAX_REASONING_CHARS = 256 * 1024
-"""Characters of one part of a reasoning item. It is stored with the response."""
-
-
 class ReasoningPart(Body):
     """A part of what a model thought, or of its summary."""
 
@@ -278,10 +280,6 @@ def _messages_of(items: Sequence[StoredItem]) -> Iterator[dict[str, Any]]:
 
 def _text_of(content: str | list[InputPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
-"""The types of items that text models can do something with."""
 
 
 def _item_tag(item: Any) -> str:

@@ -23,6 +23,8 @@ _DIGITS = re.compile(r"[0-9a-f]{24}")
 _OUTPUT_ITEM = re.compile(r"(?:msg|fc)_([0-9a-f]{24})(?:_\d{1,4})?")
 _NAMES = {CHAT_PREFIX: "Chat completion", RESPONSE_PREFIX: "Response"}
 
+_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
 
 async def find_stored(
     call: ApiRequest, prefix: str, endpoint: str, shown: str
@@ -134,9 +136,6 @@ def _no_item(name: str) -> NotFound:
 def shown_items(items: Sequence[dict[str, Any]], digits: str) -> list[dict[str, Any]]:
     """Returns items as lists of items show them. Those without an id get one."""
     return [_shown_item(item, f"{digits}_in{number}") for number, item in enumerate(items)]
-
-
-_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
 def _shown_item(item: dict[str, Any], suffix: str) -> dict[str, Any]:

@@ -27,6 +27,9 @@ from shared.tasks.base import Unit
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Amount = Annotated[float, msgspec.Meta(ge=0)]
 
+DAY_S = 86_400
+_SUMMED = UsageLine._fields[UsageLine._fields.index("requests") :]
+
 
 class EmbeddingsUsage(
     msgspec.Struct, kw_only=True, tag_field="object", tag="organization.usage.embeddings.result"
@@ -147,8 +150,6 @@ class UsageReply(msgspec.Struct, kw_only=True):
 
 
 router = APIRouter(tags=["usage"])
-DAY_S = 86_400
-_SUMMED = UsageLine._fields[UsageLine._fields.index("requests") :]
 Result = EmbeddingsUsage | ImagesUsage | Costs
 
 

@@ -35,6 +35,10 @@ OWNER = "penstock"
 """The owner that is shown if the caller does not name one."""
 _CLIENTS = re.compile(r"replicate[-/]", re.IGNORECASE)
 
+POLL_S = 0.5
+"""Interval at which those read the record whom no reply reaches: a stream, or a repeated request.
+"""
+
 
 def version_of(model: Model) -> str:
     """Returns a model's version id: 256 bits of BLAKE2b (RFC 7693) of all that decides results."""
@@ -83,11 +87,6 @@ def is_replicates_client(user_agent: str) -> bool:
     here.
     """
     return _CLIENTS.match(user_agent) is not None
-
-
-POLL_S = 0.5
-"""Interval at which those read the record whom no reply reaches: a stream, or a repeated request.
-"""
 
 
 class PredictionSnapshot(NamedTuple):

@@ -39,6 +39,12 @@ COG_VERSION = "0.16.0"
 """The version of cog whose schemas ours follow: with one before 0.3.9, clients treat every list as
 an iterator."""
 
+PAGE = 25
+_HARDWARE_LIST: Described = {
+    "content": {"application/json": {"schema": {"type": "array", "items": ref_to(Hardware)}}}
+}
+_CURSOR = re.compile(r"\d{1,9}")
+
 
 def version_body(model: Model, created_at_s: float) -> dict[str, Any]:
     """Returns the only version of a model, ready for JSON."""
@@ -91,12 +97,6 @@ def hardware_body(kind: str) -> dict[str, Any]:
 
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
-
-PAGE = 25
-_HARDWARE_LIST: Described = {
-    "content": {"application/json": {"schema": {"type": "array", "items": ref_to(Hardware)}}}
-}
-_CURSOR = re.compile(r"\d{1,9}")
 
 
 @router.get("/models", include_in_schema=False)

@@ -57,6 +57,22 @@ ContextKey = Annotated[str, Field(max_length=64)]
 ContextValue = Annotated[str, Field(max_length=4096)]
 Context = Annotated[dict[ContextKey, ContextValue], Field(max_length=64)]
 
+CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 499, 503, 504)
+"""For routes that create predictions."""
+
+EARLY_S = 0.25
+"""Clients that wait n seconds hang up half a second later. The answer is sent this long before
+n."""
+_CURSOR = re.compile(r"([0-9]{1,12}(\.[0-9]{1,9})?)?")
+
+# For the OpenAPI document only. The routes validate, so that errors have our wording.
+Cursor = Annotated[str, Query(json_schema_extra={"pattern": f"^{_CURSOR.pattern}$"})]
+CallerId = Annotated[str, Path(json_schema_extra={"pattern": f"^{CALLER_ID.pattern}$"})]
+_ONE: openapi.Responses = {
+    200: openapi.success("The prediction in its current state.", PredictionReply),
+    **openapi.problems(401, 404, 503),
+}
+
 
 class PredictionBody(Body):
     """A prediction of the model in the path."""
@@ -201,10 +217,6 @@ async def _digest(body: PredictionBody, model: Model) -> str:
     return digest_of(json.dumps([model.name, fields], sort_keys=True))
 
 
-CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 499, 503, 504)
-"""For routes that create predictions."""
-
-
 def creation_responses() -> Responses:
     """Returns the responses of a route that creates predictions or finds existing ones."""
     reply = PredictionReply
@@ -226,19 +238,6 @@ def creation_responses() -> Responses:
 
 router = APIRouter(route_class=ProblemRoute, tags=["predictions"])
 creation_router = APIRouter(route_class=FastProblemRoute, tags=["predictions"])
-
-EARLY_S = 0.25
-"""Clients that wait n seconds hang up half a second later. The answer is sent this long before
-n."""
-_CURSOR = re.compile(r"([0-9]{1,12}(\.[0-9]{1,9})?)?")
-
-# For the OpenAPI document only. The routes validate, so that errors have our wording.
-Cursor = Annotated[str, Query(json_schema_extra={"pattern": f"^{_CURSOR.pattern}$"})]
-CallerId = Annotated[str, Path(json_schema_extra={"pattern": f"^{CALLER_ID.pattern}$"})]
-_ONE: openapi.Responses = {
-    200: openapi.success("The prediction in its current state.", PredictionReply),
-    **openapi.problems(401, 404, 503),
-}
 
 
 @creation_router.post(

@@ -36,6 +36,13 @@ from shared.tenants.plan import Limits, Plan
 MAX_EXPIRY_S = 10 * 366 * 86_400
 Seconds = Annotated[int, msgspec.Meta(ge=1, le=MAX_EXPIRY_S)]
 
+PAGE = 100
+Limit = Annotated[int, Query(ge=1, le=PAGE)]
+_SLASHES = len(["", "v1", "admin", "tenants", "NAME"]) - 1
+ActId = Annotated[str, Query(pattern=r"^([0-9]{1,18}(-[0-9]{1,18})?)?$")]
+Body = TypeVar("Body")
+_NOT_HERE = "Keys are in a file, which the API only reads, or what is to be removed is in use."
+
 
 class NewKeyBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The key to create."""
@@ -175,12 +182,6 @@ class ActsPage(msgspec.Struct):
 
 
 router = APIRouter(prefix="/v1/admin", tags=["admin"])
-PAGE = 100
-Limit = Annotated[int, Query(ge=1, le=PAGE)]
-_SLASHES = len(["", "v1", "admin", "tenants", "NAME"]) - 1
-ActId = Annotated[str, Query(pattern=r"^([0-9]{1,18}(-[0-9]{1,18})?)?$")]
-Body = TypeVar("Body")
-_NOT_HERE = "Keys are in a file, which the API only reads, or what is to be removed is in use."
 
 
 def _changed(reply: type[msgspec.Struct], *statuses: int) -> Responses:

@@ -53,6 +53,55 @@ from shared.errors import BadInput
 from shared.predictions import MEDIA_TYPES
 from shared.stores.objects import LINK_VALID_S
 
+ANY_BYTES = "application/octet-stream"
+MAX_LINK_S = 30.0
+"""The time limit for encoding an image in another format, since links have no deadline."""
+
+FORM_BYTES = 64 * 1024
+"""Maximum size of a form without its file."""
+_OF_REPLICATE = frozenset({"content", "metadata"})
+_RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})?")
+_FILE = {"type": "string", "format": "binary"}
+_FIELDS: Described = {
+    "file": _FILE | {"description": "For a batch: JSONL, a request in each line."},
+    "purpose": {
+        "type": "string",
+        "enum": ["batch", "user_data", "ocr"],
+        "description": (
+            "Goes with `file`. `user_data` and `ocr`: an input of any kind, named by its id."
+        ),
+    },
+    "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+    "expires_after[seconds]": {"type": "integer", "minimum": MIN_KEEP_S, "maximum": KEEP_S},
+    "expiry": {
+        "type": "integer",
+        "minimum": 1,
+        "maximum": KEEP_S // 3600,
+        "description": "Hours until the file is gone, as Mistral's clients say it.",
+    },
+    "visibility": {"type": "string", "description": "Accepted, without effect."},
+    "content": _FILE | {"description": "For a prediction, as Replicate's clients send it."},
+    "metadata": {"type": "object", "description": "Goes with `content`. Kept with the file."},
+}
+_UPLOAD: Described = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {"type": "object", "properties": _FIELDS},
+                "encoding": {"metadata": {"contentType": "application/json"}},
+            }
+        },
+    }
+}
+
+_SAMPLE_TYPES: dict[FilePurpose, Literal["batch_request", "batch_result", "ocr_input"]] = {
+    "batch": "batch_request",
+    "batch_output": "batch_result",
+    "ocr": "ocr_input",
+    "user_data": "ocr_input",
+}
+
 
 class FileForm(Body):
     """The text fields of an upload, in addition to the file."""
@@ -108,47 +157,7 @@ class FileDeleted(msgspec.Struct):
 
 
 router = APIRouter()
-ANY_BYTES = "application/octet-stream"
-MAX_LINK_S = 30.0
-"""The time limit for encoding an image in another format, since links have no deadline."""
 
-FORM_BYTES = 64 * 1024
-"""Maximum size of a form without its file."""
-_OF_REPLICATE = frozenset({"content", "metadata"})
-_RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})?")
-_FILE = {"type": "string", "format": "binary"}
-_FIELDS: Described = {
-    "file": _FILE | {"description": "For a batch: JSONL, a request in each line."},
-    "purpose": {
-        "type": "string",
-        "enum": ["batch", "user_data", "ocr"],
-        "description": (
-            "Goes with `file`. `user_data` and `ocr`: an input of any kind, named by its id."
-        ),
-    },
-    "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
-    "expires_after[seconds]": {"type": "integer", "minimum": MIN_KEEP_S, "maximum": KEEP_S},
-    "expiry": {
-        "type": "integer",
-        "minimum": 1,
-        "maximum": KEEP_S // 3600,
-        "description": "Hours until the file is gone, as Mistral's clients say it.",
-    },
-    "visibility": {"type": "string", "description": "Accepted, without effect."},
-    "content": _FILE | {"description": "For a prediction, as Replicate's clients send it."},
-    "metadata": {"type": "object", "description": "Goes with `content`. Kept with the file."},
-}
-_UPLOAD: Described = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {"type": "object", "properties": _FIELDS},
-                "encoding": {"metadata": {"contentType": "application/json"}},
-            }
-        },
-    }
-}
 _EITHER: Described = {
     "content": {"application/json": {"schema": {"anyOf": [ref_to(FileObject), ref_to(FileReply)]}}}
 }
@@ -331,14 +340,6 @@ async def _as_replicate(request: Request, answering: Awaitable[Response]) -> Res
         return await answering
     except EXPECTED_ERRORS as error:
         return problem_response(request, error)
-
-
-_SAMPLE_TYPES: dict[FilePurpose, Literal["batch_request", "batch_result", "ocr_input"]] = {
-    "batch": "batch_request",
-    "batch_output": "batch_result",
-    "ocr": "ocr_input",
-    "user_data": "ocr_input",
-}
 
 
 def _shown(file: BatchFile) -> FileObject:

@@ -20,6 +20,12 @@ from api.replicate.replies import HealthReply, ReadinessReply
 
 router = APIRouter()
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+STEPS_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
+"""Values to which a wait is rounded up. Longer waits are shown as the last one."""
+
 
 @router.get(
     "/livez", summary="Liveness", responses={200: success("The process is alive.", HealthReply)}
@@ -70,10 +76,6 @@ async def is_ready(request: Request) -> Response:
     )
 
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
-
-
 class ModelStatus(msgspec.Struct, kw_only=True):
     """The load of a model, as one instance of the API sees it."""
 
@@ -96,10 +98,6 @@ class StatusReply(msgspec.Struct):
 
     data: list[ModelStatus]
     object: Literal["list"] = "list"
-
-
-STEPS_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
-"""Values to which a wait is rounded up. Longer waits are shown as the last one."""
 
 
 @router.get(

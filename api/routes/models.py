@@ -27,6 +27,9 @@ from shared.catalog import Model
 from shared.catalog_entry import Rerank
 from shared.tasks.embedding import EmbeddingTask
 
+VARIES = {"vary": "user-agent"}
+"""Signals to caches that the path has two responses."""
+
 
 class ModelItem(msgspec.Struct):
     """A served model."""
@@ -53,8 +56,6 @@ class ModelsReply(msgspec.Struct):
 
 
 router = APIRouter()
-VARIES = {"vary": "user-agent"}
-"""Signals to caches that the path has two responses."""
 
 
 _LISTED: Responses = {

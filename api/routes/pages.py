@@ -44,6 +44,8 @@ _CONSOLE_HEADERS = {
 
 router = APIRouter()
 
+docs_assets = StaticFiles(directory=_DOCS)
+
 
 class _ConsoleAssets(StaticFiles):
     def file_response(self, *args: Any, **options: Any) -> Response:
@@ -52,7 +54,6 @@ class _ConsoleAssets(StaticFiles):
         return response
 
 
-docs_assets = StaticFiles(directory=_DOCS)
 console_assets = _ConsoleAssets(directory=CONSOLE)
 
 

@@ -23,6 +23,8 @@ from shared.reports.runner import ReportResult, drawings
 Cell = str | int | float | bool | None
 """A cell of a table. Days and times are text in ISO 8601."""
 
+NO_STORE = {"cache-control": "no-store"}
+
 
 class ReportEntry(msgspec.Struct, kw_only=True):
     """One report that this key may read."""
@@ -89,7 +91,6 @@ class ReportReply(msgspec.Struct, kw_only=True):
 
 
 router = APIRouter(prefix="/v1/reports", tags=["usage"])
-NO_STORE = {"cache-control": "no-store"}
 
 
 @router.get(

@@ -35,6 +35,11 @@ MAX_VALUES_BYTES = 16 * 1024 * 1024
 SHOWN_SECRET = "**********"
 ANY_BYTES = "application/octet-stream"
 
+FileInput = tuple[list[str | int], str]
+"""The place of a file in an input, and its URL."""
+
+_PLAIN: dict[str, Any] = {"string": str, "integer": int, "number": float, "boolean": bool}
+
 
 class AnyInput(Body):
     """The input of a custom model. Each model has other fields."""
@@ -73,10 +78,6 @@ class CustomApi(ApiTask):
             if shape.get("format") == SECRET_FORMAT and shown.get(name) is not None:
                 shown[name] = SHOWN_SECRET
         return Inputs([custom_input], shown, is_list=False, is_repeatable=model.deterministic)
-
-
-FileInput = tuple[list[str | int], str]
-"""The place of a file in an input, and its URL."""
 
 
 def checked_input(
@@ -322,9 +323,6 @@ def validator_of(interface: ModelInterface) -> type[BaseModel]:
         # By alias, because a name of an input may be one that pydantic uses itself.
         fields[f"input_{number}"] = (_type_of(shape), Field(default, alias=name))
     return create_model("Input", __config__=ConfigDict(extra="forbid"), **fields)
-
-
-_PLAIN: dict[str, Any] = {"string": str, "integer": int, "number": float, "boolean": bool}
 
 
 def _type_of(shape: dict[str, Any]) -> Any:

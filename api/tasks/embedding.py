@@ -24,6 +24,35 @@ from shared.tasks.embedding import TextInput, TextTokens, TokensInput, Truncate
 TOKEN_BYTES = 4
 """Bytes that a token id counts toward the input limit: a token is about four bytes of text."""
 
+WindowUnit = Literal["sentence", "tokens"]
+MAX_LONG_TEXT_BYTES = 4 * 1024 * 1024
+"""Of a request: about 1,200 pages, more than its windows have room for. Finding windows is free, so
+it has a bound."""
+_BLANK_LINE = re.compile(r"\n[^\S\n]*+\n")
+# A match begins at the first character of a run, and takes it whole: so it is linear in the text.
+_SENTENCE_END = re.compile(
+    r"""(?: (?<![.!?…])[.!?…]++["'”’»)\]]*+\s++
+          | (?<![。！？｡])[。！？｡]++[”’」』）]*+\s*+
+          | (?<!\s)[^\S\n]*+\n[^\S\n]*+\n\s*+
+        )(?=(\S))""",
+    re.VERBOSE,
+)
+_INITIAL = re.compile(r"(?:^|[\s(.])[^\W\d_]\.\s+$")
+_LOOK_BACK = 32
+_LONGEST_WORD = 4096
+"""In characters. A section does not go back further for the end of a word."""
+
+MAX_TEXTS = 128
+"""A prediction is one message, its answer another: both are to stay far below Pub/Sub's 10 MB."""
+MAX_TEXT_BYTES = 1024 * 1024
+_VECTOR = {"type": "array", "items": {"type": "number"}}
+
+TextOrTexts = Annotated[
+    Annotated[Text, Tag("text:")]
+    | Annotated[list[Text], Field(min_length=1, fail_fast=True), Tag("list:")],
+    Discriminator(text_or_list),
+]
+
 
 def text_inputs(
     texts_or_tokens: str | list[str] | list[int] | list[list[int]],
@@ -84,25 +113,6 @@ def _check_tokenizer(tokenizer: str | None, model: Model) -> None:
     if tokenizer not in (model.name, *model.aliases):
         reason = f'{model.name} takes token ids of its own tokenizer only; send "{model.name}"'
         raise BadInput(f"tokenizer: {reason}", field="tokenizer")
-
-
-WindowUnit = Literal["sentence", "tokens"]
-MAX_LONG_TEXT_BYTES = 4 * 1024 * 1024
-"""Of a request: about 1,200 pages, more than its windows have room for. Finding windows is free, so
-it has a bound."""
-_BLANK_LINE = re.compile(r"\n[^\S\n]*+\n")
-# A match begins at the first character of a run, and takes it whole: so it is linear in the text.
-_SENTENCE_END = re.compile(
-    r"""(?: (?<![.!?…])[.!?…]++["'”’»)\]]*+\s++
-          | (?<![。！？｡])[。！？｡]++[”’」』）]*+\s*+
-          | (?<!\s)[^\S\n]*+\n[^\S\n]*+\n\s*+
-        )(?=(\S))""",
-    re.VERBOSE,
-)
-_INITIAL = re.compile(r"(?:^|[\s(.])[^\W\d_]\.\s+$")
-_LOOK_BACK = 32
-_LONGEST_WORD = 4096
-"""In characters. A section does not go back further for the end of a word."""
 
 
 class Window(NamedTuple):
@@ -223,19 +233,6 @@ def _window(
     is_exact = bool(begins[begin]) and (end == len(starts) or bool(begins[end]))
     leading = len(whole) - len(whole.lstrip())
     return Window(first + leading, first + max(leading, len(whole.rstrip())), is_exact)
-
-
-MAX_TEXTS = 128
-"""A prediction is one message, its answer another: both are to stay far below Pub/Sub's 10 MB."""
-MAX_TEXT_BYTES = 1024 * 1024
-_VECTOR = {"type": "array", "items": {"type": "number"}}
-
-
-TextOrTexts = Annotated[
-    Annotated[Text, Tag("text:")]
-    | Annotated[list[Text], Field(min_length=1, fail_fast=True), Tag("list:")],
-    Discriminator(text_or_list),
-]
 
 
 class TextsInput(Body):

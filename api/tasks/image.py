@@ -33,6 +33,12 @@ from shared.tasks import Input
 from shared.tasks.custom import CustomInput
 from shared.tasks.image import ImageInput, ImageResult, ImagesResult, choose_adapter
 
+USUAL_STRENGTH = 0.8
+MAX_MASK_BLUR = 64.0
+"""Pixels."""
+MAX_PADDING = 4096
+"""Pixels of a side."""
+
 
 def checked_size(width: int, height: int, model: Model) -> tuple[int, int]:
     """Validates an output size in pixels.
@@ -150,13 +156,6 @@ def check_strength(steps: int, strength: float) -> None:
     if int(steps * strength) < 1:
         reason = f"{strength:g} of {steps} steps is less than one step"
         raise BadInput(f"strength: {reason}", field="strength")
-
-
-USUAL_STRENGTH = 0.8
-MAX_MASK_BLUR = 64.0
-"""Pixels."""
-MAX_PADDING = 4096
-"""Pixels of a side."""
 
 
 def _or_one_number(schema: dict[str, Any]) -> None:

@@ -30,6 +30,13 @@ MAX_CLAIMED = 64
 
 Answer = TypeVar("Answer")
 
+KEEP_S = 10.0
+MAX_KEPT = 256
+
+QUERY_LIMIT_S = 20.0
+MAX_ROWS = 5_000
+"""Maximum number of rows in a response."""
+
 
 class QueryPermits:
     """Who asks BigQuery now, and who waits for it.
@@ -72,10 +79,6 @@ class QueryPermits:
             self._claimed[tenant] -= 1
             if not self._claimed[tenant]:
                 del self._claimed[tenant]
-
-
-KEEP_S = 10.0
-MAX_KEPT = 256
 
 
 class UsageRead(NamedTuple):
@@ -133,11 +136,6 @@ class UsageService:
             return UsageRead(self._rows.read(query), read_at_s)
 
         return await self._turns.run(tenant, read)
-
-
-QUERY_LIMIT_S = 20.0
-MAX_ROWS = 5_000
-"""Maximum number of rows in a response."""
 
 
 class ReportDataset(NamedTuple):

@@ -54,6 +54,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program"
 _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings of commands whose arguments, `--help` included, go to another program."""
 
+budgets = typer.Typer(help="Budgets of tenants and keys.", no_args_is_help=True)
+
+models = typer.Typer(help="Custom models, and withdrawals.", no_args_is_help=True)
+
 
 class _Commands(TyperGroup):
     """Turns what ends a command into a message and an exit status."""
@@ -341,7 +345,6 @@ def weights(context: typer.Context) -> None:
     _become("workers.prefetch", {}, context.args)
 
 
-budgets = typer.Typer(help="Budgets of tenants and keys.", no_args_is_help=True)
 app.add_typer(budgets, name="budgets")
 
 
@@ -351,7 +354,6 @@ def restore(context: typer.Context) -> None:
     _become("api.limits.restore", {}, context.args)
 
 
-models = typer.Typer(help="Custom models, and withdrawals.", no_args_is_help=True)
 app.add_typer(models, name="models")
 models.command("withdraw")(withdraw)
 models.command("withdrawn")(list_withdrawn)

@@ -40,6 +40,14 @@ MAX_STEP = 4
 QUIET = "10m"
 """A model without arrivals for this long may have no workers."""
 
+UTILIZATION = 0.7
+"""The part of their time that workers spend on what arrives. The rest is for growth while nodes
+start, and for chance."""
+HPA_WAIT_SHARE = 0.3
+"""Share of the default deadline: the waiting work per worker, if no worker can be added."""
+FALLBACK_FAILURES = 6
+"""Failed reads of a trigger until KEDA stands in for it. Until then the HPA keeps the count."""
+
 
 @dataclass(frozen=True)
 class MetricSource:
@@ -203,15 +211,6 @@ class TriggerQueries:
 
 def _added(parts: Iterable[str]) -> str:
     return " + ".join(parts)
-
-
-UTILIZATION = 0.7
-"""The part of their time that workers spend on what arrives. The rest is for growth while nodes
-start, and for chance."""
-HPA_WAIT_SHARE = 0.3
-"""Share of the default deadline: the waiting work per worker, if no worker can be added."""
-FALLBACK_FAILURES = 6
-"""Failed reads of a trigger until KEDA stands in for it. Until then the HPA keeps the count."""
 
 
 def keda_patch(

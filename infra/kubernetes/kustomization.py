@@ -11,12 +11,13 @@ import yaml
 
 TREE = Path(__file__).parent
 
+_NUMBER = re.compile(r"[-+]?(0o[0-7]+|(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?)$")
+
 
 class _Dumper(yaml.SafeDumper):
     """Quotes strings that are numbers to Kubernetes, which reads YAML 1.2, as PyYAML reads 1.1."""
 
 
-_NUMBER = re.compile(r"[-+]?(0o[0-7]+|(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?)$")
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 
 

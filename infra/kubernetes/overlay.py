@@ -63,6 +63,16 @@ TMP_MIB = 2048
 CACHE_SHARE = 0.75
 """Share of the worker's disk for the file cache. The rest is for what the worker writes."""
 
+CREDENTIALS_DIR = "/etc/penstock-identity"
+CREDENTIALS_FILE = "credentials.json"
+
+TOKEN_VALID_S = 3600
+"""The kubelet renews a token when four fifths of this have passed."""
+
+MODELS_FILE = "/etc/penstock/models.yaml"
+CACHE_DIR, SPOOL_DIR = "/var/cache/penstock", "/var/spool/penstock"
+HEALTH_PORT = 8081
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -287,11 +297,7 @@ def _buffer_patches(
     ]
 
 
-CREDENTIALS_DIR = "/etc/penstock-identity"
-CREDENTIALS_FILE = "credentials.json"
 TOKEN_DIR = "/var/run/penstock"
-TOKEN_VALID_S = 3600
-"""The kubelet renews a token when four fifths of this have passed."""
 
 
 def credentials(audience: str) -> str:
@@ -322,11 +328,6 @@ def token_volume(audience: str) -> dict[str, Any]:
     """The pod's volume with the token."""
     token = {"path": "token", "audience": f"https:{audience}", "expirationSeconds": TOKEN_VALID_S}
     return {"name": "token", "projected": {"sources": [{"serviceAccountToken": token}]}}
-
-
-MODELS_FILE = "/etc/penstock/models.yaml"
-CACHE_DIR, SPOOL_DIR = "/var/cache/penstock", "/var/spool/penstock"
-HEALTH_PORT = 8081
 
 
 def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: Deployment) -> None:

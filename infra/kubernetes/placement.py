@@ -38,6 +38,8 @@ https://github.com/NVIDIA/k8s-device-plugin#updating-per-node-configuration-with
 TIME_SLICING = "penstock-time-slicing"
 CPU_ONLY = {"cpu": "2", "memory": "4Gi", "ephemeral-storage": "10240Mi"}
 
+GIB = 2**30
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -156,9 +158,6 @@ def memory_fraction(gpu: Gpu) -> float:
     Time-sharing does not divide memory.
     """
     return 1.0 if gpu.share == 1 else int(SHARED_MEMORY / gpu.share * 1000) / 1000
-
-
-GIB = 2**30
 
 
 def gpu_memory_bytes(gpu: Gpu, gpu_types: dict[str, GpuType]) -> int:

@@ -51,6 +51,21 @@ REDIS_DATA_PERCENT = 60
 is rewritten.
 """
 
+OBJECTS_DIR = "/var/lib/penstock/objects"
+CREDENTIALS_DIR = "/etc/penstock-google"
+KEYS_URL = "file:///etc/penstock-keys/keys.json"
+NO_NETWORK = ("127.0.0.1/32",)
+"""The addresses of a Redis in the cluster. Its pods are let through by their label instead."""
+
+CLIENTS = ("api", "batches", "functions", "row-archive")
+
+SCRAPE_FILE = "scrape.yaml"
+TIME_SLICING_FILE = "time-slicing.yaml"
+INTERVAL = "10s"
+"""Scrape interval, that of Managed Prometheus. The queries look at a minute of samples."""
+_LABEL = "__meta_kubernetes_pod_label_"
+_PORT = "__meta_kubernetes_pod_container_port_name"
+
 
 def server_patches(site: SelfHostedSite) -> dict[str, list[dict[str, Any]]]:
     """The servers that run there by name, with JSON patches (RFC 6902) of each StatefulSet."""
@@ -184,13 +199,6 @@ def objects_claim(namespace: str, objects: VolumeObjects) -> dict[str, Any]:
     }
 
 
-OBJECTS_DIR = "/var/lib/penstock/objects"
-CREDENTIALS_DIR = "/etc/penstock-google"
-KEYS_URL = "file:///etc/penstock-keys/keys.json"
-NO_NETWORK = ("127.0.0.1/32",)
-"""The addresses of a Redis in the cluster. Its pods are let through by their label instead."""
-
-
 def has_archive(site: SelfHostedSite) -> bool:
     """True if a row archive runs there."""
     return isinstance(site.rows, EmbeddedRows) and site.rows.archive
@@ -283,9 +291,6 @@ def secret_of_broker(site: SelfHostedSite) -> list[dict[str, Any]]:
     if not isinstance(site.broker, RabbitBroker):
         return []
     return [{"secretRef": {"name": site.broker.secret}}]
-
-
-CLIENTS = ("api", "batches", "functions", "row-archive")
 
 
 def write_clients(folder: Path, site: SelfHostedSite, models_file: Path) -> None:
@@ -388,14 +393,6 @@ def _provisioning(site: SelfHostedSite) -> dict[str, Any]:
             {"name": "tmp", "mountPath": "/tmp"},
         ],
     }
-
-
-SCRAPE_FILE = "scrape.yaml"
-TIME_SLICING_FILE = "time-slicing.yaml"
-INTERVAL = "10s"
-"""Scrape interval, that of Managed Prometheus. The queries look at a minute of samples."""
-_LABEL = "__meta_kubernetes_pod_label_"
-_PORT = "__meta_kubernetes_pod_container_port_name"
 
 
 def write_scraping(folder: Path, site: SelfHostedSite) -> None:

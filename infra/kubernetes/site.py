@@ -21,18 +21,6 @@ from pydantic import (
 
 from shared.errors import ConfigurationError
 
-
-def _is_network(value: str) -> str:
-    ip_network(value)
-    return value
-
-
-def _is_zone(value: str) -> str:
-    if value not in available_timezones():
-        raise ValueError(f"{value!r} is not a time zone")
-    return value
-
-
 Image = Annotated[str, Field(pattern=r"^[^@\s]+(@sha256:[0-9a-f]{64}|:[A-Za-z0-9._-]+)$")]
 """An image by digest or tag."""
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
@@ -46,6 +34,21 @@ _IPV4 = rf"({_OCTET}\.){{3}}{_OCTET}(/(3[0-2]|[12]?[0-9]))?"
 _IPV6 = "[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(/[0-9]{1,3})?"
 _NETWORK = f"^({_IPV4}|{_IPV6})$"
 """A regular expression can't see that no bit of the host is set. Kubernetes takes those too."""
+
+BUCKET = r"^(gs|s3)://[a-z0-9][a-z0-9._-]*[a-z0-9](/[A-Za-z0-9._/-]*)?$"
+
+
+def _is_network(value: str) -> str:
+    ip_network(value)
+    return value
+
+
+def _is_zone(value: str) -> str:
+    if value not in available_timezones():
+        raise ValueError(f"{value!r} is not a time zone")
+    return value
+
+
 Network = Annotated[
     str, AfterValidator(_is_network), WithJsonSchema({"type": "string", "pattern": _NETWORK})
 ]
@@ -54,7 +57,6 @@ Zone = Annotated[
     AfterValidator(_is_zone),
     WithJsonSchema({"type": "string", "enum": sorted(available_timezones())}),
 ]
-BUCKET = r"^(gs|s3)://[a-z0-9][a-z0-9._-]*[a-z0-9](/[A-Za-z0-9._/-]*)?$"
 
 
 def _with(name: str, schema: dict[str, Any]) -> dict[str, Any]:

@@ -116,6 +116,22 @@ _CONDITIONS = {
 _SERVERS = f'not (and ({OF_GOOGLE}) (eq .Values.rows.kind "google"))'
 """The condition of SelfHostedSite.has_servers."""
 
+Block = Callable[[str], str]
+"""Puts lines of a template in the place of a value, with its key or the dash before it. `INDENT`
+in them becomes the number of blanks before that line.
+"""
+
+_BLOCK = re.compile(r"(?m)^( *)[^'\n]*'@@([0-9]+)@@'$")
+_SETTINGS_NAME = re.compile(r"(?m)\bsettings(?:-([a-z0-9-]+))?-[a-z0-9]{10}$")
+_OPTIONAL_LINES = {
+    r"(?m)^( *)storageClassName: zz-(\w+)$": (
+        "\\1{{- with $site.\\2.volume.storage_class }}\n"
+        "\\1storageClassName: {{ . | quote }}\n"
+        "\\1{{- end }}"
+    ),
+    r"(?m)^( *)- --fsync$": ("\\1{{- if $site.broker.fsync }}\n\\1- --fsync\n\\1{{- end }}"),
+}
+
 
 def write_site_chart(out: Path, catalog: Catalog, models_file: Path, *, version: str) -> None:
     """Writes the chart, and replaces an existing one. Needs kubectl, which renders.
@@ -237,12 +253,6 @@ def _slug(kind: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "-", kind).lower()
 
 
-Block = Callable[[str], str]
-"""Puts lines of a template in the place of a value, with its key or the dash before it. `INDENT`
-in them becomes the number of blanks before that line.
-"""
-
-
 def _write_template(out: Path, name: str, condition: str, manifest: dict[str, Any]) -> None:
     blocks: list[str] = []
 
@@ -276,18 +286,6 @@ def _with_expressions(text: str, blocks: Sequence[str]) -> str:
         text = re.sub(pattern, lines, text)
     text = text.replace(',zz="zz"', '{{ include "penstock.matchers" . }}')
     return _SETTINGS_NAME.sub(_name_of_settings, text)
-
-
-_BLOCK = re.compile(r"(?m)^( *)[^'\n]*'@@([0-9]+)@@'$")
-_SETTINGS_NAME = re.compile(r"(?m)\bsettings(?:-([a-z0-9-]+))?-[a-z0-9]{10}$")
-_OPTIONAL_LINES = {
-    r"(?m)^( *)storageClassName: zz-(\w+)$": (
-        "\\1{{- with $site.\\2.volume.storage_class }}\n"
-        "\\1storageClassName: {{ . | quote }}\n"
-        "\\1{{- end }}"
-    ),
-    r"(?m)^( *)- --fsync$": ("\\1{{- if $site.broker.fsync }}\n\\1- --fsync\n\\1{{- end }}"),
-}
 
 
 def _indented(line: re.Match[str], blocks: Sequence[str]) -> str:

@@ -57,6 +57,27 @@ _ENTRY = {
     },
 }
 
+CALL_LIMIT_S = 60.0
+ROWS_LIMIT_S = 20.0
+SENTENCES = (
+    "I forgot my password and can't sign in.",
+    "How do I get back into my account?",
+    "The kitten is asleep on the windowsill.",
+    "A young cat dozes by the window.",
+    "Paris is the capital of France.",
+    "The French government sits in Paris.",
+)
+"""Each pair in a row means about the same."""
+SHAPES = "package:models/shapes/pipeline"
+"""The source of the shipped image model, whose images can be judged."""
+SEED = 7
+PROMPT = "a large red circle on a white background"
+EDIT_PROMPT = "a large blue circle on a white background"
+STRENGTH = 0.6
+MEANT = {PROMPT: "a red circle on white", EDIT_PROMPT: "a blue circle on white"}
+"""The expected content of the images for these two prompts. Other prompts are not checked."""
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
 
 class StreamedAnswer(NamedTuple):
     """A chat that was streamed."""
@@ -126,28 +147,6 @@ def ask_again(client: openai.OpenAI) -> Any:
     return client.chat.completions.with_raw_response.create(
         model=MODEL, messages=_MESSAGES, max_completion_tokens=MAX_TOKENS, temperature=0
     )
-
-
-CALL_LIMIT_S = 60.0
-ROWS_LIMIT_S = 20.0
-SENTENCES = (
-    "I forgot my password and can't sign in.",
-    "How do I get back into my account?",
-    "The kitten is asleep on the windowsill.",
-    "A young cat dozes by the window.",
-    "Paris is the capital of France.",
-    "The French government sits in Paris.",
-)
-"""Each pair in a row means about the same."""
-SHAPES = "package:models/shapes/pipeline"
-"""The source of the shipped image model, whose images can be judged."""
-SEED = 7
-PROMPT = "a large red circle on a white background"
-EDIT_PROMPT = "a large blue circle on a white background"
-STRENGTH = 0.6
-MEANT = {PROMPT: "a red circle on white", EDIT_PROMPT: "a blue circle on white"}
-"""The expected content of the images for these two prompts. Other prompts are not checked."""
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass

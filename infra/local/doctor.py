@@ -36,33 +36,6 @@ from shared.stores.objects import ObjectStore
 from shared.stores.redis_client import find_eviction_fault
 from shared.transport import WEBHOOKS_SUBSCRIPTION_ID, direct_id, slot_subscription_id
 
-
-async def check_inboxes(settings: ApiSettings, limit_s: float) -> None:
-    """Looks for all subscriptions of each inbox that an instance may lease.
-
-    Raises:
-        Unavailable: some are missing. An instance that leases such an inbox is never ready.
-        PenstockError: as the admin's calls do.
-    """
-    pool = range(settings.inbox_first, settings.inbox_first + settings.inbox_pool)
-    wanted = [
-        name
-        for inbox in map(str, pool)
-        for name in (
-            direct_id(inbox),
-            *(slot_subscription_id(inbox, slot) for slot in range(settings.reply_slots)),
-        )
-    ]
-    async with admin_of(settings, timeout_s=limit_s) as admin:
-        missing = await admin.missing_subscriptions(wanted)
-    if missing:
-        others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
-        raise Unavailable(
-            f"of {len(wanted)} subscriptions, {missing[0]}{others} are missing; "
-            "penstock up and terraform apply make them"
-        )
-
-
 FREE_DISK_BYTES = 2 * 1024**3
 FREE_MEMORY_BYTES = 2 * 1024**3
 """The stack with the shipped models takes about 1.5 GB."""
@@ -88,6 +61,35 @@ DISTRIBUTIONS = ("penstock", "penstock-bigquery-emulator", "penstock-pubsub-emul
 _PIN = re.compile(
     r"(?P<name>[\w.-]+)(\[[\w,]+\])?==(?P<version>[^;\s]+)(.*extra == ['\"](?P<extra>\w+))?"
 )
+
+_CUDA_VERSION = re.compile(r"^cuda\b[^=\n]*= *['\"](?P<version>[^'\"]+)", re.MULTILINE)
+"""In torch/version.py. A build for CPUs has None."""
+
+
+async def check_inboxes(settings: ApiSettings, limit_s: float) -> None:
+    """Looks for all subscriptions of each inbox that an instance may lease.
+
+    Raises:
+        Unavailable: some are missing. An instance that leases such an inbox is never ready.
+        PenstockError: as the admin's calls do.
+    """
+    pool = range(settings.inbox_first, settings.inbox_first + settings.inbox_pool)
+    wanted = [
+        name
+        for inbox in map(str, pool)
+        for name in (
+            direct_id(inbox),
+            *(slot_subscription_id(inbox, slot) for slot in range(settings.reply_slots)),
+        )
+    ]
+    async with admin_of(settings, timeout_s=limit_s) as admin:
+        missing = await admin.missing_subscriptions(wanted)
+    if missing:
+        others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise Unavailable(
+            f"of {len(wanted)} subscriptions, {missing[0]}{others} are missing; "
+            "penstock up and terraform apply make them"
+        )
 
 
 @dataclass(frozen=True)
@@ -172,10 +174,6 @@ def _installed(name: str) -> str | None:
         return importlib.metadata.version(name).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-_CUDA_VERSION = re.compile(r"^cuda\b[^=\n]*= *['\"](?P<version>[^'\"]+)", re.MULTILINE)
-"""In torch/version.py. A build for CPUs has None."""
 
 
 def _torch_build() -> Diagnosis:

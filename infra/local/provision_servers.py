@@ -36,6 +36,10 @@ PUSH_LIMIT_S = 60
 """Time limit of a function for one message."""
 EVENT_RETENTION_S = 24 * 3600
 
+CONNECT_LIMIT_S = 5.0
+TAKEN = "taken:"
+"""Replaces the functions' URL: with RabbitMQ they pull their messages themselves."""
+
 
 async def provision(
     admin: Admin, catalog: Catalog, inbox_pool: int, slots: int, functions_url: str = ""
@@ -85,11 +89,6 @@ async def _provision_pushes(admin: Admin, catalog: Catalog, functions_url: str) 
     await asyncio.gather(
         *(admin.ensure_subscription(name, settings) for name, settings in pushed.items())
     )
-
-
-CONNECT_LIMIT_S = 5.0
-TAKEN = "taken:"
-"""Replaces the functions' URL: with RabbitMQ they pull their messages themselves."""
 
 
 def provision_servers(

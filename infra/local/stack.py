@@ -37,6 +37,26 @@ from shared.settings import ApiSettings, WorkerSettings, read_settings
 
 WEBHOOK_KEY_BYTES = 32
 
+MAKE_LIMIT_S = 180.0
+LOOSE_COSINE = 0.999
+"""INT8 graphs stay below this, so they are made only for models that tolerate it."""
+
+SERVER_LIMIT_S = 60.0
+PREPARE_LIMIT_S = 1020.0
+"""Time for a worker to download weights and measure backends, before its models' `startup_s`."""
+API_LIMIT_S = 120.0
+FUNCTIONS_LIMIT_S = 120.0
+TEMP_DIR_LONGEST = 60
+
+Broker = Literal["pubsub", "rabbitmq"]
+REPLACED_BY = {
+    "redis": "PENSTOCK_REDIS_URL",
+    "pubsub": "PENSTOCK_PUBSUB_ENDPOINT",
+    "rabbitmq": "PENSTOCK_BROKER",
+    "bigquery": "PENSTOCK_BIGQUERY_ENDPOINT",
+}
+"""The setting that puts another server in the place of each of ours."""
+
 
 def kept_secrets(state_dir: Path) -> dict[str, str]:
     """The secrets of this state folder, by setting, equal at every start.
@@ -58,11 +78,6 @@ def kept_secrets(state_dir: Path) -> dict[str, str]:
         part.rename(path)
     kept: dict[str, str] = json.loads(path.read_text())
     return kept
-
-
-MAKE_LIMIT_S = 180.0
-LOOSE_COSINE = 0.999
-"""INT8 graphs stay below this, so they are made only for models that tolerate it."""
 
 
 def graph_commands(catalog: Catalog) -> dict[str, list[str]]:
@@ -114,23 +129,6 @@ def await_graphs(
             maker.stop()
             report("without", f"optimized graphs: {error.message}")
         yield name
-
-
-SERVER_LIMIT_S = 60.0
-PREPARE_LIMIT_S = 1020.0
-"""Time for a worker to download weights and measure backends, before its models' `startup_s`."""
-API_LIMIT_S = 120.0
-FUNCTIONS_LIMIT_S = 120.0
-TEMP_DIR_LONGEST = 60
-
-Broker = Literal["pubsub", "rabbitmq"]
-REPLACED_BY = {
-    "redis": "PENSTOCK_REDIS_URL",
-    "pubsub": "PENSTOCK_PUBSUB_ENDPOINT",
-    "rabbitmq": "PENSTOCK_BROKER",
-    "bigquery": "PENSTOCK_BIGQUERY_ENDPOINT",
-}
-"""The setting that puts another server in the place of each of ours."""
 
 
 class Stack:

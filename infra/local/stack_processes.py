@@ -29,6 +29,11 @@ _LIBRARY = Path("/usr/lib/rabbitmq/bin")
 """Debian's folder of the scripts. The one on PATH runs as root or rabbitmq only."""
 _PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 
+API_STOP_LIMIT_S = 12.0
+WORKER_STOP_LIMIT_S = 30.0
+LOG_FOLDER = "log"
+FUNCTIONS_SOURCE = str(Path(__file__).parents[2] / "workers/functions/main.py")
+
 
 def find_rabbitmq_server() -> Path:
     """The `rabbitmq-server` script to start: PENSTOCK_RABBITMQ_SERVER, else that of the package.
@@ -145,12 +150,6 @@ def answers_amqp(port: int) -> bool:
             return connection.recv(1) == b"\x01"
     except OSError:
         return False
-
-
-API_STOP_LIMIT_S = 12.0
-WORKER_STOP_LIMIT_S = 30.0
-LOG_FOLDER = "log"
-FUNCTIONS_SOURCE = str(Path(__file__).parents[2] / "workers/functions/main.py")
 
 
 class StackProcesses:

@@ -37,6 +37,9 @@ PLAIN = (
     "--tls-key, or put a proxy before it (docs/how-to/self-hosting.md)"
 )
 
+WATCH_S = 0.25
+MODELS_FILE = "models.yaml"
+
 
 def exposed_settings(
     state_dir: Path,
@@ -100,10 +103,6 @@ async def _first_key(url: str, say: Callable[[str], None], *, may_show_key: bool
             command = f"penstock keys create --tenant {FIRST_KEY.tenant} --name {FIRST_KEY.name}"
             say("no key exists yet, so every request is refused; create one:")
             say(f"  PENSTOCK_KEYS_URL={url} {command}")
-
-
-WATCH_S = 0.25
-MODELS_FILE = "models.yaml"
 
 
 def served_stack(

@@ -25,6 +25,10 @@ Tenants = Annotated[list[str] | None, typer.Option("--tenant", help="only this t
 Output = Annotated[Path | None, typer.Option(metavar="PATH", help="a file, or a folder for many")]
 MostGib = Annotated[float, typer.Option(min=0.001, help="GiB that a query may read at most")]
 
+Day = Annotated[str, typer.Option(metavar="DAY", help="such as 2026-10-31: only this day")]
+CALL_LIMIT_S = 600.0
+"""A run takes less, see shared/reports/scheduled.py."""
+
 
 def report(
     name: Annotated[str, typer.Argument(help="its name, `list` or `all`")] = LIST,
@@ -191,11 +195,6 @@ def _waiting() -> Any:
     from rich.console import Console
 
     return Console(stderr=True).status("waiting for BigQuery")  # shown on a terminal only
-
-
-Day = Annotated[str, typer.Option(metavar="DAY", help="such as 2026-10-31: only this day")]
-CALL_LIMIT_S = 600.0
-"""A run takes less, see shared/reports/scheduled.py."""
 
 
 def run_daily(

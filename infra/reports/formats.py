@@ -37,6 +37,18 @@ _DUCKDB_TYPES = {
     "NUMERIC": "DECIMAL(38, 9)",
 }
 
+MAX_LINES = 500
+"""Maximum rows of a table. CSV and Parquet have all rows."""
+LONG = 40
+"""Characters of a cell that is broken into lines."""
+PLOT_PX = 320
+# Okabe and Ito's colors, which color-blind people can distinguish: https://jfly.uni-koeln.de/color/
+COLORS = (
+    *("#0072b2", "#e69f00", "#009e73", "#cc79a7"),
+    *("#56b4e9", "#d55e00", "#b8a800", "#808080"),
+)
+_CONFIG = {"displaylogo": False, "responsive": True, "displayModeBar": False}
+
 
 def as_text(results: Sequence[ReportResult]) -> bytes:
     """Aligned tables, with titles if there are several."""
@@ -139,19 +151,6 @@ FORMATS: Mapping[str, Formatted] = {
     "parquet": as_parquet,
 }
 """Writers by the word after --format. The page is in infra/reports/formats.py."""
-
-
-MAX_LINES = 500
-"""Maximum rows of a table. CSV and Parquet have all rows."""
-LONG = 40
-"""Characters of a cell that is broken into lines."""
-PLOT_PX = 320
-# Okabe and Ito's colors, which color-blind people can distinguish: https://jfly.uni-koeln.de/color/
-COLORS = (
-    *("#0072b2", "#e69f00", "#009e73", "#cc79a7"),
-    *("#56b4e9", "#d55e00", "#b8a800", "#808080"),
-)
-_CONFIG = {"displaylogo": False, "responsive": True, "displayModeBar": False}
 
 
 def as_html(results: Sequence[ReportResult]) -> bytes:

@@ -22,6 +22,9 @@ from shared.catalog import Catalog, Model
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.tasks.base import ExampleRequest
 
+Check = Callable[[str], list[str]]
+"""Sends real requests to a URL. Returns a line for each, or raises Unavailable."""
+
 
 def smoke(url: str, key: str, catalog: Catalog) -> list[str]:
     """Sends a request for each model of `catalog` with replicas.min >= 1. Returns a line for each.
@@ -77,10 +80,6 @@ def _call(url: str, key: str, example: ExampleRequest | None, limit_s: float) ->
             ) from error
     except (OSError, ValueError) as error:
         raise Unavailable(f"{url}: {error}") from error
-
-
-Check = Callable[[str], list[str]]
-"""Sends real requests to a URL. Returns a line for each, or raises Unavailable."""
 
 
 class Rollout:

@@ -47,6 +47,40 @@ _TYPES: dict[str, Any] = {
     "TIMESTAMP": _UnixSeconds,
 }
 
+PASS_OBJECTS = 2000
+PASS_MAX_BYTES = 64 * 1024 * 1024
+"""Packed size of a pass. Unpacked it is about ten times that, in a folder that may be memory."""
+CALLS = 8
+"""Objects that are read, or removed, at the same time."""
+OBJECT_MAX_BYTES = 16 * 1024 * 1024
+"""Writers put about 100 KiB into one. A larger one is not from a writer, and is left in place."""
+LIST_MAX_BYTES = 1024 * 1024
+PARQUET = "application/vnd.apache.parquet"
+
+ARCHIVED = Counter("penstock_row_archive_rows_total", "Rows that were archived", ["table"])
+REJECTED = Counter(
+    "penstock_row_archive_rejected_total", "Lines that are not rows; kept in rejected/", ["table"]
+)
+TRIMMED = Counter(
+    "penstock_row_archive_trimmed_total",
+    "Rows archived without columns that this release does not have",
+    ["table"],
+)
+OLDEST = Gauge(
+    "penstock_row_archive_oldest_seconds",
+    "Age of the oldest object that is not archived; 0 if all are archived",
+    ["table"],
+)
+
+SMALL_BYTES = 32 * 1024 * 1024
+"""A file above it stays as it is."""
+MERGED_BYTES = 256 * 1024 * 1024
+"""The size that is merged at a time, before DuckDB drops equal rows."""
+FILE_MAX_BYTES = 1024**3
+DAY_FILES_MAX = 10_000
+
+log = logging.getLogger(__name__)
+
 
 class CheckedLines(NamedTuple):
     """The lines of an object."""
@@ -109,34 +143,6 @@ def unpacked(data: bytes) -> list[bytes]:
     if not unpacking.eof:
         raise ValueError("cut, or too large")
     return lines.splitlines()
-
-
-PASS_OBJECTS = 2000
-PASS_MAX_BYTES = 64 * 1024 * 1024
-"""Packed size of a pass. Unpacked it is about ten times that, in a folder that may be memory."""
-CALLS = 8
-"""Objects that are read, or removed, at the same time."""
-OBJECT_MAX_BYTES = 16 * 1024 * 1024
-"""Writers put about 100 KiB into one. A larger one is not from a writer, and is left in place."""
-LIST_MAX_BYTES = 1024 * 1024
-PARQUET = "application/vnd.apache.parquet"
-
-ARCHIVED = Counter("penstock_row_archive_rows_total", "Rows that were archived", ["table"])
-REJECTED = Counter(
-    "penstock_row_archive_rejected_total", "Lines that are not rows; kept in rejected/", ["table"]
-)
-TRIMMED = Counter(
-    "penstock_row_archive_trimmed_total",
-    "Rows archived without columns that this release does not have",
-    ["table"],
-)
-OLDEST = Gauge(
-    "penstock_row_archive_oldest_seconds",
-    "Age of the oldest object that is not archived; 0 if all are archived",
-    ["table"],
-)
-
-log = logging.getLogger(__name__)
 
 
 class _Pass(msgspec.Struct):
@@ -315,14 +321,6 @@ def _age_s(key: str) -> float:
     except ValueError:
         return 0.0
     return max(0.0, (datetime.now(UTC) - at).total_seconds())
-
-
-SMALL_BYTES = 32 * 1024 * 1024
-"""A file above it stays as it is."""
-MERGED_BYTES = 256 * 1024 * 1024
-"""The size that is merged at a time, before DuckDB drops equal rows."""
-FILE_MAX_BYTES = 1024**3
-DAY_FILES_MAX = 10_000
 
 
 class ArchivedDays:

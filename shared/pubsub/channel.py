@@ -34,17 +34,6 @@ if TYPE_CHECKING:
 else:
     RawMessage = Any
 
-
-def topic_path(project: str, topic_id: str) -> str:
-    """`projects/<project>/topics/<topic_id>`."""
-    return f"projects/{project}/topics/{topic_id}"
-
-
-def subscription_path(project: str, subscription_id: str) -> str:
-    """`projects/<project>/subscriptions/<subscription_id>`."""
-    return f"projects/{project}/subscriptions/{subscription_id}"
-
-
 PubsubMessage = pubsub.PubsubMessage.pb()
 PublishRequest = pubsub.PublishRequest.pb()
 StreamingPullRequest = pubsub.StreamingPullRequest.pb()
@@ -76,6 +65,29 @@ REFUSED_CALLER = frozenset(
 )
 
 _MIN_ATTEMPT_S = 0.05
+
+REQUEST_LIMIT_IDS = 1000
+REQUEST_LIMIT_BYTES = 500_000
+"""Below the 512 KiB that a request with ack ids may have:
+https://docs.cloud.google.com/pubsub/quotas#resource_limits
+"""
+QUEUE_LIMIT_IDS = 50_000
+REQUESTS_IN_FLIGHT = 4
+"""With one, acks at a distance would wait for those before them, for up to a round trip."""
+RETRY_S = 10.0
+"""The time that a batch of acks is retried. After that its messages come again (at-least-once
+delivery).
+"""
+
+
+def topic_path(project: str, topic_id: str) -> str:
+    """`projects/<project>/topics/<topic_id>`."""
+    return f"projects/{project}/topics/{topic_id}"
+
+
+def subscription_path(project: str, subscription_id: str) -> str:
+    """`projects/<project>/subscriptions/<subscription_id>`."""
+    return f"projects/{project}/subscriptions/{subscription_id}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,20 +259,6 @@ def translate(error: aio.AioRpcError, action: str) -> PenstockError:
 def _serialize(message: RawMessage) -> bytes:
     data: bytes = message.SerializeToString()
     return data
-
-
-REQUEST_LIMIT_IDS = 1000
-REQUEST_LIMIT_BYTES = 500_000
-"""Below the 512 KiB that a request with ack ids may have:
-https://docs.cloud.google.com/pubsub/quotas#resource_limits
-"""
-QUEUE_LIMIT_IDS = 50_000
-REQUESTS_IN_FLIGHT = 4
-"""With one, acks at a distance would wait for those before them, for up to a round trip."""
-RETRY_S = 10.0
-"""The time that a batch of acks is retried. After that its messages come again (at-least-once
-delivery).
-"""
 
 
 class AckQueue:

@@ -69,6 +69,14 @@ REQUESTS_IN_FLIGHT = 4
 More of them coalesce less, fewer add up to one round trip of waiting.
 """
 
+OPEN_S = 5.0
+"""The time that opening a subscription waits for its first stream.
+
+After that it retries in the background.
+"""
+CLOSE_S = 2.0
+"""The time that the last acks of a subscription may take."""
+
 
 @dataclass(slots=True, eq=False)
 class _Pending:
@@ -251,15 +259,6 @@ def _resolve(pending: _Pending, outcome: Any) -> None:
         pending.message_id.set_exception(outcome)
     else:
         pending.message_id.set_result(outcome)
-
-
-OPEN_S = 5.0
-"""The time that opening a subscription waits for its first stream.
-
-After that it retries in the background.
-"""
-CLOSE_S = 2.0
-"""The time that the last acks of a subscription may take."""
 
 
 class PubSubTransport:

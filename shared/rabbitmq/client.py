@@ -49,6 +49,13 @@ IN_FLIGHT_LIMIT_BYTES = 128 * 1024 * 1024
 KNOWN_TOPICS = 10_000
 """The number of topics remembered to exist, so that a message without a queue costs no query."""
 
+OPEN_S = 5.0
+"""The time that opening a subscription waits for its consumer. After that it retries in the
+background.
+"""
+CLOSE_S = 2.0
+"""The time that the last acks of a subscription may take."""
+
 
 class ConfirmedPublisher:
     """Publishes on one channel at a time. What waits for the broker's confirmation is bounded.
@@ -229,14 +236,6 @@ class ConfirmedPublisher:
             raise BadInput(f"publish to {topic_id}: there is no such topic")
         if len(self._known) < KNOWN_TOPICS:
             self._known.add(topic_id)
-
-
-OPEN_S = 5.0
-"""The time that opening a subscription waits for its consumer. After that it retries in the
-background.
-"""
-CLOSE_S = 2.0
-"""The time that the last acks of a subscription may take."""
 
 
 class RabbitTransport:

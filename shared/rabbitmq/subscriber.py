@@ -33,6 +33,27 @@ from shared.transport import ReceivedMessage, SmoothedDuration
 
 log = logging.getLogger(__name__)
 
+REFUSALS = 4
+"""A queue just made may not be known to each node of a cluster yet."""
+RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
+"""The pause before a message that was handed back comes again. The same as on Pub/Sub.
+
+RabbitMQ itself delivers it again at once, so it is held for this time.
+"""
+
+MAX_CONSUMERS = 16
+MIN_GROWTH = 0.25
+"""A consumer is added for at least this share of what is held already."""
+MEASURE_EVERY_S = 10.0
+"""The broker answers no acks, so it is asked for the round trip."""
+
+CANCEL_S = 1.0
+"""The time that the broker may take to stop sending."""
+
+OpenChannel = Callable[[], Awaitable[Channel]]
+DelayedReturn = Callable[[DeliveredMessage, int], Awaitable[None]]
+"""Moves a message to a queue for redelivery after this number of attempts."""
+
 
 class AckRuns:
     """The settlements of one channel, whose deliveries are numbered from 1 without a gap."""
@@ -60,28 +81,6 @@ class AckRuns:
         in_run = [tag for tag in ordered if tag <= self._all_up_to]
         joined = [(in_run[-1], len(in_run) > 1)] if in_run else []
         return joined + [(tag, False) for tag in ordered[len(in_run) :]]
-
-
-REFUSALS = 4
-"""A queue just made may not be known to each node of a cluster yet."""
-RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
-"""The pause before a message that was handed back comes again. The same as on Pub/Sub.
-
-RabbitMQ itself delivers it again at once, so it is held for this time.
-"""
-
-MAX_CONSUMERS = 16
-MIN_GROWTH = 0.25
-"""A consumer is added for at least this share of what is held already."""
-MEASURE_EVERY_S = 10.0
-"""The broker answers no acks, so it is asked for the round trip."""
-
-CANCEL_S = 1.0
-"""The time that the broker may take to stop sending."""
-
-OpenChannel = Callable[[], Awaitable[Channel]]
-DelayedReturn = Callable[[DeliveredMessage, int], Awaitable[None]]
-"""Moves a message to a queue for redelivery after this number of attempts."""
 
 
 @dataclass(slots=True, eq=False)

@@ -24,6 +24,8 @@ from shared.transport import parse_filter
 FILTERED = ("slot", "lane")
 """The attributes that filters of ours use."""
 
+T = TypeVar("T")
+
 
 def exchange_name(project: str) -> str:
     """The exchange of all messages of `project`."""
@@ -74,9 +76,6 @@ def delays_between(first_s: float, longest_s: float) -> tuple[float, ...]:
 def delay_queue(queue: str, delay_s: float) -> str:
     """The queue whose messages return to `queue` after `delay_s` seconds."""
     return f"{queue}.delay.{round(delay_s * 1000)}ms"
-
-
-T = TypeVar("T")
 
 
 async def exists(connection: BrokerConnection, *, queue: str = "", exchange: str = "") -> bool:

@@ -37,6 +37,17 @@ MAX_DAYS = 31
 SETTLING = timedelta(minutes=5)
 """The time that the rows of an hour may take to arrive before it is judged."""
 
+DAILY_USAGE, ANOMALIES = "daily_usage", "anomalies"
+LIMITS: Mapping[str, int | float] = {
+    "least_weeks": 4,
+    "least_usd": 1.0,
+    "least_errors": 10.0,
+    "least_share": 0.5,
+}
+"""The conditions of an anomaly in addition to its score: hours of earlier weeks to compare with,
+and a distance from their median in dollars or errors, and as a share of it."""
+_TYPES = {str: "STRING", int: "INT64", float: "FLOAT64", date: "DATE", datetime: "TIMESTAMP"}
+
 
 class BillingDay(NamedTuple):
     """A day of the billing zone. It has 23 or 25 hours when clocks change."""
@@ -117,18 +128,6 @@ def _day(asked: Mapping[str, object], field: str) -> date | None:
 
 def _midnight(day: date, tz: str) -> datetime:
     return datetime.combine(day, time(), find_zone(tz)).astimezone(UTC)
-
-
-DAILY_USAGE, ANOMALIES = "daily_usage", "anomalies"
-LIMITS: Mapping[str, int | float] = {
-    "least_weeks": 4,
-    "least_usd": 1.0,
-    "least_errors": 10.0,
-    "least_share": 0.5,
-}
-"""The conditions of an anomaly in addition to its score: hours of earlier weeks to compare with,
-and a distance from their median in dollars or errors, and as a share of it."""
-_TYPES = {str: "STRING", int: "INT64", float: "FLOAT64", date: "DATE", datetime: "TIMESTAMP"}
 
 
 class Anomaly(NamedTuple):

@@ -40,6 +40,13 @@ ROWS_KEPT_DAYS = 400
 _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 _MONTH = re.compile(r"[0-9]{4}-[0-9]{2}")
 
+Owner: TypeAlias = Literal["finance", "product", "operations"]
+Audience: TypeAlias = Literal["tenants", "operators"]
+PlotKind: TypeAlias = Literal["bars", "lines", "heat"]
+DEFAULT_DAYS = 7
+_PARAMETER = re.compile(r"@(\w+) ([A-Z0-9<>]+)(?: = (\S+?))?: (.+)")
+_PLOT = re.compile(r"(\w+) ([\w, ]+?) by (\w+)(?: and (\w+)|, one color per (\w+))?")
+
 
 class ReportQuestion(NamedTuple):
     """One question: the parameters that every report knows."""
@@ -209,14 +216,6 @@ def _names(names: tuple[str, ...] | None, field: str) -> tuple[str, ...] | None:
             f"{field}: 1 to {MAX_NAMES} names of at most {MAX_NAME_CHARS} characters", field=field
         )
     return tuple(sorted(set(names)))
-
-
-Owner: TypeAlias = Literal["finance", "product", "operations"]
-Audience: TypeAlias = Literal["tenants", "operators"]
-PlotKind: TypeAlias = Literal["bars", "lines", "heat"]
-DEFAULT_DAYS = 7
-_PARAMETER = re.compile(r"@(\w+) ([A-Z0-9<>]+)(?: = (\S+?))?: (.+)")
-_PLOT = re.compile(r"(\w+) ([\w, ]+?) by (\w+)(?: and (\w+)|, one color per (\w+))?")
 
 
 @dataclass(frozen=True)

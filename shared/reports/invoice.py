@@ -31,6 +31,24 @@ CSV_HEADS = (
     *("invoice_total_usd", "amount_due_usd"),
 )
 
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+RULES = (
+    "An item that was computed and delivered costs its price. A result from the cache, or of the"
+    " same item of another request, costs the share of the price that the model's entry states.",
+    "Items that failed, came too late or were canceled cost nothing, but a text that was canceled"
+    " or came too late after its reader got tokens of it costs these and its prompt. Requests that"
+    " were refused are not on the invoice.",
+    "Tokens that were read, written and found in the cache have prices of their own. The unit price"
+    " of a line of texts is their average.",
+    "Lines of batches cost the share of the price that the plan states.",
+    "A price holds for what is received from its first moment on. A month with two prices has"
+    " lines of both.",
+    "A line is quantity x unit price x share: the sum of its items, rounded half up to a millionth"
+    " of a dollar. The total is the sum of the lines. The amount due is the total, rounded half up"
+    " to a cent.",
+)
+
 
 @dataclass(frozen=True)
 class InvoiceLine:
@@ -135,32 +153,12 @@ def invoices_csv(invoices: Sequence[Invoice]) -> bytes:
     return file.getvalue().encode()
 
 
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
-
-
 def plain_cell(text: str) -> str:
     """A cell of CSV that spreadsheets do not take for a formula. Names come from others.
 
     https://owasp.org/www-community/attacks/CSV_Injection
     """
     return f"'{text}" if text.startswith(_FORMULA) else text
-
-
-RULES = (
-    "An item that was computed and delivered costs its price. A result from the cache, or of the"
-    " same item of another request, costs the share of the price that the model's entry states.",
-    "Items that failed, came too late or were canceled cost nothing, but a text that was canceled"
-    " or came too late after its reader got tokens of it costs these and its prompt. Requests that"
-    " were refused are not on the invoice.",
-    "Tokens that were read, written and found in the cache have prices of their own. The unit price"
-    " of a line of texts is their average.",
-    "Lines of batches cost the share of the price that the plan states.",
-    "A price holds for what is received from its first moment on. A month with two prices has"
-    " lines of both.",
-    "A line is quantity x unit price x share: the sum of its items, rounded half up to a millionth"
-    " of a dollar. The total is the sum of the lines. The amount due is the total, rounded half up"
-    " to a cent.",
-)
 
 
 def invoice_page(invoices: Sequence[Invoice]) -> bytes:

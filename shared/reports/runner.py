@@ -36,6 +36,24 @@ MAX_ROWS = 200_000
 INVALID_ZONE = "Invalid time zone"
 WRONG_ZONE = "tz: it is not a time zone such as Europe/Berlin"
 
+NO_CREDENTIALS = (
+    "no Google credentials on this machine: run gcloud auth application-default login, set "
+    "PENSTOCK_BIGQUERY_ENDPOINT for an embedded BigQuery, or run this in the folder where penstock "
+    "up runs"
+)
+MAX_SERIES = 8
+"""Colors that can be distinguished. The smallest series are drawn together."""
+MAX_BARS = 24
+"""Names along an axis that can be read. The smallest ones are drawn together."""
+OTHERS = "others"
+_WEEKDAYS = ("", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
+_UNITS = {"_usd": "US dollars", "_percent": "%", "_ms": "ms", "_s": "s"}
+_NOT_ADDED = ("_percent", "_ms", "_mean", "_burn", "_max")
+"""Endings of columns whose sum means nothing."""
+
+_Cells = dict[tuple[str, str], float | None]
+"""Values by series and x."""
+
 
 class ReportColumn(NamedTuple):
     """A column of an answer."""
@@ -254,26 +272,6 @@ def translated_errors() -> Iterator[None]:
             first = NO_CREDENTIALS
         public = public_reason(first, "the report can't be read now; try again")
         raise Unavailable(f"BigQuery: {first}", public=public) from error
-
-
-NO_CREDENTIALS = (
-    "no Google credentials on this machine: run gcloud auth application-default login, set "
-    "PENSTOCK_BIGQUERY_ENDPOINT for an embedded BigQuery, or run this in the folder where penstock "
-    "up runs"
-)
-MAX_SERIES = 8
-"""Colors that can be distinguished. The smallest series are drawn together."""
-MAX_BARS = 24
-"""Names along an axis that can be read. The smallest ones are drawn together."""
-OTHERS = "others"
-_WEEKDAYS = ("", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
-_UNITS = {"_usd": "US dollars", "_percent": "%", "_ms": "ms", "_s": "s"}
-_NOT_ADDED = ("_percent", "_ms", "_mean", "_burn", "_max")
-"""Endings of columns whose sum means nothing."""
-
-
-_Cells = dict[tuple[str, str], float | None]
-"""Values by series and x."""
 
 
 class PlotSeries(NamedTuple):

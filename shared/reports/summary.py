@@ -18,6 +18,11 @@ MAX_LINES = 10
 _FIGURES = ("cost_usd", "week_ago_usd", "month_usd", "requests", "items", "errors")
 _HEADS = ("Charged", "Week before", "Month so far", "Requests", "Items", "Errors")
 
+_ALL = (*_FIGURES, "refused", "late_rows", "device_s")
+
+_H2 = "font-size:16px;margin:20px 0 6px"
+_CELL = "padding:4px 8px;border-bottom:1px solid #ddd;"
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -54,9 +59,6 @@ def summary_of(
         _largest(_added(lines, lambda line: line["model"] or "(none)")),
         anomalies,
     )
-
-
-_ALL = (*_FIGURES, "refused", "late_rows", "device_s")
 
 
 def _added(
@@ -118,10 +120,6 @@ def as_html(summary: Summary) -> str:
         f'<h1 style="font-size:20px;margin:0 0 12px">{subject}</h1>'
         f"{notes}{unusual}{tables}</main></body></html>\n"
     )
-
-
-_H2 = "font-size:16px;margin:20px 0 6px"
-_CELL = "padding:4px 8px;border-bottom:1px solid #ddd;"
 
 
 def _table(

@@ -45,6 +45,35 @@ UP = Gauge("penstock_cache_redis_up", "1 while Redis is being asked, 0 while the
 CLOSE_LIMIT_S = 1.0
 """How long closing waits for marks that are being written."""
 
+KEY_SCHEME = 2
+"""Part of every key. Raised when a model's code changes the results of the same inputs."""
+ENTRY_SCHEMA = 1
+"""Part of every Redis key.
+
+Raised when the encoding changes, so that two releases never read each other's entries.
+"""
+VALUE_LIMIT_BYTES = 1024 * 1024
+"""A larger entry stays out of both levels: it belongs in the object store."""
+MEMORY_OVERHEAD_BYTES = 512
+"""The bytes that Python's objects add to an entry in memory (measured: about 450 for one
+vector)."""
+
+NO_TIMES: Mapping[str, float | None] = MappingProxyType({})
+"""For results of which it is not known when they were computed."""
+
+Level = Literal["memory", "redis"]
+
+HITS = Counter("penstock_cache_hits_total", "Items answered from the cache, by level.", ["level"])
+_IN_MEMORY, _IN_REDIS = HITS.labels("memory"), HITS.labels("redis")
+MISSES = Counter("penstock_cache_misses_total", "Items that neither level had.")
+UNREADABLE = Counter(
+    "penstock_cache_unreadable_total",
+    "Entries in Redis that could not be decoded, each a miss, and marks of unpaid ones.",
+)
+
+COMPUTED = "miss"
+"""`Receipt.cache` of a result that is charged in full."""
+
 
 class _Write(NamedTuple):
     key: str
@@ -109,33 +138,6 @@ def _checked(answer: object) -> object:
     if isinstance(answer, ResponseError):
         raise answer
     return answer
-
-
-KEY_SCHEME = 2
-"""Part of every key. Raised when a model's code changes the results of the same inputs."""
-ENTRY_SCHEMA = 1
-"""Part of every Redis key.
-
-Raised when the encoding changes, so that two releases never read each other's entries.
-"""
-VALUE_LIMIT_BYTES = 1024 * 1024
-"""A larger entry stays out of both levels: it belongs in the object store."""
-MEMORY_OVERHEAD_BYTES = 512
-"""The bytes that Python's objects add to an entry in memory (measured: about 450 for one
-vector)."""
-
-NO_TIMES: Mapping[str, float | None] = MappingProxyType({})
-"""For results of which it is not known when they were computed."""
-
-Level = Literal["memory", "redis"]
-
-HITS = Counter("penstock_cache_hits_total", "Items answered from the cache, by level.", ["level"])
-_IN_MEMORY, _IN_REDIS = HITS.labels("memory"), HITS.labels("redis")
-MISSES = Counter("penstock_cache_misses_total", "Items that neither level had.")
-UNREADABLE = Counter(
-    "penstock_cache_unreadable_total",
-    "Entries in Redis that could not be decoded, each a miss, and marks of unpaid ones.",
-)
 
 
 def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
@@ -239,10 +241,6 @@ class Hit(NamedTuple):
             )
         receipt.count(self.result)
         return receipt
-
-
-COMPUTED = "miss"
-"""`Receipt.cache` of a result that is charged in full."""
 
 
 def owed_by(receipt: Receipt) -> Owed | None:

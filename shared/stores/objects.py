@@ -50,6 +50,47 @@ WRITE_BYTES = 1024 * 1024
 MEMORY_BYTES = 2 * PART_BYTES + WRITE_BYTES
 """The memory of one writer: a part that is gathered, and one that is on its way."""
 
+TIMEOUT_S = 10.0
+"""The longest that one put or get may take, retries included."""
+KEY_LIMIT_BYTES = 512
+SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
+THREADS = 32
+"""They wait for the store, so their number follows from its distance: a call to a bucket that is
+30 ms away in each direction takes 65 ms, and 8 threads stored 112 files of 100 kB a second, where a
+near bucket took 147. An owner has at most half of them, so that a tenant's uploads keep nobody from
+the store."""
+OWNER_SEGMENTS = 3
+"""Keys of what belongs to a tenant begin with two folders and its digest, which has the same turns
+in all folders. Other keys name a content within so many segments, so each has turns of its own."""
+LIST_CHUNK = 1000
+
+ERRORS = Counter(
+    "penstock_objects_errors_total",
+    "Puts and gets that the store failed or was too slow with",
+    ["operation"],
+)
+T = TypeVar("T")
+
+_SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._=-]*"
+_KEY = re.compile(rf"{_SEGMENT}(/{_SEGMENT})*")
+_TENANT = re.compile(r"[0-9a-f]{32}")
+_EXTENSIONS = {
+    "image/png": ".png",
+    "image/jpeg": ".jpg",
+    "image/webp": ".webp",
+    "application/json": ".json",
+    "application/jsonl": ".jsonl",
+}
+_CLOUD: dict[str, Any] = {
+    "client_options": {"timeout": "10s", "connect_timeout": "3s", "allow_http": True},
+    "retry_config": {"max_retries": 3, "retry_timeout": timedelta(seconds=TIMEOUT_S)},
+}
+
+_OUT_OF_REACH = "the object store is unreachable; try again"
+
+LINK_VALID_S = 3600
+"""The time that a link is valid. OpenAI's API promises the same for image URLs."""
+
 
 def open_upload(store: Any, key: str, attributes: dict[str, str] | None) -> Any:
     """Opens obstore's writer of a multipart upload. It asks the store for nothing yet."""
@@ -114,43 +155,6 @@ class ObjectWriter:
         data, self._gathered = bytes(self._gathered), bytearray()
         if data:
             await self._work(lambda: self._upload.write(data))
-
-
-TIMEOUT_S = 10.0
-"""The longest that one put or get may take, retries included."""
-KEY_LIMIT_BYTES = 512
-SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
-THREADS = 32
-"""They wait for the store, so their number follows from its distance: a call to a bucket that is
-30 ms away in each direction takes 65 ms, and 8 threads stored 112 files of 100 kB a second, where a
-near bucket took 147. An owner has at most half of them, so that a tenant's uploads keep nobody from
-the store."""
-OWNER_SEGMENTS = 3
-"""Keys of what belongs to a tenant begin with two folders and its digest, which has the same turns
-in all folders. Other keys name a content within so many segments, so each has turns of its own."""
-LIST_CHUNK = 1000
-
-ERRORS = Counter(
-    "penstock_objects_errors_total",
-    "Puts and gets that the store failed or was too slow with",
-    ["operation"],
-)
-T = TypeVar("T")
-
-_SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._=-]*"
-_KEY = re.compile(rf"{_SEGMENT}(/{_SEGMENT})*")
-_TENANT = re.compile(r"[0-9a-f]{32}")
-_EXTENSIONS = {
-    "image/png": ".png",
-    "image/jpeg": ".jpg",
-    "image/webp": ".webp",
-    "application/json": ".json",
-    "application/jsonl": ".jsonl",
-}
-_CLOUD: dict[str, Any] = {
-    "client_options": {"timeout": "10s", "connect_timeout": "3s", "allow_http": True},
-    "retry_config": {"max_retries": 3, "retry_timeout": timedelta(seconds=TIMEOUT_S)},
-}
 
 
 def object_key(folder: str, data: bytes, media_type: str) -> str:
@@ -443,9 +447,6 @@ def _open(url: str, setting: str) -> Any:
     )
 
 
-_OUT_OF_REACH = "the object store is unreachable; try again"
-
-
 def _owner_of(key: str) -> str:
     segments = key.split("/", OWNER_SEGMENTS)[:OWNER_SEGMENTS]
     return segments[-1] if _TENANT.fullmatch(segments[-1]) else "/".join(segments)
@@ -477,10 +478,6 @@ def _translated(operation: str, key: str) -> Iterator[None]:
 def _reason(error: Exception) -> str:
     """Returns the first line of an obstore error. The other lines are debug output."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-LINK_VALID_S = 3600
-"""The time that a link is valid. OpenAI's API promises the same for image URLs."""
 
 
 class LinkInvalid(PenstockError):

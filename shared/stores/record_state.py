@@ -33,6 +33,19 @@ State = Literal["starting", "processing", "succeeded", "failed", "canceled"]
 OVER: frozenset[State] = frozenset({"succeeded", "failed", "canceled"})
 """The states that no record leaves."""
 
+MIN_LEFT = 1.0
+"""The minimum number of predictions that left the line for an estimate."""
+
+_POSITION = load_script("shared/stores/record_position.lua")
+
+WATCHED_S = 5
+"""The time after a reader said that it watches for which previews are drawn."""
+PREVIEWS_KEPT_S = 120
+MAX_PREVIEWS = 16
+"""Previews of one prediction. Each has some kilobytes."""
+
+_ADD_PREVIEW = load_script("shared/stores/preview_add.lua")
+
 
 class Claim(NamedTuple):
     """The result of claiming a job.
@@ -133,12 +146,6 @@ def record_from_fields(fields: Mapping[str, bytes]) -> Record:
     return record
 
 
-MIN_LEFT = 1.0
-"""The minimum number of predictions that left the line for an estimate."""
-
-_POSITION = load_script("shared/stores/record_position.lua")
-
-
 class QueuePosition(NamedTuple):
     """Position in the queue: `position` counts from 1."""
 
@@ -181,15 +188,6 @@ class WaitingLines:
         position, left, seconds = int(reply[0]), float(reply[1]), float(reply[2])
         estimated_s = round(position * seconds / left, 3) if left >= MIN_LEFT else None
         return QueuePosition(position, estimated_s)
-
-
-WATCHED_S = 5
-"""The time after a reader said that it watches for which previews are drawn."""
-PREVIEWS_KEPT_S = 120
-MAX_PREVIEWS = 16
-"""Previews of one prediction. Each has some kilobytes."""
-
-_ADD_PREVIEW = load_script("shared/stores/preview_add.lua")
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,57 @@ VOID_S = 600
 _CREATED = load_script("shared/stores/hold_created.lua")
 _DUE = load_script("shared/stores/holds_due.lua")
 
+JOB_KEEP_S = 120
+"""Seconds for which the record of a job that is not a prediction is kept after its last change: for
+late attempts.
+"""
+LATE_LOOK_S = 0.5
+"""The time after its deadline for which a waiter with an open connection still checks if the record
+ended.
+"""
+FULL_RETRY_S = 5.0
+"""Retry-After of a prediction that found no room."""
+LISTED = 1000
+"""Predictions of a tenant that can be listed."""
+LISTEN_POLL_S = 1.0
+LISTEN_PAUSE_S = 0.5
+
+_CHANGING = (
+    *("state", "attempts", "published", "step", "steps", "reply", "receipts"),
+    *("logs", "logs_left_out", "closed"),
+    *("created_at_s", "started_at_s", "ended_at_s", "canceled_at_s"),
+)
+"""The fields that `Record` shows, without the document."""
+
+ERRORS = Counter(
+    "penstock_records_errors_total",
+    "Round trips to Redis about records that failed, by operation.",
+    ["operation"],
+)
+DROPPED = Counter(
+    "penstock_predictions_dropped_total", "Predictions dropped before their time, for lack of room."
+)
+UP = Gauge(
+    "penstock_records_redis_up",
+    "1 while Redis is being asked about records, 0 while the breaker is open.",
+)
+
+_BUDGET = ("shared/stores/retention.lua", "shared/stores/record_budget.lua")
+_STATES = "shared/stores/record_states.lua"
+CREATE = load_script(*_BUDGET, "shared/stores/record_create.lua")
+PUBLISHED = load_script("shared/stores/record_published.lua")
+PUT_DOCUMENT = load_script(*_BUDGET, "shared/stores/document_put.lua")
+KEEP = load_script(*_BUDGET, "shared/stores/record_keep.lua")
+CLAIM = load_script(_STATES, "shared/stores/record_claim.lua")
+PROGRESS = load_script("shared/stores/record_progress.lua")
+LOGS = load_script("shared/stores/record_logs.lua")
+HAND_OVER = load_script(_STATES, "shared/stores/record_hand_over.lua")
+ALONE = load_script("shared/stores/record_alone.lua")
+RELEASE = load_script(_STATES, "shared/stores/record_release.lua")
+CANCEL = load_script(*_BUDGET, _STATES, "shared/stores/record_cancel.lua")
+DELETE = load_script(*_BUDGET, _STATES, "shared/stores/record_delete.lua")
+FINISH = load_script(*_BUDGET, _STATES, "shared/stores/record_finish.lua")
+
 
 class DueHold(NamedTuple):
     """A hold to settle."""
@@ -146,58 +197,6 @@ def _record_of(fields: Sequence[bytes]) -> Record | None:
     except UndecodableMessage:
         log.error("a reply can't be read, so its prediction counts as reserved")
         return None
-
-
-JOB_KEEP_S = 120
-"""Seconds for which the record of a job that is not a prediction is kept after its last change: for
-late attempts.
-"""
-LATE_LOOK_S = 0.5
-"""The time after its deadline for which a waiter with an open connection still checks if the record
-ended.
-"""
-FULL_RETRY_S = 5.0
-"""Retry-After of a prediction that found no room."""
-LISTED = 1000
-"""Predictions of a tenant that can be listed."""
-LISTEN_POLL_S = 1.0
-LISTEN_PAUSE_S = 0.5
-
-_CHANGING = (
-    *("state", "attempts", "published", "step", "steps", "reply", "receipts"),
-    *("logs", "logs_left_out", "closed"),
-    *("created_at_s", "started_at_s", "ended_at_s", "canceled_at_s"),
-)
-"""The fields that `Record` shows, without the document."""
-
-ERRORS = Counter(
-    "penstock_records_errors_total",
-    "Round trips to Redis about records that failed, by operation.",
-    ["operation"],
-)
-DROPPED = Counter(
-    "penstock_predictions_dropped_total", "Predictions dropped before their time, for lack of room."
-)
-UP = Gauge(
-    "penstock_records_redis_up",
-    "1 while Redis is being asked about records, 0 while the breaker is open.",
-)
-
-_BUDGET = ("shared/stores/retention.lua", "shared/stores/record_budget.lua")
-_STATES = "shared/stores/record_states.lua"
-CREATE = load_script(*_BUDGET, "shared/stores/record_create.lua")
-PUBLISHED = load_script("shared/stores/record_published.lua")
-PUT_DOCUMENT = load_script(*_BUDGET, "shared/stores/document_put.lua")
-KEEP = load_script(*_BUDGET, "shared/stores/record_keep.lua")
-CLAIM = load_script(_STATES, "shared/stores/record_claim.lua")
-PROGRESS = load_script("shared/stores/record_progress.lua")
-LOGS = load_script("shared/stores/record_logs.lua")
-HAND_OVER = load_script(_STATES, "shared/stores/record_hand_over.lua")
-ALONE = load_script("shared/stores/record_alone.lua")
-RELEASE = load_script(_STATES, "shared/stores/record_release.lua")
-CANCEL = load_script(*_BUDGET, _STATES, "shared/stores/record_cancel.lua")
-DELETE = load_script(*_BUDGET, _STATES, "shared/stores/record_delete.lua")
-FINISH = load_script(*_BUDGET, _STATES, "shared/stores/record_finish.lua")
 
 
 class Records(RedisStore):

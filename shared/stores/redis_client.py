@@ -32,6 +32,34 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 from shared.concurrency import backoff
 from shared.errors import ConfigurationError, Unavailable
 
+NO_REDIS = "redis://127.0.0.1:1/0"
+"""The URL for tests without Redis: nothing listens there. Penstock computes as while Redis is away.
+"""
+ROUND_TRIP_ENTRIES = 512
+"""A round trip takes waiting calls until it carries this many entries."""
+WAITING_ENTRIES = 16384
+"""Entries that may wait for the next round trip. Above this limit a call fails."""
+
+# uvloop raises RuntimeError for a write to a connection that was closed.
+REDIS_FAILURES = (RedisError, OSError, EOFError, RuntimeError)
+
+Sent = TypeVar("Sent")
+Got = TypeVar("Got")
+
+FAILURES = 3
+"""Round trips in a row that must fail before the breaker opens.
+
+A single one may be a hiccup of this machine.
+"""
+CONNECT_LIMIT_S = 1.0
+"""Limit of the background retry, which may have to resolve a name and do a TLS handshake."""
+MAX_RETRY_S = 2.0
+EVICTS_ALL = "allkeys"
+"""The start of the policies that evict keys without a time to live, too."""
+Argument: TypeAlias = str | bytes | float
+
+log = logging.getLogger(__name__)
+
 
 class Script(NamedTuple):
     """A script, and the digest by which Redis knows it once it has run it (EVALSHA)."""
@@ -53,21 +81,6 @@ def load_script(*files: str) -> Script:
 def _read(file: PurePosixPath) -> str:
     package = ".".join(file.parent.parts)
     return resources.files(package).joinpath(file.name).read_text(encoding="utf-8")
-
-
-NO_REDIS = "redis://127.0.0.1:1/0"
-"""The URL for tests without Redis: nothing listens there. Penstock computes as while Redis is away.
-"""
-ROUND_TRIP_ENTRIES = 512
-"""A round trip takes waiting calls until it carries this many entries."""
-WAITING_ENTRIES = 16384
-"""Entries that may wait for the next round trip. Above this limit a call fails."""
-
-# uvloop raises RuntimeError for a write to a connection that was closed.
-REDIS_FAILURES = (RedisError, OSError, EOFError, RuntimeError)
-
-Sent = TypeVar("Sent")
-Got = TypeVar("Got")
 
 
 def _stop_waiting(answers: asyncio.Future[Any]) -> None:
@@ -194,20 +207,6 @@ async def within(limit_s: float, call: Coroutine[Any, Any, Got]) -> Got:
     if task.cancelled() or not task.done():
         raise TimeoutError(f"no answer in {limit_s} s")
     return task.result()
-
-
-FAILURES = 3
-"""Round trips in a row that must fail before the breaker opens.
-
-A single one may be a hiccup of this machine.
-"""
-CONNECT_LIMIT_S = 1.0
-"""Limit of the background retry, which may have to resolve a name and do a TLS handshake."""
-MAX_RETRY_S = 2.0
-EVICTS_ALL = "allkeys"
-"""The start of the policies that evict keys without a time to live, too."""
-Argument: TypeAlias = str | bytes | float
-log = logging.getLogger(__name__)
 
 
 class _PacksInC:

@@ -47,6 +47,14 @@ _READ = load_script("shared/stores/token_read.lua")
 _DELIVERED = load_script("shared/stores/token_delivered.lua")
 _encoder = msgspec.msgpack.Encoder()
 
+READ_EVERY_S = 0.05
+"""Workers write as often."""
+SURE_SHARE = 0.8
+"""Share of the time between tokens that must pass before the next ones are polled."""
+MAX_GAP_S = 0.5
+"""A model that is slower than this is read as if it were not."""
+MAX_IN_A_ROUND_TRIP = 128
+
 
 class Written(NamedTuple):
     """Tokens of one item: `attempt` is the claim of the worker that wrote them."""
@@ -193,15 +201,6 @@ def _delivered(read: int, prompt: bytes) -> Delivered | None:
         return None
     input_tokens, cached_tokens = map(int, prompt.split()) if prompt else (0, 0)
     return Delivered(input_tokens, cached_tokens, read)
-
-
-READ_EVERY_S = 0.05
-"""Workers write as often."""
-SURE_SHARE = 0.8
-"""Share of the time between tokens that must pass before the next ones are polled."""
-MAX_GAP_S = 0.5
-"""A model that is slower than this is read as if it were not."""
-MAX_IN_A_ROUND_TRIP = 128
 
 
 class ReadPace:

@@ -37,6 +37,48 @@ MAX_MESSAGE_JSON_BYTES = 1024 * 1024
 JSON_TYPE = "application/json"
 MAX_INTEGER_BITS = 64
 
+_encoder = msgspec.json.Encoder()
+
+_OTHER_SUFFIXES = {"audio/wav": ".wav", "audio/mp3": ".mp3"}
+"""Of media types that Python does not know."""
+
+API_INPUTS: Mapping[ServedApi, Mapping[str, str]] = {
+    "transcription": {
+        "file": "file",
+        "language": "string",
+        "prompt": "string",
+        "temperature": "number",
+        "task": "string",
+        "word_timestamps": "boolean",
+    },
+    "speech": {
+        "input": "string",
+        "voice": "string",
+        "instructions": "string",
+        "response_format": "string",
+        "speed": "number",
+        "stream": "boolean",
+    },
+    "ocr": {
+        "document": "file",
+        "pages": "string",
+        "table_format": "string",
+        "include_image_base64": "boolean",
+        "image_limit": "integer",
+        "image_min_size": "integer",
+        "include_blocks": "boolean",
+        "confidence_scores_granularity": "string",
+        "extract_header": "boolean",
+        "extract_footer": "boolean",
+    },
+}
+"""The inputs that an endpoint fills, with their types. A class has the first one at least.
+
+api/openai/audio.py, api/openai/speech.py and api/mistral/ocr.py fill them.
+"""
+_ELEMENTS: Mapping[ServedApi, str] = {"transcription": "segments", "ocr": "pages"}
+"""What a class yields."""
+
 
 class FilePlace(msgspec.Struct, frozen=True, array_like=True):
     """The place of a file in an input or an output, where null stands for it."""
@@ -102,7 +144,6 @@ class PieceChunk(StreamChunk, omit_defaults=True):
         return PieceChunk(self.first, self.ids[:count], text, self.lengths[:count])
 
 
-_encoder = msgspec.json.Encoder()
 _element_decoder = msgspec.json.Decoder(StreamedElement)
 
 
@@ -366,10 +407,6 @@ def _without_files(
     return value
 
 
-_OTHER_SUFFIXES = {"audio/wav": ".wav", "audio/mp3": ".mp3"}
-"""Of media types that Python does not know."""
-
-
 def usual_suffix(file: Blob) -> str:
     """Returns the usual end of the names of such files. Many decide by it what a file is."""
     known = mimetypes.guess_extension(file.media_type, strict=False)
@@ -563,44 +600,6 @@ def _check_work(entry: CatalogEntry, interface: ModelInterface) -> None:
         raise ValueError("work.max: the class has work(); say the most that an input may weigh")
     if not interface.weighs and (most is not None or entry.batch.max_work is not None):
         raise ValueError("work.max, batch.max_work: the class has no work(); leave them out")
-
-
-API_INPUTS: Mapping[ServedApi, Mapping[str, str]] = {
-    "transcription": {
-        "file": "file",
-        "language": "string",
-        "prompt": "string",
-        "temperature": "number",
-        "task": "string",
-        "word_timestamps": "boolean",
-    },
-    "speech": {
-        "input": "string",
-        "voice": "string",
-        "instructions": "string",
-        "response_format": "string",
-        "speed": "number",
-        "stream": "boolean",
-    },
-    "ocr": {
-        "document": "file",
-        "pages": "string",
-        "table_format": "string",
-        "include_image_base64": "boolean",
-        "image_limit": "integer",
-        "image_min_size": "integer",
-        "include_blocks": "boolean",
-        "confidence_scores_granularity": "string",
-        "extract_header": "boolean",
-        "extract_footer": "boolean",
-    },
-}
-"""The inputs that an endpoint fills, with their types. A class has the first one at least.
-
-api/openai/audio.py, api/openai/speech.py and api/mistral/ocr.py fill them.
-"""
-_ELEMENTS: Mapping[ServedApi, str] = {"transcription": "segments", "ocr": "pages"}
-"""What a class yields."""
 
 
 def _check_api(api: ServedApi, interface: ModelInterface, *, is_flow: bool) -> None:

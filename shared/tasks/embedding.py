@@ -35,6 +35,12 @@ BYTES_PER_TOKEN = 4
 (https://platform.openai.com/tokenizer)."""
 SPECIAL_TOKENS = 2
 
+TEXT_FIELDS: Mapping[str, Any] = {
+    "text": {"type": "string", "minLength": 1},
+    "truncate": {"type": "string", "enum": ["end", "start"]},
+}
+"""What a step of a flow gives to a sentence encoder, as JSON Schema."""
+
 
 def estimate_tokens(text: str) -> int:
     """About how many tokens a text has, special tokens included."""
@@ -71,13 +77,6 @@ def bound_window(tokens: int, entry: CatalogEntry) -> int:
 
 def _size_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-
-
-TEXT_FIELDS: Mapping[str, Any] = {
-    "text": {"type": "string", "minLength": 1},
-    "truncate": {"type": "string", "enum": ["end", "start"]},
-}
-"""What a step of a flow gives to a sentence encoder, as JSON Schema."""
 
 
 def checked_text(entry: CatalogEntry, values: Mapping[str, Any], field: str) -> str:

@@ -26,6 +26,11 @@ from shared.tasks.base import (
     WorkBound,
 )
 
+_MAX_TOLD = 50
+"""Names of adapters in an error. The schema of the model has all."""
+
+MAX_PROMPT_CHARS = 32_000
+
 
 class ChosenAdapter(msgspec.Struct, frozen=True, array_like=True):
     """An adapter that an image is drawn with.
@@ -230,10 +235,6 @@ class ImagesResult(TaskResult, tag="images"):
         return list(self.blobs)
 
 
-_MAX_TOLD = 50
-"""Names of adapters in an error. The schema of the model has all."""
-
-
 def choose_adapter(
     entry: CatalogEntry, name: str | None, scale: float | None, *, takes_urls: bool = False
 ) -> ChosenAdapter | None:
@@ -279,9 +280,6 @@ def _no_such_adapter(entry: CatalogEntry, name: str, takes_urls: bool) -> str:
     if urls is not None:
         told.append(f"files by URL below {', '.join(urls.allowed)}")
     return f"{name[:80]!r} is not an adapter of {entry.name}; it has {', and '.join(told)}"
-
-
-MAX_PROMPT_CHARS = 32_000
 
 
 def step_fields(entry: CatalogEntry) -> dict[str, Any]:

@@ -34,6 +34,42 @@ from shared.tasks.embedding import BYTES_PER_TOKEN, SPECIAL_TOKENS, bound_tokens
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+|[^\w\s]")
 """A word, a punctuation mark, or a character of a script that has no spaces between words."""
 
+FinishReason = Literal["stop", "length"]
+"""`stop`: the model ended its text, or a stop sequence came. `length`: max_tokens were reached."""
+TEMPLATE_TOKENS = 8
+"""The tokens that a chat template adds to a message, roughly."""
+MAX_TEMPLATE_TOKENS = 512
+"""The most tokens that a chat template writes by itself: a system message, the date, how to call
+tools. The frame of a message has fewer tokens than its JSON has bytes.
+"""
+INDENTED = 2
+"""Maximum growth of the JSON of tools and of variables, which templates write with spaces or
+indented.
+"""
+TOKEN_BYTES = 8
+"""The size of a token in a reply: its text, escaped."""
+RESPONSE_FORMAT = "response_format"
+FAR_ABOVE = 8
+"""A prompt of this many contexts, as estimated, is refused without being tokenized."""
+MAX_STEP_SEED = 2**53 - 11
+"""The largest seed of a prediction (`MAX_SEED` in api/bodies.py), which a test compares."""
+LOGPROB_BYTES = 48
+"""The size of one alternative in a reply."""
+
+STEP_FIELDS: Mapping[str, Any] = {
+    "prompt": {"type": "string", "minLength": 1},
+    "messages": {"type": "array", "items": {"type": "object"}, "minItems": 1},
+    "max_tokens": {"type": "integer", "minimum": 1},
+    "temperature": {"type": "number", "minimum": 0, "maximum": 2},
+    "top_p": {"type": "number", "minimum": 0, "maximum": 1},
+    "top_k": {"type": "integer", "minimum": 0, "maximum": 2**20},
+    "seed": {"type": "integer", "minimum": 0, "maximum": MAX_STEP_SEED},
+    "stop": {"type": "array", "items": {"type": "string"}, "maxItems": 4},
+}
+"""What a step of a flow gives to a text model, as JSON Schema: as the input of a prediction."""
+
+ID_BYTES = 4
+
 
 def rouge_l(ours: str, theirs: str) -> float:
     """ROUGE-L: the F1 of the longest common subsequence of words, from 0 to 1 (equal words).
@@ -62,29 +98,6 @@ def _common(first: list[str], second: list[str]) -> int:
         matched = left & positions.get(word, 0)
         left = (left + matched | left - matched) & everywhere
     return len(first) - left.bit_count()
-
-
-FinishReason = Literal["stop", "length"]
-"""`stop`: the model ended its text, or a stop sequence came. `length`: max_tokens were reached."""
-TEMPLATE_TOKENS = 8
-"""The tokens that a chat template adds to a message, roughly."""
-MAX_TEMPLATE_TOKENS = 512
-"""The most tokens that a chat template writes by itself: a system message, the date, how to call
-tools. The frame of a message has fewer tokens than its JSON has bytes.
-"""
-INDENTED = 2
-"""Maximum growth of the JSON of tools and of variables, which templates write with spaces or
-indented.
-"""
-TOKEN_BYTES = 8
-"""The size of a token in a reply: its text, escaped."""
-RESPONSE_FORMAT = "response_format"
-FAR_ABOVE = 8
-"""A prompt of this many contexts, as estimated, is refused without being tokenized."""
-MAX_STEP_SEED = 2**53 - 11
-"""The largest seed of a prediction (`MAX_SEED` in api/bodies.py), which a test compares."""
-LOGPROB_BYTES = 48
-"""The size of one alternative in a reply."""
 
 
 class TokenLogprob(msgspec.Struct, omit_defaults=True):
@@ -284,19 +297,6 @@ class GenerationResult(TaskResult, tag="generation"):
         return self.text
 
 
-STEP_FIELDS: Mapping[str, Any] = {
-    "prompt": {"type": "string", "minLength": 1},
-    "messages": {"type": "array", "items": {"type": "object"}, "minItems": 1},
-    "max_tokens": {"type": "integer", "minimum": 1},
-    "temperature": {"type": "number", "minimum": 0, "maximum": 2},
-    "top_p": {"type": "number", "minimum": 0, "maximum": 1},
-    "top_k": {"type": "integer", "minimum": 0, "maximum": 2**20},
-    "seed": {"type": "integer", "minimum": 0, "maximum": MAX_STEP_SEED},
-    "stop": {"type": "array", "items": {"type": "string"}, "maxItems": 4},
-}
-"""What a step of a flow gives to a text model, as JSON Schema: as the input of a prediction."""
-
-
 class GenerationTask(Task):
     """Language models. Their unit of work is the token, read or written."""
 
@@ -418,9 +418,6 @@ class GenerationTask(Task):
 
 
 TEXT = GenerationTask()
-
-
-ID_BYTES = 4
 
 
 class PromptToCount(TaskInput, tag="text_to_count"):

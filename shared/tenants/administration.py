@@ -57,6 +57,9 @@ MAX_NAMED = 5
 """Tenants that an error names."""
 log = logging.getLogger(__name__)
 
+_ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
+"""A character as paths of URLs write it."""
+
 
 class NotThere(BadInput):
     """There is no such key, tenant or plan."""
@@ -447,10 +450,6 @@ def check_key_id(key_id: str) -> None:
 def _check_name(name: str, field: str) -> None:
     if holds_key(name):
         raise BadInput(f"{field}: {IS_A_KEY}", field=field)
-
-
-_ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
-"""A character as paths of URLs write it."""
 
 
 def _check_tenant(tenant: str) -> None:

@@ -64,6 +64,15 @@ _json = json.JSONDecoder()
 _Salt = Annotated[str, msgspec.Meta(pattern=rf"^[0-9a-f]{{{2 * SALT_BYTES}}}$")]
 _Hash = Annotated[str, msgspec.Meta(pattern=rf"^([0-9a-f]{{{2 * HASH_BYTES}}})?$")]
 
+KeyState: TypeAlias = Literal["valid", "unknown", "revoked", "expired", "frozen"]
+
+_STATES: tuple[tuple[KeyState, ...], tuple[KeyState, ...]] = (
+    ("unknown",) * 8,
+    ("valid", "frozen", "expired", "expired", "revoked", "revoked", "revoked", "revoked"),
+)
+_NO_HASH = bytes(HASH_BYTES)
+"""Nobody knows an input with this digest."""
+
 
 class Mistake(NamedTuple):
     """A mistake in a directory, and its field_path."""
@@ -129,9 +138,6 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     plans: dict[PlanName, Plan] = msgspec.field(default_factory=dict)
     tenants: dict[str, StoredTenant] = msgspec.field(default_factory=dict)
     keys: tuple[StoredKey, ...] = ()
-
-
-KeyState: TypeAlias = Literal["valid", "unknown", "revoked", "expired", "frozen"]
 
 
 class Found(NamedTuple):
@@ -203,12 +209,6 @@ class Directory:
         return frozenset(holders)
 
 
-_STATES: tuple[tuple[KeyState, ...], tuple[KeyState, ...]] = (
-    ("unknown",) * 8,
-    ("valid", "frozen", "expired", "expired", "revoked", "revoked", "revoked", "revoked"),
-)
-_NO_HASH = bytes(HASH_BYTES)
-"""Nobody knows an input with this digest."""
 _NOBODY = _Entry(
     secrets.token_bytes(SALT_BYTES),
     secrets.token_bytes(HASH_BYTES),

@@ -19,6 +19,8 @@ LIGHTEST, HEAVIEST = 0.01, 1000.0
 MAX_WARNINGS = 8
 MAX_WEBHOOK_CHARS = 2048
 
+DEFAULT_TENANT = "default"
+
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of any minute. Work has a limit for each unit, since units can't be added up."""
@@ -90,7 +92,6 @@ class Plan(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 DEFAULT_PLAN = Plan()
-DEFAULT_TENANT = "default"
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,6 +29,15 @@ _MEMBER = re.compile(
     r"([a-z0-9][a-z0-9_*/@-]{0,255})=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
 )
 
+_current: ContextVar[TraceContext | None] = ContextVar("trace", default=None)
+
+Kind = Literal["internal", "server", "client", "producer", "consumer"]
+Attributes = Mapping[str, str | int | float | bool]
+STAGE = "penstock.stage"
+"""The attribute that names a span's part of the path: receive, cache, publish, queue, batch, infer,
+reply, and `hold` if the API holds a job back. A webhook has `webhook`, and a dead letter
+`dead_letter`."""
+
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
@@ -112,9 +121,6 @@ def _bounded(tracestate: str) -> str:
     return text
 
 
-_current: ContextVar[TraceContext | None] = ContextVar("trace", default=None)
-
-
 def current() -> TraceContext | None:
     """The trace that the running task works for. Tasks that it creates inherit it."""
     return _current.get()
@@ -138,14 +144,6 @@ def entered(context: TraceContext | None) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
-
-
-Kind = Literal["internal", "server", "client", "producer", "consumer"]
-Attributes = Mapping[str, str | int | float | bool]
-STAGE = "penstock.stage"
-"""The attribute that names a span's part of the path: receive, cache, publish, queue, batch, infer,
-reply, and `hold` if the API holds a job back. A webhook has `webhook`, and a dead letter
-`dead_letter`."""
 
 
 class RecordedSpan(Protocol):

@@ -43,6 +43,36 @@ HALF_MADE = ".new"
 LEVEL = 1
 """4 µs of CPU a row, as much as writing it. Level 6 takes 10 µs for a sixth less."""
 
+CREATE_TRIES = 3
+
+REJECTED = Counter(
+    "penstock_rows_rejected_total", "Rows that BigQuery refused for good; kept in rejected.jsonl"
+)
+
+Fields = dict[str, Any]
+"""One row by column."""
+_ENCODER = msgspec.json.Encoder()
+
+SEND_TIMEOUT_S = 10.0
+CANCEL_LIMIT_S = 2.0
+TOO_LARGE = "bytes billed"
+"""The text by which BigQuery says that a query would read more than `maximum_bytes_billed`."""
+TIMED_OUT = "timed out"
+"""The text by which BigQuery says that it ended a job after `job_timeout_ms`."""
+REFUSED = frozenset({400, 413})
+"""Statuses for wrong rows.
+
+Others (a missing table, permission or quota) can be fixed, so they are retried.
+"""
+
+NO_FIELD = "no such field"
+"""BigQuery's reason for a row with a column that the table does not have."""
+
+WRITTEN = Counter("penstock_rows_written_total", "Rows that BigQuery has")
+TRIMMED = Counter(
+    "penstock_rows_trimmed_total", "Rows written without the columns that an older table lacks"
+)
+
 
 def is_packed(path: Path) -> bool:
     """Returns whether this is the name of a packed segment."""
@@ -107,17 +137,6 @@ def unpack(data: bytes) -> bytes:
         return gzip.decompress(data)
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(str(error)) from error
-
-
-CREATE_TRIES = 3
-
-REJECTED = Counter(
-    "penstock_rows_rejected_total", "Rows that BigQuery refused for good; kept in rejected.jsonl"
-)
-
-Fields = dict[str, Any]
-"""One row by column."""
-_ENCODER = msgspec.json.Encoder()
 
 
 class Segment:
@@ -389,27 +408,6 @@ def _lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-SEND_TIMEOUT_S = 10.0
-CANCEL_LIMIT_S = 2.0
-TOO_LARGE = "bytes billed"
-"""The text by which BigQuery says that a query would read more than `maximum_bytes_billed`."""
-TIMED_OUT = "timed out"
-"""The text by which BigQuery says that it ended a job after `job_timeout_ms`."""
-REFUSED = frozenset({400, 413})
-"""Statuses for wrong rows.
-
-Others (a missing table, permission or quota) can be fixed, so they are retried.
-"""
-
-NO_FIELD = "no such field"
-"""BigQuery's reason for a row with a column that the table does not have."""
-
-WRITTEN = Counter("penstock_rows_written_total", "Rows that BigQuery has")
-TRIMMED = Counter(
-    "penstock_rows_trimmed_total", "Rows written without the columns that an older table lacks"
-)
 
 
 class BigQuerySender:

@@ -25,6 +25,8 @@ from shared.usage.bigquery import LEVEL, WRITTEN, BigQuerySender, Fields
 MEDIA_TYPE = "application/gzip"
 SUFFIX = ".jsonl.gz"
 
+TABLE = "rows"
+
 
 def incoming(table: str) -> str:
     """The folder of a table's rows that are not in the archive yet."""
@@ -62,9 +64,6 @@ class ObjectSender:
         asyncio.run(self._objects.put(key, packed, MEDIA_TYPE))
         WRITTEN.inc(len(rows))
         return []
-
-
-TABLE = "rows"
 
 
 class RowSender(Protocol):

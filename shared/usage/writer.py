@@ -40,6 +40,57 @@ from shared.usage.row import Row
 from shared.usage.senders import RowSender
 from shared.usage.worker_hour import WorkerHour
 
+BATCH_ROWS = 500
+"""The number of rows that Google recommends for one insertAll:
+https://docs.cloud.google.com/bigquery/quotas#streaming_inserts
+"""
+MEMORY_ROWS = 20_000
+"""Limit of rows in memory: for copies of rows on disk, and for rows that are not on disk."""
+PACKED_AT_ONCE = 50
+"""Segments that are compressed between two looks at rows in memory. It takes about 0.1 s."""
+SLOW_DISK_S = 0.1
+"""A write that takes longer holds the event loop up: the thread takes over."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 15.0
+CLOSE_LIMIT_S = 5.0
+"""The time that `close` waits for a write of the other thread."""
+
+DISK_UP = Gauge(
+    "penstock_rows_disk_up", "1 while the disk takes rows as they come, 0 while they wait in memory"
+)
+DISK_ERRORS = Counter(
+    "penstock_rows_disk_errors_total", "Writes of rows that the disk refused or was slow with"
+)
+LOST = Counter(
+    "penstock_rows_lost_total", "Rows given up because neither disk nor BigQuery took them in time"
+)
+
+SENDERS = 4
+"""Batches that are sent at the same time while there is a backlog.
+
+One insertAll takes BigQuery tens of milliseconds or more, and one after the other would make an
+outage of minutes last for hours.
+"""
+HURRY_S = 0.05
+"""The time that rows wait for more while jobs wait for them, because the disk does not take
+them."""
+CLOSE_S = 2.0
+"""Limit of the last sends at close. A container has ten seconds for its whole shutdown."""
+COLUMNS = [
+    name.removesuffix("_s") if name.endswith("_at_s") else name for name in Row.__struct_fields__
+]
+
+FAILURES = Counter(
+    "penstock_rows_send_failures_total", "Requests to BigQuery that failed; their rows are kept"
+)
+PENDING = Gauge("penstock_rows_pending", "Rows that BigQuery does not have yet")
+PENDING_BYTES = Gauge("penstock_rows_pending_bytes", "What they take on disk")
+OLDEST = Gauge("penstock_rows_oldest_seconds", "Age of the oldest of them; 0 if there is none")
+
+_open_writers: list[RowWriter] = []
+"""Those of this process. The gauges are about all of them."""
+
+log = logging.getLogger(__name__)
+
 
 class UnsavedRow(NamedTuple):
     """A row that is only in memory, and the callback for when it is safe."""
@@ -74,31 +125,6 @@ def notify_safe(rows: Sequence[UnsavedRow]) -> None:
 def _call_all(calls: Sequence[Callable[[], None]]) -> None:
     for call in calls:
         call()
-
-
-BATCH_ROWS = 500
-"""The number of rows that Google recommends for one insertAll:
-https://docs.cloud.google.com/bigquery/quotas#streaming_inserts
-"""
-MEMORY_ROWS = 20_000
-"""Limit of rows in memory: for copies of rows on disk, and for rows that are not on disk."""
-PACKED_AT_ONCE = 50
-"""Segments that are compressed between two looks at rows in memory. It takes about 0.1 s."""
-SLOW_DISK_S = 0.1
-"""A write that takes longer holds the event loop up: the thread takes over."""
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 15.0
-CLOSE_LIMIT_S = 5.0
-"""The time that `close` waits for a write of the other thread."""
-
-DISK_UP = Gauge(
-    "penstock_rows_disk_up", "1 while the disk takes rows as they come, 0 while they wait in memory"
-)
-DISK_ERRORS = Counter(
-    "penstock_rows_disk_errors_total", "Writes of rows that the disk refused or was slow with"
-)
-LOST = Counter(
-    "penstock_rows_lost_total", "Rows given up because neither disk nor BigQuery took them in time"
-)
 
 
 class Journal:
@@ -396,31 +422,6 @@ def _disk_errors_counted(operation: str) -> Iterator[None]:
         log.warning(operation, extra={"reason": str(error)})
 
 
-log = logging.getLogger(__name__)
-
-SENDERS = 4
-"""Batches that are sent at the same time while there is a backlog.
-
-One insertAll takes BigQuery tens of milliseconds or more, and one after the other would make an
-outage of minutes last for hours.
-"""
-HURRY_S = 0.05
-"""The time that rows wait for more while jobs wait for them, because the disk does not take
-them."""
-CLOSE_S = 2.0
-"""Limit of the last sends at close. A container has ten seconds for its whole shutdown."""
-COLUMNS = [
-    name.removesuffix("_s") if name.endswith("_at_s") else name for name in Row.__struct_fields__
-]
-
-FAILURES = Counter(
-    "penstock_rows_send_failures_total", "Requests to BigQuery that failed; their rows are kept"
-)
-PENDING = Gauge("penstock_rows_pending", "Rows that BigQuery does not have yet")
-PENDING_BYTES = Gauge("penstock_rows_pending_bytes", "What they take on disk")
-OLDEST = Gauge("penstock_rows_oldest_seconds", "Age of the oldest of them; 0 if there is none")
-
-
 def fields_of(row: Row) -> Fields:
     """Returns the row as BigQuery's columns: `*_at_s` loses its unit, and None is left out."""
     return {
@@ -455,10 +456,6 @@ class _Attempt(threading.Thread):
         except Exception as error:
             # Raised again by the thread that waits for this one.
             self.error = error
-
-
-_open_writers: list[RowWriter] = []
-"""Those of this process. The gauges are about all of them."""
 
 
 class RowWriter:

@@ -39,6 +39,15 @@ _SHAPES = ((1, 8), (1, 32), (4, 16), (4, 64), (1, 192))
 _REPEATS = 3
 _CALL_TOKENS_MAX = 16384
 
+_opened: dict[BenchmarkTarget, _LoadedTarget] = {}
+
+OPEN_LIMIT_S = 60.0
+"""Enough to import torch and load the weights on a busy machine."""
+CALL_LIMIT_S = 60.0
+
+Given = ParamSpec("Given")
+Answer = TypeVar("Answer")
+
 
 class Throughput(NamedTuple):
     """The throughput of one process while it was timed. `tokens` includes padding."""
@@ -59,9 +68,6 @@ class BenchmarkTarget(NamedTuple):
 class _LoadedTarget(NamedTuple):
     model: InferenceModel
     seconds: Callable[[], float]
-
-
-_opened: dict[BenchmarkTarget, _LoadedTarget] = {}
 
 
 def open_model(
@@ -166,14 +172,6 @@ def throughput(
         rounds += 1
     wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
     return Throughput(rounds * len(texts), rounds * tokens, wall_s, cpu_s)
-
-
-OPEN_LIMIT_S = 60.0
-"""Enough to import torch and load the weights on a busy machine."""
-CALL_LIMIT_S = 60.0
-
-Given = ParamSpec("Given")
-Answer = TypeVar("Answer")
 
 
 class BenchmarkPool:

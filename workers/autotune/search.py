@@ -38,6 +38,38 @@ _WITH_VNNI = ("onnx-int8", "onnx-fp32", "torch-fp32", "torch-bf16")
 _PLAIN = ("onnx-fp32", "onnx-int8", "torch-fp32", "torch-bf16")
 _VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"})
 
+QUIET_LIMIT_S = 10.0
+"""Longer than the other workers of a local stack need to start on two cores.
+
+After it we measure anyway.
+"""
+_SAMPLE_S = 0.3
+_SAMPLES = 2
+"""The number of quiet samples needed in a row, because a starting process pauses at times."""
+_QUIET_SHARE = 0.85
+
+MEASURE_LIMIT_S = 10.0
+"""No round starts after this. The time to load libraries is extra."""
+BUSY_LIMIT_S = 2.0
+"""The same on a busy machine, because rounds are likely to be disturbed."""
+RATE_S = 0.5
+ROUNDS = 2
+"""The number of rounds that must agree."""
+CALIBRATION_TEXTS = 40
+_TOGETHER = 8
+_LENGTHS = (9, 11, 60, 13, 12, 210, 10, 70, 14, 44, 12, 8, 52, 16, 11, 240, 13, 88, 10, 36)
+"""Tokens of the timed texts: 60 % about 12, 30 % about 60, 10 % about 230."""
+
+Measure = Callable[[BenchmarkPool, Backend, Layout, Sequence[PreparedText]], Timing]
+"""Times a loaded backend in a layout with these texts."""
+
+LIBRARY_OF = {
+    "torch": "workers.models.embedding.encoder_torch",
+    "onnx": "workers.models.embedding.encoder_onnx",
+}
+
+log = logging.getLogger(__name__)
+
 
 def prior_rank(backend: Backend, machine: Machine, *, is_gpu: bool) -> int:
     """The rank of `backend` on this hardware. 0 is the likely fastest."""
@@ -49,17 +81,6 @@ def prior_rank(backend: Backend, machine: Machine, *, is_gpu: bool) -> int:
         order = _WITH_VNNI if _VNNI_FLAGS & set(machine.flags) else _PLAIN
     kind = f"{backend.backend}-{backend.precision}"
     return order.index(kind) if kind in order else len(order)
-
-
-QUIET_LIMIT_S = 10.0
-"""Longer than the other workers of a local stack need to start on two cores.
-
-After it we measure anyway.
-"""
-_SAMPLE_S = 0.3
-_SAMPLES = 2
-"""The number of quiet samples needed in a row, because a starting process pauses at times."""
-_QUIET_SHARE = 0.85
 
 
 def idle_core_s() -> float | None:
@@ -111,29 +132,6 @@ def await_quiet(
             return False
         before, before_s = now, now_s
     return True
-
-
-MEASURE_LIMIT_S = 10.0
-"""No round starts after this. The time to load libraries is extra."""
-BUSY_LIMIT_S = 2.0
-"""The same on a busy machine, because rounds are likely to be disturbed."""
-RATE_S = 0.5
-ROUNDS = 2
-"""The number of rounds that must agree."""
-CALIBRATION_TEXTS = 40
-_TOGETHER = 8
-_LENGTHS = (9, 11, 60, 13, 12, 210, 10, 70, 14, 44, 12, 8, 52, 16, 11, 240, 13, 88, 10, 36)
-"""Tokens of the timed texts: 60 % about 12, 30 % about 60, 10 % about 230."""
-
-Measure = Callable[[BenchmarkPool, Backend, Layout, Sequence[PreparedText]], Timing]
-"""Times a loaded backend in a layout with these texts."""
-
-LIBRARY_OF = {
-    "torch": "workers.models.embedding.encoder_torch",
-    "onnx": "workers.models.embedding.encoder_onnx",
-}
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,13 @@ MESSAGES = Gauge(
     ["subscription"],
 )
 
+MESSAGES_IN_HAND = 128
+"""The limit for each queue. Receivers of webhooks are slow, and must not hold up each other."""
+STOP_LIMIT_S = 20.0
+"""The time that held messages may take once the process is to stop. The others come again."""
+
+log = logging.getLogger(__name__)
+
 
 class QueueDepths:
     """Looks at the queues of a catalog's models now and then.
@@ -78,14 +85,6 @@ class QueueDepths:
         for subscription, count in zip(self._subscriptions, counts, strict=True):
             if count is not None:
                 MESSAGES.labels(subscription).set(count)
-
-
-MESSAGES_IN_HAND = 128
-"""The limit for each queue. Receivers of webhooks are slow, and must not hold up each other."""
-STOP_LIMIT_S = 20.0
-"""The time that held messages may take once the process is to stop. The others come again."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

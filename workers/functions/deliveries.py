@@ -40,6 +40,19 @@ _ADMIT = load_script("workers/functions/admit_event.lua")
 
 DeliveryDecision = Literal["due", "throttled", "late"]
 
+WRITE_LIMIT_S = 3.0
+"""A push is answered after the row, and Pub/Sub waits for the answer."""
+RETRY_S = 15.0
+"""The time that nothing is written after a failure, so that an outage holds up one push and not
+all."""
+
+UNWRITTEN = Counter(
+    "penstock_functions_deliveries_unwritten_total",
+    "Attempts to deliver an event without a row, because BigQuery did not take it in time",
+)
+
+log = logging.getLogger(__name__)
+
 
 class DeliveryState(RedisStore):
     """The delivery state of each prediction: an async context manager that opens without Redis too.
@@ -85,20 +98,6 @@ class DeliveryState(RedisStore):
 
     def _key(self, record: str, kind: str) -> str:
         return f"{self._prefix}webhook:{record}:{kind}"
-
-
-WRITE_LIMIT_S = 3.0
-"""A push is answered after the row, and Pub/Sub waits for the answer."""
-RETRY_S = 15.0
-"""The time that nothing is written after a failure, so that an outage holds up one push and not
-all."""
-
-UNWRITTEN = Counter(
-    "penstock_functions_deliveries_unwritten_total",
-    "Attempts to deliver an event without a row, because BigQuery did not take it in time",
-)
-
-log = logging.getLogger(__name__)
 
 
 class DeliveryTable(Protocol):

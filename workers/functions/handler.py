@@ -40,6 +40,32 @@ _CREDENTIALS = frozenset({"authorization", "cookie", "x-serverless-authorization
 # JSON can say half a character, which neither Redis nor Pub/Sub takes.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
+HANDLE_LIMIT_S = 50.0
+"""Pub/Sub waits 60 s for an answer and then sends the message again, while we would still be at it.
+"""
+MAX_BODY_BYTES = 16 * 1024 * 1024
+"""The largest message has 10 MB, which is a third more in base64."""
+LOGGED_CHARACTERS = 128
+
+UNREADABLE = Counter(
+    "penstock_functions_unreadable_total",
+    "Messages that a function can not read",
+    ["function"],
+)
+FAILED = Counter(
+    "penstock_functions_failed_total",
+    "Messages that the broker was asked to bring again",
+    ["function"],
+)
+REFUSED = Counter(
+    "penstock_functions_refused_total", "Pushes of somebody who may not call", ["function"]
+)
+
+FunctionResponse = tuple[str, int]
+Handler = Callable[[ReceivedMessage], Awaitable[None]]
+
+log = logging.getLogger(__name__)
+
 
 def read_push(headers: Mapping[str, str], body: bytes) -> ReceivedMessage:
     """The message that a request carries.
@@ -133,33 +159,6 @@ def _unix_s(moment: Any) -> float:
         return datetime.fromisoformat(moment).timestamp()
     except (TypeError, ValueError):
         return 0.0
-
-
-HANDLE_LIMIT_S = 50.0
-"""Pub/Sub waits 60 s for an answer and then sends the message again, while we would still be at it.
-"""
-MAX_BODY_BYTES = 16 * 1024 * 1024
-"""The largest message has 10 MB, which is a third more in base64."""
-LOGGED_CHARACTERS = 128
-
-UNREADABLE = Counter(
-    "penstock_functions_unreadable_total",
-    "Messages that a function can not read",
-    ["function"],
-)
-FAILED = Counter(
-    "penstock_functions_failed_total",
-    "Messages that the broker was asked to bring again",
-    ["function"],
-)
-REFUSED = Counter(
-    "penstock_functions_refused_total", "Pushes of somebody who may not call", ["function"]
-)
-
-log = logging.getLogger(__name__)
-
-FunctionResponse = tuple[str, int]
-Handler = Callable[[ReceivedMessage], Awaitable[None]]
 
 
 class _Url(Protocol):

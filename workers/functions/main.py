@@ -60,6 +60,20 @@ for _run in ("daily", "anomalies"):
 
 log = logging.getLogger(__name__)
 
+settings = read_settings(FunctionSettings)
+
+authenticator = PushAuthenticator(
+    settings.push_audience,
+    settings.push_account,
+    certs_url=settings.push_certs_url,
+    checked_by=settings.push_checked_by,
+)
+dependencies = FunctionDependencies(settings)
+# The framework does not notify a function of its end, but the interpreter does.
+traces = ExitStack()
+
+handlers = {"dead_letter": dependencies.dead_letter, "webhook": dependencies.webhook}
+
 
 async def handle_scheduled(
     request: Request, authenticator: PushAuthenticator, settings: ReportSettings
@@ -119,19 +133,9 @@ def _summary_of(result: RunResult) -> dict[str, Any]:
     }
 
 
-settings = read_settings(FunctionSettings)
 exempt_loopback_from_proxies()
 configure_logs(settings.log_level, settings.project)
 deny_inspection()
-authenticator = PushAuthenticator(
-    settings.push_audience,
-    settings.push_account,
-    certs_url=settings.push_certs_url,
-    checked_by=settings.push_checked_by,
-)
-dependencies = FunctionDependencies(settings)
-# The framework does not notify a function of its end, but the interpreter does.
-traces = ExitStack()
 traces.enter_context(
     traced(
         "penstock-functions",
@@ -141,9 +145,6 @@ traces.enter_context(
     )
 )
 atexit.register(traces.close)
-
-
-handlers = {"dead_letter": dependencies.dead_letter, "webhook": dependencies.webhook}
 
 
 @aio.http

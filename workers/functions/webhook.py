@@ -62,6 +62,29 @@ TOTAL_LIMIT_S = 20.0
 READ_BYTES = 1024
 """The part of the answer that is logged. Only the status counts."""
 
+GONE = 410
+WORTH_RETRYING = frozenset({408, 425, 429})
+"""The 4xx after which a later try may succeed."""
+REFUSED_LIMIT_S = 3600.0
+"""The time that a refused event is retried. With growing pauses that is a dozen attempts."""
+WORDS_LOGGED = 200
+REDIRECTED = (
+    "the receiver answered with a redirect, which webhooks do not follow; set the webhook to the "
+    "URL that it redirects to"
+)
+T = TypeVar("T")
+
+WEBHOOKS = Counter(
+    "penstock_functions_webhooks_total",
+    "Events of webhooks, by what became of them at this push",
+    ["event", "end"],
+)
+
+ATTRIBUTES = frozenset({"batch", "budget"})
+"""A message with one of these attributes has such an event."""
+
+log = logging.getLogger(__name__)
+
 
 class WebhookResponse(NamedTuple):
     """A receiver's response: its status and the first words of it."""
@@ -124,27 +147,6 @@ async def _first_words(answer: ClientResponse) -> str:
         return (await answer.content.read(READ_BYTES)).decode(errors="replace")
     except (ClientError, OSError):
         return ""
-
-
-GONE = 410
-WORTH_RETRYING = frozenset({408, 425, 429})
-"""The 4xx after which a later try may succeed."""
-REFUSED_LIMIT_S = 3600.0
-"""The time that a refused event is retried. With growing pauses that is a dozen attempts."""
-WORDS_LOGGED = 200
-REDIRECTED = (
-    "the receiver answered with a redirect, which webhooks do not follow; set the webhook to the "
-    "URL that it redirects to"
-)
-T = TypeVar("T")
-
-WEBHOOKS = Counter(
-    "penstock_functions_webhooks_total",
-    "Events of webhooks, by what became of them at this push",
-    ["event", "end"],
-)
-
-log = logging.getLogger(__name__)
 
 
 class Webhooks:
@@ -360,10 +362,6 @@ async def end_of(
             return "refused"
     why = REDIRECTED if answer.is_redirect else answer.words[:WORDS_LOGGED]
     raise Unavailable(f"the receiver answered {answer.status}: {why}")
-
-
-ATTRIBUTES = frozenset({"batch", "budget"})
-"""A message with one of these attributes has such an event."""
 
 
 class _Notice(NamedTuple):

@@ -38,6 +38,13 @@ from workers.jobs.registry import JobRegistry
 
 log = logging.getLogger(__name__)
 
+REFRESH_S = 1.0
+DRAIN_MESSAGES = 64
+DRAIN_RETRY_S = 5.0
+LAST_COUNT_LIMIT_S = 1.0
+ROUNDING_S = 0.01
+"""Of a time left, which is the difference of two Unix times."""
+
 
 class Forwarding:
     """Forwards jobs of one canary.
@@ -81,14 +88,6 @@ class Forwarding:
             self._registry.hand_back(pulled)
             return
         self._registry.ack(pulled)
-
-
-REFRESH_S = 1.0
-DRAIN_MESSAGES = 64
-DRAIN_RETRY_S = 5.0
-LAST_COUNT_LIMIT_S = 1.0
-ROUNDING_S = 0.01
-"""Of a time left, which is the difference of two Unix times."""
 
 
 class CanaryShare:

@@ -79,6 +79,9 @@ the default of `PENSTOCK_PREDICTION_KEEP_S`."""
 MAX_STREAMED = 4096
 """Keys of streamed files that are remembered, so that they are not stored twice."""
 
+KEEP_LIMIT_S = 60.0
+"""The time that a result waits while Redis or the object store is unavailable."""
+
 
 class LargeResults:
     """Stores the blobs of results that are too large for a record or for a reply.
@@ -320,10 +323,6 @@ def one_for_each(items: Sequence[Item], answered: ReplyBody) -> list[ItemOutcome
         failure(item.index, error_for_code(error.code, error.message, error.field))
         for item in items
     ]
-
-
-KEEP_LIMIT_S = 60.0
-"""The time that a result waits while Redis or the object store is unavailable."""
 
 
 class Completion:

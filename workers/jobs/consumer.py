@@ -48,6 +48,21 @@ JobCallback = Callable[[PulledJob], None]
 _Ready = Prepared | WithoutModel | PenstockError
 """An item that a model can compute, one that needs none, or one that is wrong."""
 
+SOURCE_LIMIT_BYTES = 64 * 1024 * 1024
+"""The largest source that is fetched from the object store."""
+
+UNFINISHED_MAX, ALONE_MAX = 3, 2
+"""A job is given up after so many workers died while they held it, if it was alone in so many of
+them. As with model processes: a death with another cause, or over another job, accuses nobody.
+"""
+
+CANARY_PART = 0.5
+"""The part of a job's time that a canary has. What it does not do by then is forwarded."""
+ADMIT_MESSAGES_MAX = 256
+"""Messages that are admitted together, with one cache look-up and one tokenizer call for all."""
+
+log = logging.getLogger(__name__)
+
 
 class Clock(Protocol):
     """The clock that deadlines are measured by. Tests have one that they move."""
@@ -209,12 +224,6 @@ def _items_in(batches: Iterable[Sequence[QueuedItem]], pulled: PulledJob) -> dic
     }
 
 
-SOURCE_LIMIT_BYTES = 64 * 1024 * 1024
-"""The largest source that is fetched from the object store."""
-
-log = logging.getLogger(__name__)
-
-
 class Preprocessor:
     """Prepares all items of a call together.
 
@@ -271,12 +280,6 @@ class Preprocessor:
                 return [one for value in inputs for one in self._prepare_inputs([value])]
             log.warning("input not prepared", exc_info=True)
             return [ModelFailed("the input could not be prepared")]
-
-
-UNFINISHED_MAX, ALONE_MAX = 3, 2
-"""A job is given up after so many workers died while they held it, if it was alone in so many of
-them. As with model processes: a death with another cause, or over another job, accuses nobody.
-"""
 
 
 class Claims:
@@ -366,12 +369,6 @@ class Claims:
         else:
             pulled.unfinished_claims = claim.unfinished
             self._completion.notify_webhook(pulled, "start")
-
-
-CANARY_PART = 0.5
-"""The part of a job's time that a canary has. What it does not do by then is forwarded."""
-ADMIT_MESSAGES_MAX = 256
-"""Messages that are admitted together, with one cache look-up and one tokenizer call for all."""
 
 
 class JobConsumer:

@@ -43,6 +43,21 @@ LINGER_S = 1.0
 By then its result has reached the cache.
 """
 
+QUALITY = 60
+FASTEST = 0
+"""The method of libwebp. An image of 256 x 256 takes 1.5 ms and has about 7 KB."""
+
+PROGRESS_EVERY_S = 0.5
+
+OUTPUT_EVENT_EVERY_S = 0.6
+"""Interval between two events of a growing output. The function that delivers them drops events
+that come within 0.5 s of the last one."""
+_Reader = tuple[PulledJob, int]
+"""A job, and the index of its item."""
+_HeldChunk = tuple[Chunk, Sequence[FileOfPiece]]
+
+_NEVER = 1 << 62
+
 
 class ModelQueue:
     """Queues items, coalesces identical ones, and drops those that are canceled or late.
@@ -198,11 +213,6 @@ class ModelQueue:
         return bool(wanted)
 
 
-QUALITY = 60
-FASTEST = 0
-"""The method of libwebp. An image of 256 x 256 takes 1.5 ms and has about 7 KB."""
-
-
 def encode_preview(preview: RgbImage) -> bytes:
     """The image as a small WebP."""
     from PIL import Image  # few models have previews, and every worker would take 0.1 s longer
@@ -211,9 +221,6 @@ def encode_preview(preview: RgbImage) -> bytes:
     image = Image.frombytes("RGB", (preview.width, preview.height), preview.pixels)
     image.save(encoded, "WEBP", quality=QUALITY, method=FASTEST)
     return encoded.getvalue()
-
-
-PROGRESS_EVERY_S = 0.5
 
 
 class BatchResults:
@@ -410,14 +417,6 @@ def _wait_for(queued: QueuedItem, jobs: Collection[PulledJob]) -> bool:
     return any(pulled in jobs for pulled, _ in queued.waiters)
 
 
-OUTPUT_EVENT_EVERY_S = 0.6
-"""Interval between two events of a growing output. The function that delivers them drops events
-that come within 0.5 s of the last one."""
-_Reader = tuple[PulledJob, int]
-"""A job, and the index of its item."""
-_HeldChunk = tuple[Chunk, Sequence[FileOfPiece]]
-
-
 class TokenOutput:
     """The streams of one model's items. Each reader has a stream of its own."""
 
@@ -554,9 +553,6 @@ class TokenOutput:
         for index, chunks in zip(wanted, streams, strict=True):
             written[index] = chunks
         return written
-
-
-_NEVER = 1 << 62
 
 
 def _readers(queued: QueuedItem) -> list[_Reader]:

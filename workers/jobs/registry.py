@@ -41,6 +41,12 @@ log = logging.getLogger(__name__)
 
 FINISH_LIMIT_S = 1.0
 
+EncodedReply = tuple[Envelope, bytes]
+"""The job, and the body of its reply as `encode_reply_body` wrote it."""
+
+REASON_LIMIT_BYTES = 1000
+"""An attribute has at most 1,024."""
+
 
 class JobRegistry:
     """Holds pulled jobs, and the background tasks that work on them, until both are done.
@@ -144,13 +150,6 @@ class JobRegistry:
     def _check_idle(self) -> None:
         if not self._jobs and not self._tasks:
             self._idle.set()
-
-
-EncodedReply = tuple[Envelope, bytes]
-"""The job, and the body of its reply as `encode_reply_body` wrote it."""
-
-REASON_LIMIT_BYTES = 1000
-"""An attribute has at most 1,024."""
 
 
 class ReplyPublisher:

@@ -64,6 +64,16 @@ _BERT_LIKE = frozenset(
 Others stay as exported.
 """
 
+_JUDGED_TOGETHER = 8
+_TIMED_EVERY = 4
+"""Every n-th text is timed, in the batches of a worker: a tenth of a second per round.
+"""
+_ROUNDS = 3
+
+_Precision = Literal["fp32", "fp16", "int8"]
+_EQUAL_TOKENS = 32
+"""Length of the inputs if calibration wants one shape."""
+
 
 def load_transformer(folder: Path) -> Any:
     """The transformer of `folder` in torch fp32, with the attention that exports.
@@ -196,13 +206,6 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-_JUDGED_TOGETHER = 8
-_TIMED_EVERY = 4
-"""Every n-th text is timed, in the batches of a worker: a tenth of a second per round.
-"""
-_ROUNDS = 3
-
-
 class Baseline:
     """Torch fp32 of a model, the texts to judge by, and the vectors that it gives them."""
 
@@ -271,11 +274,6 @@ def _vectors(model: EmbeddingModel, texts: Sequence[PreparedText]) -> np.ndarray
             if isinstance(result, EmbeddingResult)
         ]
     )
-
-
-_Precision = Literal["fp32", "fp16", "int8"]
-_EQUAL_TOKENS = 32
-"""Length of the inputs if calibration wants one shape."""
 
 
 def make_variants(

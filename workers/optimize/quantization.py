@@ -45,6 +45,16 @@ Measured with MiniLM, 0.5 to 1.0 in INT8: 0.75 has the highest least cosine.
 """
 _FLOOR = 1e-5
 
+_OPERATOR, _DOMAIN = "MatMulIntegerToFloat", "com.microsoft"
+
+_METHODS = {
+    "minmax": CalibrationMethod.MinMax,
+    "entropy": CalibrationMethod.Entropy,
+    "percentile": CalibrationMethod.Percentile,
+}
+# Fused operators have no inferred types; all their values are floats.
+_TYPES = {"DefaultTensorType": onnx.TensorProto.FLOAT}
+
 
 def smooth_graph(source: Path, target: Path, feeds: Sequence[Feed]) -> int:
     """Writes `source` with scaled weights, and activations multiplied by the inverse scales.
@@ -139,9 +149,6 @@ def _multiply(
     graph.node.insert(
         first_index, helper.make_node("Mul", [activation, constant], [product], name=product)
     )
-
-
-_OPERATOR, _DOMAIN = "MatMulIntegerToFloat", "com.microsoft"
 
 
 @dataclass(frozen=True)
@@ -254,15 +261,6 @@ def _fold(
     node.op_type, node.domain = _OPERATOR, _DOMAIN
     del node.input[:]
     node.input.extend([*inputs, name])
-
-
-_METHODS = {
-    "minmax": CalibrationMethod.MinMax,
-    "entropy": CalibrationMethod.Entropy,
-    "percentile": CalibrationMethod.Percentile,
-}
-# Fused operators have no inferred types; all their values are floats.
-_TYPES = {"DefaultTensorType": onnx.TensorProto.FLOAT}
 
 
 def quantize_per_call(source: Path, target: Path) -> None:

@@ -49,6 +49,19 @@ from shared.tenants.plan import HEAVIEST
 STALE_MAX = 16
 """Places of removed items that a tenant may keep in addition to those of waiting items."""
 
+HeapEntry: TypeAlias = "tuple[float, int, ItemT, TenantQueue[ItemT]]"
+"""Deadline, arrival number, item, tenant. It is stale once the item was taken or filed again."""
+Filed: TypeAlias = "Mapping[ItemT, HeapEntry[ItemT]]"
+"""The heap entry of each item that waits."""
+
+IDLE_MAX = 1024
+"""Tenants without items whose debts are remembered."""
+Ring: TypeAlias = "list[tuple[int, int, TenantQueue[ItemT]]]"
+"""A heap of tenants by the round of their next turn, and their order in it.
+
+A round can be outdated. It is never later than the tenant's next.
+"""
+
 
 class Batchable(Protocol):
     """The properties of an item that the queue needs."""
@@ -75,10 +88,6 @@ class Batchable(Protocol):
 
 
 ItemT = TypeVar("ItemT", bound=Batchable)
-HeapEntry: TypeAlias = "tuple[float, int, ItemT, TenantQueue[ItemT]]"
-"""Deadline, arrival number, item, tenant. It is stale once the item was taken or filed again."""
-Filed: TypeAlias = "Mapping[ItemT, HeapEntry[ItemT]]"
-"""The heap entry of each item that waits."""
 
 
 class TenantQueue(Generic[ItemT]):
@@ -180,15 +189,6 @@ class TenantQueue(Generic[ItemT]):
         ]
         heapify(live)
         return live
-
-
-IDLE_MAX = 1024
-"""Tenants without items whose debts are remembered."""
-Ring: TypeAlias = "list[tuple[int, int, TenantQueue[ItemT]]]"
-"""A heap of tenants by the round of their next turn, and their order in it.
-
-A round can be outdated. It is never later than the tenant's next.
-"""
 
 
 def always(item: object) -> bool:

@@ -44,6 +44,49 @@ from workers.job import QueuedItem
 from workers.scheduling.batch_queue import BatchQueue, always
 from workers.scheduling.tenant_shares import TenantShares
 
+FADE = 0.9
+"""Each batch reduces the weight of earlier ones to this share."""
+MIN_SLOPE = 0.25
+"""The marginal time of work is at least this share of its average time.
+
+So while it can't be distinguished from noise, batches grow by small factors.
+"""
+
+FILL_S = 0.005
+"""The extra time that a batch may take for items that are not the reason it runs.
+
+On a GPU that is still free room in a batch of short items. On a CPU it is about one text.
+"""
+TURN_S = 0.02
+"""The longest batch of `batch` priority while there is interactive traffic, or one item.
+
+An interactive item may have to wait for it.
+"""
+RECENT_S = 60.0
+"""The time after an interactive item for which there counts as interactive traffic."""
+BATCH_SHARE = 1 / 16
+"""The share of the work that `batch` priority gets while interactive items wait all the time.
+
+Enough that it never stops. Each turn is one of TURN_S, so an interactive item waits for one more
+short batch at most.
+"""
+URGENT_TURN = 4
+"""At most one batch in this number is for the deadline of a batch job while interactive items wait.
+
+Admission relies on the rest (api/dispatch/admission.py, INTERACTIVE_SHARE).
+"""
+
+DEATHS_MAX = 3
+DEATHS_ALONE_MAX = 2
+BUDGET_GROWTH = 1.1
+BESIDE_OVERSIZED = 1 / 4
+"""The share of the budget for items that are admitted next to one larger than the whole budget."""
+BATCH_SLOTS_SHARE = 1 / 4
+"""The share of a process's slots for `batch` priority while there is interactive traffic.
+
+An admitted item stays until it is done, which can take seconds.
+"""
+
 
 class Placed(Protocol):
     """An item in a model process, or one that waits for a slot."""
@@ -106,15 +149,6 @@ def _next(first: ItemT, inside: list[ItemT], part_of: Callable[[ItemT], float]) 
     return chosen
 
 
-FADE = 0.9
-"""Each batch reduces the weight of earlier ones to this share."""
-MIN_SLOPE = 0.25
-"""The marginal time of work is at least this share of its average time.
-
-So while it can't be distinguished from noise, batches grow by small factors.
-"""
-
-
 class BatchTime:
     """A line through the batches that ran: a fixed time for each, and the time of its work.
 
@@ -158,31 +192,6 @@ class BatchTime:
     @property
     def _fixed_s(self) -> float:
         return (self._t - self._slope * self._w) / self._n if self._n else 0.0
-
-
-FILL_S = 0.005
-"""The extra time that a batch may take for items that are not the reason it runs.
-
-On a GPU that is still free room in a batch of short items. On a CPU it is about one text.
-"""
-TURN_S = 0.02
-"""The longest batch of `batch` priority while there is interactive traffic, or one item.
-
-An interactive item may have to wait for it.
-"""
-RECENT_S = 60.0
-"""The time after an interactive item for which there counts as interactive traffic."""
-BATCH_SHARE = 1 / 16
-"""The share of the work that `batch` priority gets while interactive items wait all the time.
-
-Enough that it never stops. Each turn is one of TURN_S, so an interactive item waits for one more
-short batch at most.
-"""
-URGENT_TURN = 4
-"""At most one batch in this number is for the deadline of a batch job while interactive items wait.
-
-Admission relies on the rest (api/dispatch/admission.py, INTERACTIVE_SHARE).
-"""
 
 
 class BatchPriorityPolicy:
@@ -253,18 +262,6 @@ class BatchPriorityPolicy:
             self._owed -= work
         elif self._owed > 0:
             self._owed = max(0.0, self._owed - work)
-
-
-DEATHS_MAX = 3
-DEATHS_ALONE_MAX = 2
-BUDGET_GROWTH = 1.1
-BESIDE_OVERSIZED = 1 / 4
-"""The share of the budget for items that are admitted next to one larger than the whole budget."""
-BATCH_SLOTS_SHARE = 1 / 4
-"""The share of a process's slots for `batch` priority while there is interactive traffic.
-
-An admitted item stays until it is done, which can take seconds.
-"""
 
 
 class PriorityQueue:

@@ -19,6 +19,12 @@ from infra.cli.records_redis import run_on
 from infra.current_user import current_user
 from shared.errors import ConfigurationError
 
+Done = TypeVar("Done")
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
+Name = Annotated[str, typer.Argument(metavar="MODEL", help="the model in models.yaml")]
+
+canary = typer.Typer(help="New revisions on a share of the requests.", no_args_is_help=True)
+
 
 class _Edit(NamedTuple):
     start: int
@@ -102,12 +108,6 @@ def _ends(node: yaml.Node) -> Iterator[int]:
 if TYPE_CHECKING:
     from shared.canary.store import CanaryStore
     from shared.catalog import Catalog, Model
-
-Done = TypeVar("Done")
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
-Name = Annotated[str, typer.Argument(metavar="MODEL", help="the model in models.yaml")]
-
-canary = typer.Typer(help="New revisions on a share of the requests.", no_args_is_help=True)
 
 
 @canary.command("status")
