@@ -22,7 +22,7 @@ UrlBeginning = Annotated[
 """HTTPS, a host in small letters, and a folder that ends with a slash."""
 
 RequestedName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-"""By which requests choose one of several."""
+"""The name by which a request chooses one of several adapters or ControlNets."""
 
 MAX_CONTROL_SCALE = 2.0
 

@@ -70,7 +70,7 @@ MAX_DATA_BYTES = 9 * 1024 * 1024
 _encoder = msgspec.json.Encoder()
 
 MAX_REPLY_BATCH_BYTES = 256 * 1024
-"""Of the replies in one message. Whoever reads it does nothing else meanwhile: about 1 ms."""
+"""Maximum size of the replies in one message. Reading one takes the event loop about 1 ms."""
 
 
 class Item(msgspec.Struct, omit_defaults=True):

@@ -60,7 +60,7 @@ MIN_WORK_RATIO = 4
 """A line is drawn through steps if the work of one is this multiple of the other's."""
 
 MAX_AHEAD_S = 1.0
-"""At most the work of this time is held beyond two batches."""
+"""Work held beyond two batches is at most what a worker computes in this time."""
 MAX_AHEAD_MESSAGES = 8192
 FADE_S = 60.0
 """Of what was held earlier, a third counts after this time, so that less is held only slowly."""

@@ -38,7 +38,7 @@ Backoff begins with the first failure, because receivers of webhooks are other p
 WEBHOOKS_TOPIC_ID = "webhooks"
 """The topic of webhook events."""
 WEBHOOKS_SUBSCRIPTION_ID = "webhooks.push"
-"""Pushes it to the function that does."""
+"""Pushes the webhooks topic to the function that delivers them."""
 
 INTERACTIVE_FILTER, BATCH_FILTER = 'NOT attributes.lane = "batch"', 'attributes.lane = "batch"'
 """The two subscriptions of a model's workers."""

@@ -120,7 +120,7 @@ MODEL_PROCESS_DEATHS = Counter(
 
 State = Literal["busy", "idle", "loading"]
 REPORT_EVERY_S = 300.0
-"""A part of an hour, so that reports end with the hour."""
+"""Pause between reports of worker time. It divides an hour, so reports end with the hour."""
 
 FADE_S = 30.0
 """An earlier second counts for a third after this time. So the ratio covers about a minute.
@@ -128,7 +128,7 @@ FADE_S = 30.0
 Batches of some seconds make a shorter one jump, and a longer one is late when load grows.
 """
 DIGITS = 3
-"""Kept digits. An average that fades is never zero, and idle workers must be seen as idle."""
+"""Decimal places of a busy share: a fading average never reaches 0, but an idle worker must."""
 
 
 class BatchMetrics:

@@ -39,12 +39,12 @@ from shared.tenants.api_key import PREFIX
 from shared.tracing.spans import STAGE, Attributes, Span, begin, read_headers, set_current
 
 MAX_SHARE = 0.75
-"""The rest is left for the others."""
+"""Maximum share of a bound that one tenant may take. The rest is left for the others."""
 
 UNTRACED = frozenset({"/health", "/healthz", "/livez", "/readyz"})
 """Paths without traces: probes would be most of the traces of an idle service."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-"""Other words are the caller's own. The conventions write `_OTHER` for them."""
+"""Methods that spans name. OpenTelemetry's conventions write `_OTHER` for any other."""
 
 BODY_IDLE_S = 30.0
 """The longest pause between two pieces of a body."""
@@ -52,9 +52,11 @@ SMALL_BODY_BYTES = 64 * 1024
 STREAMED_BODY_BYTES = MEMORY_BYTES + 1024 * 1024
 """Memory that a streamed body takes."""
 FULL_RETRY_S = 1.0
+"""Retry-After of a request whose body finds no memory."""
 BODY_GRACE_S, MIN_BYTES_PER_S = 60.0, 8192
 """A body may take this long, plus the time for its bytes at this rate. So a trickle ends."""
 CLIENT_GONE = 499
+"""Status in logs and rows of a request whose caller hung up, as nginx writes it."""
 RECORDED_METHODS = frozenset({"POST", "PUT"})
 """Refused requests with these methods leave a row. Other methods leave no rows when they
 succeed."""

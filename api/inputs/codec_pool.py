@@ -62,11 +62,11 @@ ReserveMemory = Callable[[int], AbstractAsyncContextManager[None]]
 T = TypeVar("T")
 
 MAX_QUEUED = 64
-"""The room for new images that wait for a process."""
+"""Maximum number of new images that wait for a process."""
 MAX_QUEUED_BYTES = 128 * 1024 * 1024
-"""The room for the bytes of their files. The first is admitted whatever its size."""
+"""Maximum size of the files of waiting images. The first is admitted whatever its size."""
 IDLE_S = 30.0
-"""After this idle time a process exits."""
+"""A process exits after this idle time."""
 FIRST_SERVICE_S, NEWEST_WEIGHT = 0.3, 0.2
 """Seconds per image: the first guess, and the weight of the newest value in the moving average."""
 MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0

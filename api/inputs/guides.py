@@ -59,7 +59,7 @@ _IP_ADAPTER_OPTIONS = (IP_ADAPTER_IMAGE, "ip_adapter_scale")
 IP_ADAPTER_FIELDS = (IP_ADAPTER, *_IP_ADAPTER_OPTIONS)
 
 GUIDE_IMAGES = (CONTROL_IMAGE, IP_ADAPTER_IMAGE)
-"""The fields that name their images. In forms they may be files."""
+"""Fields with the image of a ControlNet or IP-Adapter. In forms they may be files."""
 
 ADAPTER_FIELD = "lora_weights"
 ADAPTER_KEPT_S = 12 * 3600.0

@@ -52,16 +52,17 @@ UP = prometheus_client.Gauge(
 MAX_TOTALS = 16_384
 """Maximum number of budgets whose usage an instance knows, in addition to those that it serves."""
 CALLS_S = 24 * 3600
-"""For so long after the last one Redis knows which calls of an instance it has counted, and which
-operations of a group."""
+"""How long Redis knows which calls of an instance, and which operations of a group, it has counted.
+The time starts with the last one."""
 ENDED_GROUP_S = 3600
-"""For so long it knows those of a group that is over: somebody else may still be at them."""
+"""How long Redis knows the counted operations of a group that has ended. Another instance may
+still be settling them."""
 TOTALS_KEPT_MS = 62 * 24 * 3600 * 1000
 CLOCK = "api/limits/now.lua"
 MAX_COMPARED = 64
 """Budgets in one call of the script that compares them with their rows."""
 MARKS_LOCK_MS = 180_000
-"""An instance that dies while it looks after marks keeps others from it for so long."""
+"""Lease of the instance that looks after marks. If it dies, others wait until the lease ends."""
 _RENEW = load_script("shared/stores/lease_renew.lua")
 _RELEASE = load_script("shared/stores/lease_release.lua")
 

@@ -53,7 +53,7 @@ from shared.tasks.text import GenerationInput
 
 PATH = PATH_OF_RESPONSES
 UNSTORED_KEEP_S = 120
-"""A stream that is not stored can be resumed for as long after its end."""
+"""How long a stream that is not stored can be resumed after its end."""
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 StartingAfter = Annotated[
     int, Query(ge=-1, le=2**31, description="Only events with a greater `sequence_number`.")

@@ -58,7 +58,7 @@ ContextValue = Annotated[str, Field(max_length=4096)]
 Context = Annotated[dict[ContextKey, ContextValue], Field(max_length=64)]
 
 CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 499, 503, 504)
-"""For routes that create predictions."""
+"""Status codes that OpenAPI documents for routes that create predictions."""
 
 EARLY_S = 0.25
 """Clients that wait n seconds hang up half a second later. The answer is sent this long before

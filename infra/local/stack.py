@@ -39,7 +39,7 @@ WEBHOOK_KEY_BYTES = 32
 
 MAKE_LIMIT_S = 180.0
 LOOSE_COSINE = 0.999
-"""INT8 graphs stay below this, so they are made only for models that tolerate it."""
+"""INT8 graphs are only made for models whose entry tolerates a lower cosine than this."""
 
 SERVER_LIMIT_S = 60.0
 PREPARE_LIMIT_S = 1020.0

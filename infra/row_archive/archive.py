@@ -73,7 +73,7 @@ OLDEST = Gauge(
 )
 
 SMALL_BYTES = 32 * 1024 * 1024
-"""A file above it stays as it is."""
+"""Larger Parquet files are not merged again."""
 MERGED_BYTES = 256 * 1024 * 1024
 """The size that is merged at a time, before DuckDB drops equal rows."""
 FILE_MAX_BYTES = 1024**3

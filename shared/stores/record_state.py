@@ -34,7 +34,7 @@ OVER: frozenset[State] = frozenset({"succeeded", "failed", "canceled"})
 """The states that no record leaves."""
 
 MIN_LEFT = 1.0
-"""The minimum number of predictions that left the line for an estimate."""
+"""Minimum number of predictions that must have left the queue before a wait is estimated."""
 
 _POSITION = load_script("shared/stores/record_position.lua")
 

@@ -52,7 +52,7 @@ READ_EVERY_S = 0.05
 SURE_SHARE = 0.8
 """Share of the time between tokens that must pass before the next ones are polled."""
 MAX_GAP_S = 0.5
-"""A model that is slower than this is read as if it were not."""
+"""Maximum pause between polls, however slow the model is."""
 MAX_IN_A_ROUND_TRIP = 128
 
 

@@ -61,7 +61,7 @@ _LENGTHS = (9, 11, 60, 13, 12, 210, 10, 70, 14, 44, 12, 8, 52, 16, 11, 240, 13, 
 """Tokens of the timed texts: 60 % about 12, 30 % about 60, 10 % about 230."""
 
 Measure = Callable[[BenchmarkPool, Backend, Layout, Sequence[PreparedText]], Timing]
-"""Times a loaded backend in a layout with these texts."""
+"""Measures the throughput of a loaded backend in a layout with these texts."""
 
 LIBRARY_OF = {
     "torch": "workers.models.embedding.encoder_torch",

@@ -40,7 +40,7 @@ MESSAGES = Gauge(
 MESSAGES_IN_HAND = 128
 """The limit for each queue. Receivers of webhooks are slow, and must not hold up each other."""
 STOP_LIMIT_S = 20.0
-"""The time that held messages may take once the process is to stop. The others come again."""
+"""How long handlers may take to finish after shutdown begins. Other messages are redelivered."""
 
 log = logging.getLogger(__name__)
 

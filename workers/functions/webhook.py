@@ -63,10 +63,11 @@ READ_BYTES = 1024
 """The part of the answer that is logged. Only the status counts."""
 
 GONE = 410
+"""Status with which a receiver ends its webhook: the event is not sent again."""
 WORTH_RETRYING = frozenset({408, 425, 429})
 """The 4xx after which a later try may succeed."""
 REFUSED_LIMIT_S = 3600.0
-"""The time that a refused event is retried. With growing pauses that is a dozen attempts."""
+"""How long a refused event is retried: about a dozen attempts, with growing pauses."""
 WORDS_LOGGED = 200
 REDIRECTED = (
     "the receiver answered with a redirect, which webhooks do not follow; set the webhook to the "

@@ -57,7 +57,7 @@ them. As with model processes: a death with another cause, or over another job, 
 """
 
 CANARY_PART = 0.5
-"""The part of a job's time that a canary has. What it does not do by then is forwarded."""
+"""Share of a job's time that a canary has. Jobs it does not finish by then are forwarded."""
 ADMIT_MESSAGES_MAX = 256
 """Messages that are admitted together, with one cache look-up and one tokenizer call for all."""
 

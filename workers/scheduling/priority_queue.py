@@ -77,8 +77,11 @@ Admission relies on the rest (api/dispatch/admission.py, INTERACTIVE_SHARE).
 """
 
 DEATHS_MAX = 3
+"""Deaths of its model process after which an item can fail."""
 DEATHS_ALONE_MAX = 2
+"""Of those deaths, the number that must have happened while the item was alone."""
 BUDGET_GROWTH = 1.1
+"""Growth of a budget with each batch that fits into memory."""
 BESIDE_OVERSIZED = 1 / 4
 """The share of the budget for items that are admitted next to one larger than the whole budget."""
 BATCH_SLOTS_SHARE = 1 / 4
