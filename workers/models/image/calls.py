@@ -1,0 +1,277 @@
+"""Calls of shared modules: what two of them need to share a batch, how they are joined and split.
+
+A tensor whose first dimension is the number of rows of its call is joined along it. Everything else
+must be equal in all calls of a batch. A timestep of one element becomes one per row, because
+schedulers differ in its type and shape, and otherwise would not share batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+_TIMES = frozenset({"timestep", "timesteps", "t"})
+"""Names that denoisers have for the timestep."""
+_UNUSED = frozenset({"generator"})
+"""Parameters that no decoder reads but ConsistencyDecoderVAE. Each item has its own generator."""
+_LIMIT_DIGESTS = 64
+"""Digests that an item keeps. A denoiser has a handful of constant tensors."""
+
+
+class Digests:
+    """Digests of the tensors that are constant in the calls of one item.
+
+    Reading a tensor waits for the device, so each is read once, and not once per step.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[torch.Tensor, bytes]] = {}
+
+    def of(self, tensor: torch.Tensor) -> bytes:
+        """Returns the digest of a tensor's contents. A tensor must not change between two calls."""
+        known = self._known.get(id(tensor))
+        if known is not None and known[0] is tensor:
+            return known[1]
+        contents = tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()
+        digest = hashlib.blake2b(contents.tobytes(), digest_size=16).digest()
+        if len(self._known) >= _LIMIT_DIGESTS:
+            self._known.clear()
+        self._known[id(tensor)] = tensor, digest
+        return digest
+
+
+class Part:
+    """A function of a shared module that items call, such as the denoiser or the VAE's decoder.
+
+    Args:
+        name: the module's in its pipeline, with the method if it isn't the call itself.
+        module: shared by all items.
+        compute: the function.
+        is_denoiser: one call of it is one step of an item.
+    """
+
+    def __init__(
+        self, name: str, module: Any, compute: Callable[..., Any], *, is_denoiser: bool = False
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.compute = compute
+        self.is_denoiser = is_denoiser
+        called = module.forward if isinstance(compute, torch.nn.Module) else compute
+        parameters = inspect.signature(called).parameters.values()
+        named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self._names = [one.name for one in parameters if one.kind in named]
+        self._defaults = {
+            one.name: one.default for one in parameters if one.default is not one.empty
+        }
+
+    def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of a call by name, without those that have their default."""
+        values = dict(zip(self._names, args, strict=False))
+        values.update(kwargs)
+        defaults = self._defaults
+        return {
+            name: value
+            for name, value in values.items()
+            if not (name in defaults and value is defaults[name]) and name not in _UNUSED
+        }
+
+
+class Call:
+    """A call that waits for its results.
+
+    Args:
+        part: what is called.
+        args: by position.
+        kwargs: by name.
+        digests: of the item.
+        owner: the item, which those who compute the call may ask about it.
+    """
+
+    __slots__ = ("is_listed", "key", "owner", "part", "rows", "values")
+
+    def __init__(
+        self,
+        part: Part,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        digests: Digests,
+        owner: Any = None,
+    ) -> None:
+        self.part = part
+        self.owner = owner
+        self.values = part.values(args, kwargs)
+        first = next(
+            (one for one in self.values.values() if isinstance(one, torch.Tensor | list)), None
+        )
+        self.is_listed = isinstance(first, list)
+        """Whether the denoiser takes lists of one tensor per row, as that of Z-Image does."""
+        self.rows = 1 if first is None or _is_scalar(first) else len(first)
+        for name in _TIMES & self.values.keys():
+            self.values[name] = _times(self.values[name], self.rows)
+        self.key: Hashable = (
+            id(part),
+            self.is_listed,
+            tuple(
+                (name, self._kind(value, digests)) for name, value in sorted(self.values.items())
+            ),
+        )
+
+    def _kind(self, value: Any, digests: Digests) -> Hashable:
+        """What must be equal in two values for them to be joined."""
+        if isinstance(value, torch.Tensor):
+            if value.dim() and len(value) == self.rows:
+                return value.dtype, tuple(value.shape[1:])
+            return value.dtype, tuple(value.shape), digests.of(value)
+        if value is None or isinstance(value, bool | int | float | str):
+            return type(value), value
+        if isinstance(value, Mapping):
+            return dict, tuple(
+                (name, self._kind(one, digests)) for name, one in sorted(value.items())
+            )
+        if self._is_row_list(value):
+            return list, value[0].dtype, value[0].dim(), tuple(value[0].shape[-1:])
+        if isinstance(value, list | tuple):
+            return type(value), tuple(self._kind(one, digests) for one in value)
+        return type(value), id(value)
+
+    def _is_row_list(self, value: Any) -> bool:
+        return (
+            self.is_listed
+            and isinstance(value, list)
+            and len(value) == self.rows
+            and all(isinstance(one, torch.Tensor) for one in value)
+        )
+
+    def last_rows(self, count: int) -> None:
+        """Leaves the last `count` rows only. The key stays: it does not depend on the rows."""
+        rows = self.rows
+        self.values = {
+            name: _map_rows(value, rows, lambda one: one[-count:])
+            for name, value in self.values.items()
+        }
+        self.rows = count
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.dim()
+
+
+def _times(value: Any, rows: int) -> Any:
+    """A timestep for each row, as a float. Types of 16 bits stay, which the pipeline rounded to."""
+    if value is None or (isinstance(value, torch.Tensor) and value.dim() > 1):
+        return value
+    if not isinstance(value, torch.Tensor):
+        return torch.full((rows,), float(value))
+    if value.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        value = value.float()
+    return value.reshape(1).expand(rows) if value.numel() == 1 else value
+
+
+def _map_rows(value: Any, rows: int, change: Callable[[Any], Any]) -> Any:
+    """Changes the tensors of a value that have a row for each of `rows`."""
+    if isinstance(value, torch.Tensor):
+        return change(value) if value.dim() and len(value) == rows else value
+    if isinstance(value, Mapping):
+        return {name: _map_rows(one, rows, change) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_map_rows(one, rows, change) for one in value)
+    return value
+
+
+@dataclass(slots=True)
+class Batch:
+    """Calls of one key, joined."""
+
+    calls: Sequence[Call]
+    values: dict[str, Any]
+    rows: int
+    """Those of the calls, then those that fill up a compiled size."""
+    row_calls: list[Call] = field(default_factory=list)
+    """The call of each row."""
+
+
+def join(calls: Sequence[Call], fill: int = 0) -> Batch:
+    """Joins calls of one key.
+
+    Args:
+        calls: at least one.
+        fill: how many times the last one is repeated, because a larger batch is compiled.
+    """
+    every = [*calls, *[calls[-1]] * fill]
+    values = {
+        name: _joined([one.values[name] for one in every], every[0]) for name in every[0].values
+    }
+    if times := _TIMES & values.keys():
+        device = _device_of(values)
+        for name in times:
+            if isinstance(values[name], torch.Tensor):
+                values[name] = values[name].to(device, non_blocking=True)
+    row_calls = [one for one in every for _ in range(one.rows)]
+    return Batch(calls, values, len(row_calls), row_calls)
+
+
+def _device_of(values: Mapping[str, Any]) -> torch.device:
+    for name, value in values.items():
+        if name not in _TIMES:
+            first = value[0] if isinstance(value, list) and value else value
+            if isinstance(first, torch.Tensor):
+                return first.device
+    return torch.device("cpu")
+
+
+def _joined(values: Sequence[Any], first: Call) -> Any:
+    value = values[0]
+    if isinstance(value, torch.Tensor):
+        if len(values) > 1 and value.dim() and len(value) == first.rows:
+            return torch.cat(values)
+        return value
+    if isinstance(value, Mapping):
+        return {name: _joined([one[name] for one in values], first) for name in value}
+    if first._is_row_list(value):
+        return [row for rows in values for row in rows]
+    if isinstance(value, list | tuple):
+        return type(value)(_joined(one, first) for one in zip(*values, strict=True))
+    return value
+
+
+def split(output: Any, batch: Batch) -> list[Any]:
+    """Returns the results of each call of a batch, from those of all rows."""
+    if len(batch.calls) == 1 and batch.rows == batch.calls[0].rows:
+        return [output]
+    results, at = [], 0
+    for call in batch.calls:
+        results.append(_cut(output, at, at + call.rows, batch.rows))
+        at += call.rows
+    return results
+
+
+def _cut(value: Any, begin: int, end: int, rows: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value[begin:end] if value.dim() and len(value) == rows else value
+    if isinstance(value, DiagonalGaussianDistribution):
+        parameters: torch.Tensor = value.parameters
+        return DiagonalGaussianDistribution(parameters[begin:end], value.deterministic)
+    if isinstance(value, list) and len(value) == rows and isinstance(value[0], torch.Tensor):
+        if len(value[0]) != rows:
+            return value[begin:end]
+    if isinstance(value, Mapping):
+        # The outputs of both libraries are mappings that are made by name.
+        changed = {name: _cut(one, begin, end, rows) for name, one in value.items()}
+        return type(value)(**changed) if is_dataclass(value) else changed
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cut(one, begin, end, rows) for one in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_cut(one, begin, end, rows) for one in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        named = {one.name: getattr(value, one.name) for one in fields(value)}
+        return type(value)(
+            **{name: _cut(one, begin, end, rows) for name, one in named.items()}
+        )
+    return value

@@ -1,0 +1,382 @@
+"""Runs many pipelines at a time, unmodified, and computes their calls of shared modules together.
+
+Each item runs in a greenlet. When its pipeline calls a module that all items share, the greenlet
+hands the call to the hub and stops. The hub joins the calls of all items that fit together, computes
+them at once, and lets each item go on with its own rows. So items join and leave between any two
+calls, whatever their schedulers, numbers of steps and tasks, and each draws what it draws alone.
+
+All of it is on one thread: compiled graphs and CUDA graphs stay valid, and so do gradient modes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Protocol
+
+import greenlet
+import torch
+
+from shared.errors import ModelFailed
+from workers.models.base import OutOfMemory
+from workers.models.device import memory_errors
+from workers.models.image.calls import Call, Digests, Part, join, split
+
+PYTHON_LIMIT_S = 60.0
+"""How long a pipeline may compute between two calls. A scheduler takes about a millisecond."""
+MAX_CALLS = 64
+"""Calls of encoders that an item makes in a step, until the other items have theirs."""
+RECOVERS_AFTER = 64
+"""Batches without a lack of memory, until a larger one is tried again."""
+MAX_LIMITS = 256
+"""Kinds of calls whose limits are known at a time."""
+
+log = logging.getLogger(__name__)
+
+
+class StuckError(Exception):
+    """A pipeline was interrupted, because it computed too long between two calls."""
+
+
+class Batching(Protocol):
+    """Decides which calls are computed together, and computes them."""
+
+    def key(self, call: Call) -> Hashable:
+        """Returns what calls that share a batch have in common."""
+
+    def cover(self, calls: Sequence[Call]) -> Sequence[int]:
+        """Returns how many of these calls of one key are computed at a time. They add up."""
+
+    def compute(self, calls: Sequence[Call]) -> Sequence[Any]:
+        """Computes calls of one key. Returns the results of each."""
+
+    def spare_memory(self, part: Part) -> bool:
+        """Makes a part take less memory from now on. False if it can't."""
+
+
+class PlainBatching:
+    """Computes all calls of one key together."""
+
+    def key(self, call: Call) -> Hashable:
+        """See Batching."""
+        return call.key
+
+    def cover(self, calls: Sequence[Call]) -> Sequence[int]:
+        """See Batching."""
+        return [len(calls)]
+
+    def compute(self, calls: Sequence[Call]) -> Sequence[Any]:
+        """See Batching."""
+        batch = join(calls)
+        return split(calls[0].part.compute(**batch.values), batch)
+
+    def spare_memory(self, part: Part) -> bool:
+        """See Batching."""
+        return False
+
+
+class Run(greenlet.greenlet):
+    """A pipeline that runs.
+
+    Args:
+        hub: where it runs.
+        name: of its item.
+        draw: runs the pipeline. Its result is that of the item.
+        owner: what its calls have as their owner.
+    """
+
+    def __init__(self, hub: Hub, name: int, draw: Callable[[], Any], owner: Any) -> None:
+        super().__init__()
+        self.hub = hub
+        self.name = name
+        self.owner = owner
+        self.call: Call | None = None
+        """The one that it waits for. None: it has not begun."""
+        self.digests = Digests()
+        self.autocast = _NO_AUTOCAST
+        self._draw = draw
+
+    def run(self) -> Any:
+        """Runs the pipeline to its end."""
+        with memory_errors():
+            return self._draw()
+
+
+_Autocast = tuple[tuple[str, torch.dtype], ...]
+_NO_AUTOCAST: _Autocast = ()
+
+
+def _take_autocast() -> _Autocast:
+    """Returns the devices and types of autocast that a pipeline is within, and ends it."""
+    found = []
+    for kind in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(kind):
+            found.append((kind, torch.get_autocast_dtype(kind)))
+            torch.set_autocast_enabled(kind, False)
+    return tuple(found)
+
+
+def _set_autocast(autocast: _Autocast) -> None:
+    for kind, dtype in autocast:
+        torch.set_autocast_enabled(kind, True)
+        torch.set_autocast_dtype(kind, dtype)
+
+
+class Hub:
+    """The items that are being drawn.
+
+    Args:
+        batching: decides which calls are computed together.
+        python_limit_s: how long a pipeline may compute between two calls.
+    """
+
+    def __init__(
+        self, batching: Batching | None = None, *, python_limit_s: float = PYTHON_LIMIT_S
+    ) -> None:
+        self._batching: Batching = batching or PlainBatching()
+        self._runs: dict[int, Run] = {}
+        self._ended: dict[int, Any] = {}
+        self._limits = _RowLimits()
+        self._watchdog = _Watchdog(python_limit_s)
+        self.work: list[tuple[Any, int]] = []
+        """The owners of calls of the denoiser in the last step, and how many rows each had."""
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    @property
+    def names(self) -> list[int]:
+        """The items that run, in the order in which they came."""
+        return list(self._runs)
+
+    def add(self, name: int, draw: Callable[[], Any], owner: Any = None) -> None:
+        """Adds an item, which begins at the next step."""
+        self._runs[name] = Run(self, name, draw, owner)
+
+    def drop(self, name: int) -> None:
+        """Ends an item at the call that it waits for, if it is still in."""
+        run = self._runs.pop(name, None)
+        if run is not None:
+            self._end(run)
+
+    def step(self) -> dict[int, Any]:
+        """Computes a call of the denoiser for each item, and what comes before and after it.
+
+        Returns:
+            The results of the items that ended, by name. Of one that failed, an exception.
+        """
+        self.work = []
+        for run in list(self._runs.values()):
+            if run.call is None:
+                self._resume(run)
+        self._settle()
+        steps = [run for run in self._runs.values() if run.call and run.call.part.is_denoiser]
+        for group in self._groups(steps):
+            self._compute(group)
+        self._settle()
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def ask(self, part: Part, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Called by pipelines instead of a part. Returns the results of their own rows."""
+        run = greenlet.getcurrent()
+        if not isinstance(run, Run) or run.hub is not self:
+            return part.compute(*args, **kwargs)
+        return run.parent.switch(Call(part, args, kwargs, run.digests, run.owner))
+
+    def _settle(self) -> None:
+        """Computes what is not of the denoiser, until all items wait for that or have ended."""
+        left = dict.fromkeys(self._runs, MAX_CALLS)
+        while True:
+            waiting = [
+                run
+                for name, run in self._runs.items()
+                if run.call is not None and not run.call.part.is_denoiser and left[name]
+            ]
+            if not waiting:
+                return
+            group = next(self._groups(waiting))
+            for run in group:
+                left[run.name] -= 1
+            self._compute(group)
+
+    def _groups(self, runs: Sequence[Run]) -> Iterator[list[Run]]:
+        """Runs whose calls are computed together, oldest first."""
+        groups: dict[Hashable, list[Run]] = {}
+        for run in runs:
+            assert run.call is not None
+            groups.setdefault((self._batching.key(run.call), run.autocast), []).append(run)
+        for group in groups.values():
+            at = 0
+            for size in self._batching.cover([run.call for run in group if run.call]):
+                yield from self._limits.cut(group[at : at + size])
+                at += size
+
+    def _compute(self, runs: Sequence[Run]) -> None:
+        """Computes the calls of runs together. If that fails, in halves, until one fails alone."""
+        calls = [run.call for run in runs if run.call is not None]
+        try:
+            with memory_errors(), _autocast(runs[0].autocast):
+                results = self._batching.compute(calls)
+        except Exception as error:
+            self._compute_parts(runs, error)
+            return
+        self._limits.note_success(calls)
+        if calls[0].part.is_denoiser:
+            self.work += [(call.owner, call.rows) for call in calls]
+        for run, result in zip(runs, results, strict=True):
+            self._resume(run, result)
+
+    def _compute_parts(self, runs: Sequence[Run], error: Exception) -> None:
+        call = runs[0].call
+        assert call is not None
+        if isinstance(error, OutOfMemory):
+            log.warning("memory is short", extra={"part": call.part.name, "items": len(runs)})
+            if len(runs) > 1:
+                self._limits.lower([run.call for run in runs if run.call])
+            elif self._batching.spare_memory(call.part):
+                self._compute(runs)
+                return
+        if len(runs) == 1:
+            self._resume(runs[0], error=error)
+            return
+        middle = len(runs) // 2
+        self._compute(runs[:middle])
+        self._compute(runs[middle:])
+
+    def _resume(self, run: Run, value: Any = None, *, error: Exception | None = None) -> None:
+        """Lets a run go on to its next call, or to its end."""
+        outcome: Any
+        _set_autocast(run.autocast)
+        self._watchdog.begin()
+        try:
+            if error is not None:
+                outcome = run.throw(error)
+            else:
+                outcome = run.switch() if run.call is None else run.switch(value)
+        except (Exception, SystemExit) as raised:
+            outcome = _as_failure(raised)
+        finally:
+            self._watchdog.end()
+            run.autocast = _take_autocast()
+        if run.dead:
+            self._runs.pop(run.name, None)
+            self._ended[run.name] = outcome
+        else:
+            run.call = outcome
+
+    def _end(self, run: Run) -> None:
+        """Ends a run at the call that it waits for. Its pipeline cleans up."""
+        _set_autocast(run.autocast)
+        self._watchdog.begin()
+        try:
+            # A pipeline that goes on in spite of it is left where it is.
+            with contextlib.suppress(Exception, SystemExit):
+                run.throw()
+        finally:
+            self._watchdog.end()
+            _take_autocast()
+
+
+def _as_failure(error: BaseException) -> BaseException:
+    if isinstance(error, SystemExit):
+        return ModelFailed("the pipeline ended the process")
+    return error
+
+
+@contextlib.contextmanager
+def _autocast(autocast: _Autocast) -> Iterator[None]:
+    if not autocast:
+        yield
+        return
+    _set_autocast(autocast)
+    try:
+        yield
+    finally:
+        _take_autocast()
+
+
+class _RowLimits:
+    """The most rows of a kind of call that fit into memory."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Hashable, int] = {}
+        self._successes: dict[Hashable, int] = {}
+
+    def cut(self, runs: Sequence[Run]) -> Iterator[list[Run]]:
+        """Cuts runs of one key into parts that fit."""
+        assert runs[0].call is not None
+        most = self._rows.get(runs[0].call.key)
+        part: list[Run] = []
+        rows = 0
+        for run in runs:
+            assert run.call is not None
+            if part and most is not None and rows + run.call.rows > most:
+                yield part
+                part, rows = [], 0
+            part.append(run)
+            rows += run.call.rows
+        yield part
+
+    def lower(self, calls: Sequence[Call]) -> None:
+        """Halves the limit: so many rows did not fit."""
+        if len(self._rows) >= MAX_LIMITS:
+            self._rows.clear()
+        self._rows[calls[0].key] = max(1, sum(call.rows for call in calls) // 2)
+        self._successes[calls[0].key] = 0
+
+    def note_success(self, calls: Sequence[Call]) -> None:
+        """Raises the limit again after a while: others may have used the memory."""
+        key = calls[0].key
+        if key not in self._rows:
+            return
+        self._successes[key] += 1
+        if self._successes[key] >= RECOVERS_AFTER:
+            self._successes[key] = 0
+            self._rows[key] += calls[0].rows
+
+
+class _Watchdog:
+    """Interrupts Python code of a pipeline that does not come back."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._since_s = float("inf")
+        self._thread_id = 0
+        self._lock = threading.Lock()
+        self._has_fired = False
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """A pipeline goes on now."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
+        self._thread_id = threading.get_ident()
+        self._since_s = time.monotonic()
+
+    def end(self) -> None:
+        """It came back. Takes back an interruption that it did not get."""
+        self._since_s = float("inf")
+        if self._has_fired:
+            with self._lock, contextlib.suppress(StuckError):
+                self._has_fired = False
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread_id), None
+                )
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(self._limit_s / 4)
+            with self._lock:
+                if time.monotonic() - self._since_s < self._limit_s or self._has_fired:
+                    continue
+                self._has_fired = True
+                log.warning("pipeline interrupted", extra={"limit_s": self._limit_s})
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread_id), ctypes.py_object(StuckError)
+                )
