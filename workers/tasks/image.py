@@ -22,10 +22,10 @@ class ImageWorker(WorkerTask):
         return ("tuned", "bf16", "int8") + (("compiled",) if has_gpu else ())
 
     def computes_steps(self, entry: Model, folder: Path) -> bool:
-        """Pipelines of a known family, unless the entry says otherwise."""
-        from workers.models.image.families import family_in
+        """Pipelines of diffusers, unless the entry says otherwise."""
+        from workers.models.image.folder_index import read_index
 
-        return entry.image.join == "auto" and family_in(folder) is not None
+        return entry.image.join == "auto" and read_index(folder) is not None
 
     def provide(self, entry: Model, folder: Path) -> None:
         """The weights of its controls and IP-Adapters."""
@@ -45,15 +45,15 @@ class ImageWorker(WorkerTask):
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:
         """Checks sizes and steps, and decodes sources."""
-        from workers.models.image.families import family_in
+        from workers.models.image.folder_index import read_index
         from workers.models.image.folders_beside import ip_adapter_files
         from workers.models.image.preprocessing import ImagePreparer
 
-        family = family_in(folder)
+        index = read_index(folder)
         return ImagePreparer(
             entry.image,
             is_stepped=self.computes_steps(entry, folder),
-            rounds_up=family is not None and family.rounds_up,
+            rounds_up=index is not None and index.rounds_up,
             sides_px={name: one.side_px for name, one in ip_adapter_files(entry).items()},
         )
 

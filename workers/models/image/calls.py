@@ -63,10 +63,11 @@ class Part:
         self.module = module
         self.compute = compute
         self.is_denoiser = is_denoiser
-        called = module.forward if isinstance(compute, torch.nn.Module) else compute
+        # A compiled module has a `forward` of its own, which does not name its parameters.
+        called = type(module).forward if isinstance(compute, torch.nn.Module) else compute
         parameters = inspect.signature(called).parameters.values()
         named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        self._names = [one.name for one in parameters if one.kind in named]
+        self._names = [one.name for one in parameters if one.kind in named and one.name != "self"]
         self._defaults = {
             one.name: one.default for one in parameters if one.default is not one.empty
         }
@@ -94,7 +95,7 @@ class Call:
         owner: the item, which those who compute the call may ask about it.
     """
 
-    __slots__ = ("is_listed", "key", "owner", "part", "rows", "values")
+    __slots__ = ("is_halved", "is_listed", "key", "owner", "part", "rows", "values")
 
     def __init__(
         self,
@@ -106,6 +107,8 @@ class Call:
     ) -> None:
         self.part = part
         self.owner = owner
+        self.is_halved = False
+        """Whether the row of the negative prompt is left out, and gets the result of the other."""
         self.values = part.values(args, kwargs)
         first = next(
             (one for one in self.values.values() if isinstance(one, torch.Tensor | list)), None
@@ -258,9 +261,8 @@ def _cut(value: Any, begin: int, end: int, rows: int) -> Any:
     if isinstance(value, DiagonalGaussianDistribution):
         parameters: torch.Tensor = value.parameters
         return DiagonalGaussianDistribution(parameters[begin:end], value.deterministic)
-    if isinstance(value, list) and len(value) == rows and isinstance(value[0], torch.Tensor):
-        if len(value[0]) != rows:
-            return value[begin:end]
+    if _is_of_rows(value, rows):
+        return value[begin:end]
     if isinstance(value, Mapping):
         # The outputs of both libraries are mappings that are made by name.
         changed = {name: _cut(one, begin, end, rows) for name, one in value.items()}
@@ -271,7 +273,12 @@ def _cut(value: Any, begin: int, end: int, rows: int) -> Any:
         return type(value)(_cut(one, begin, end, rows) for one in value)
     if is_dataclass(value) and not isinstance(value, type):
         named = {one.name: getattr(value, one.name) for one in fields(value)}
-        return type(value)(
-            **{name: _cut(one, begin, end, rows) for name, one in named.items()}
-        )
+        return type(value)(**{name: _cut(one, begin, end, rows) for name, one in named.items()})
     return value
+
+
+def _is_of_rows(value: Any, rows: int) -> bool:
+    """Returns whether a value is a list with a tensor for each row, as Z-Image returns."""
+    if not isinstance(value, list) or len(value) != rows:
+        return False
+    return isinstance(value[0], torch.Tensor) and (not value[0].dim() or len(value[0]) != rows)

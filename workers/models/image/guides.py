@@ -33,8 +33,8 @@ from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from shared.errors import ConfigurationError
 from workers.models.base import PreparedImage
-from workers.models.image.family import KeptEncodings
 from workers.models.image.folders_beside import IpAdapterFiles
+from workers.models.image.kept_encodings import KeptEncodings
 from workers.models.image.plan import ImagePlan
 
 _SHAPES = (
@@ -45,8 +45,6 @@ _SHAPES = (
     "addition_embed_type",
 )
 """Settings that a ControlNet shares with the UNet of its model."""
-_ADDED = ("text_embeds", "time_ids")
-"""Of the conditions of a UNet, what ControlNets get too (`added_cond_kwargs`)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,16 +60,29 @@ class ControlStart:
 
 @dataclass(slots=True, eq=False)
 class UnetCall:
-    """The inputs of a call of the UNet. Row `row * slots + slot` is a row of the item at a slot."""
+    """The inputs of a call of the UNet."""
 
     sample: torch.Tensor
-    """[rows * slots, channels, height, width]."""
+    """[rows, channels, height, width]."""
     times: torch.Tensor
-    """[rows * slots]."""
+    """[rows]."""
     prompt: torch.Tensor
-    """[rows * slots, tokens, width]."""
-    conditions: dict[str, torch.Tensor]
-    """What its family adds, [rows * slots, …] each."""
+    """[rows, tokens, width]."""
+    told_scale: torch.Tensor | None = None
+    """The guidance scale of a distilled UNet, embedded, [rows, width]."""
+    added_conditions: Mapping[str, torch.Tensor] | None = None
+    """The pooled prompts and sizes of Stable Diffusion XL, [rows, …] each."""
+
+    @classmethod
+    def from_arguments(cls, values: Mapping[str, Any]) -> UnetCall:
+        """The call that the UNet gets these arguments in."""
+        return cls(
+            values["sample"],
+            values["timestep"],
+            values["encoder_hidden_states"],
+            values.get("timestep_cond"),
+            values.get("added_cond_kwargs"),
+        )
 
 
 Added = dict[str, Any]
@@ -130,18 +141,15 @@ class Controls:
 
         Args:
             call: its inputs.
-            starts: the control of the item at each slot, and the step that it is at.
+            starts: the control of each row, and the step that its item is at.
         """
-        slots_of: dict[str, list[int]] = {}
-        for slot, (start, step) in enumerate(starts):
+        rows_of: dict[str, list[int]] = {}
+        for row, (start, step) in enumerate(starts):
             if start is not None and start.scales[step]:
-                slots_of.setdefault(start.name, []).append(slot)
+                rows_of.setdefault(start.name, []).append(row)
         total: list[torch.Tensor] = []
-        for name, slots in slots_of.items():
-            rows = [
-                first + slot for first in range(0, len(call.sample), len(starts)) for slot in slots
-            ]
-            residuals = self._residuals(name, call, rows, [starts[slot] for slot in slots])
+        for name, rows in rows_of.items():
+            residuals = self._residuals(name, call, rows, starts)
             if not total:
                 total = [one.new_zeros(len(call.sample), *one.shape[1:]) for one in residuals]
             for whole, part in zip(total, residuals, strict=True):
@@ -162,19 +170,16 @@ class Controls:
     ) -> list[torch.Tensor]:
         """What one of them adds to these rows: for each block down, then for the middle."""
         net, index = self._nets[name], torch.tensor(rows, device=call.sample.device)
-        repeats = len(rows) // len(starts)
-        guided = [(start, step) for start, step in starts if start is not None]
-        images = torch.cat([start.image for start, _ in guided] * repeats)
-        scales = torch.tensor([start.scales[step] for start, step in guided] * repeats)
-        # A UNet that was trained with masks gets them behind the latents.
-        latents = call.sample[index, : net.config.in_channels]
-        told = {name: call.conditions[name] for name in _ADDED if name in call.conditions}
+        guided = [(start, step) for start, step in map(starts.__getitem__, rows) if start]
+        scales = torch.tensor([start.scales[step] for start, step in guided])
+        conditions = call.added_conditions or {}
         down, middle = net(
-            latents,
+            # A UNet that was trained with masks gets them behind the latents.
+            call.sample[index, : net.config.in_channels],
             call.times[index],
             encoder_hidden_states=call.prompt[index],
-            controlnet_cond=images,
-            added_cond_kwargs={key: value[index] for key, value in told.items()} or None,
+            controlnet_cond=torch.cat([start.image for start, _ in guided]),
+            added_cond_kwargs={key: value[index] for key, value in conditions.items()} or None,
             return_dict=False,
         )
         scale = scales.to(middle.device, middle.dtype).view(-1, 1, 1, 1)
@@ -319,14 +324,16 @@ class IpAdapters:
         return IpAdapterStart(name, encoded[0], item.ip_adapter_scale)
 
     @contextmanager
-    def applied(self, starts: Sequence[IpAdapterStart | None], rows: int) -> Iterator[None]:
-        """Within it the UNet computes so many rows of the item at each slot, as in UnetCall."""
+    def applied(self, starts: Sequence[tuple[IpAdapterStart, int] | None]) -> Iterator[None]:
+        """Within it the UNet computes rows of these reference images.
+
+        Args:
+            starts: of each row, and which of its two sets of tokens it gets.
+        """
         groups: dict[str, list[tuple[int, IpAdapterStart, int]]] = {}
-        for row in range(rows):
-            for slot, start in enumerate(starts):
-                if start is not None:
-                    at = row * len(starts) + slot
-                    groups.setdefault(start.name, []).append((at, start, row - rows))
+        for row, chosen in enumerate(starts):
+            if chosen is not None:
+                groups.setdefault(chosen[0].name, []).append((row, *chosen))
         self._batch = _Batch([self._rows(name, group) for name, group in groups.items()])
         try:
             yield
@@ -337,7 +344,7 @@ class IpAdapters:
         return _Rows(
             self._adapters[name],
             torch.tensor([at for at, _, _ in group], device=self._device),
-            torch.stack([start.tokens[row] for _, start, row in group]),
+            torch.stack([start.tokens[which] for _, start, which in group]),
             torch.tensor([start.scale for _, start, _ in group], device=self._device),
         )
 

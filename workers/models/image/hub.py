@@ -45,6 +45,9 @@ class StuckError(Exception):
 class Batching(Protocol):
     """Decides which calls are computed together, and computes them."""
 
+    def prepare(self, call: Call) -> None:
+        """Changes a call before it is computed, once."""
+
     def key(self, call: Call) -> Hashable:
         """Returns what calls that share a batch have in common."""
 
@@ -60,6 +63,9 @@ class Batching(Protocol):
 
 class PlainBatching:
     """Computes all calls of one key together."""
+
+    def prepare(self, call: Call) -> None:
+        """See Batching."""
 
     def key(self, call: Call) -> Hashable:
         """See Batching."""
@@ -186,7 +192,9 @@ class Hub:
         run = greenlet.getcurrent()
         if not isinstance(run, Run) or run.hub is not self:
             return part.compute(*args, **kwargs)
-        return run.parent.switch(Call(part, args, kwargs, run.digests, run.owner))
+        call = Call(part, args, kwargs, run.digests, run.owner)
+        self._batching.prepare(call)
+        return run.parent.switch(call)
 
     def _settle(self) -> None:
         """Computes what is not of the denoiser, until all items wait for that or have ended."""
@@ -365,9 +373,7 @@ class _Watchdog:
         if self._has_fired:
             with self._lock, contextlib.suppress(StuckError):
                 self._has_fired = False
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(self._thread_id), None
-                )
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), None)
 
     def _watch(self) -> None:
         while True:

@@ -8,18 +8,22 @@ compiled, quantized and moved as before.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from diffusers import ModelMixin
+from diffusers.configuration_utils import FrozenDict
 
 from workers.models.image.calls import Part
 from workers.models.image.hub import Hub
 
 _MOVES = frozenset({"to", "half", "float", "bfloat16", "cuda", "cpu", "eval", "train"})
 """Methods that change a module as a whole. It is as it was loaded, for all items."""
+_OF_FOUR_CHANNELS = frozenset(
+    {"StableDiffusionInpaintPipeline", "StableDiffusionXLInpaintPipeline"}
+)
 
 
 class Shared:
@@ -29,15 +33,28 @@ class Shared:
         module: of a pipeline.
         hub: gets its calls.
         parts: what is intercepted, by method. Empty: the call itself.
+        settings: what its `config` says instead of the module's own.
+        shift: what is added to the latents that it decodes.
     """
 
-    def __init__(self, module: Any, hub: Hub, parts: Mapping[str, Part]) -> None:
+    def __init__(
+        self,
+        module: Any,
+        hub: Hub,
+        parts: Mapping[str, Part],
+        *,
+        settings: Mapping[str, Any] | None = None,
+        shift: float = 0.0,
+    ) -> None:
         self.__dict__.update(
             _module=module,
             _ask=hub.ask,
             _part=parts.get(""),
-            **{name: functools.partial(self._ask_part, part) for name, part in parts.items() if name},
+            _shift=shift,
+            **{name: partial(self._ask_vae, part) for name, part in parts.items() if name},
         )
+        if settings:
+            self.__dict__["config"] = FrozenDict({**module.config, **settings})
 
     @property
     def __class__(self) -> Any:
@@ -50,16 +67,22 @@ class Shared:
             return self._module(*args, **kwargs)
         return self._ask(self._part, args, kwargs)
 
-    def _ask_part(self, part: Part, *args: Any, **kwargs: Any) -> Any:
-        # A VAE may be in fp32 beside a denoiser in 16 bits.
-        if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
-            args = (args[0].to(self._module.dtype), *args[1:])
-        return self._ask(part, args, kwargs)
+    def _ask_vae(self, part: Part, images: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(images, torch.Tensor) and images.is_floating_point():
+            # A VAE may be in fp32 beside a denoiser in 16 bits.
+            images = images.to(self._module.dtype)
+            if self._shift and part.name.endswith(".decode"):
+                images = images + self._shift
+        return self._ask(part, (images, *args), kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name in _MOVES:
             return lambda *args, **kwargs: self
-        return getattr(self.__dict__["_module"], name)
+        module = self.__dict__["_module"]
+        if name == "text_model" and not hasattr(module, name):
+            # What diffusers 0.42 looks for in CLIP, where transformers 5 has left out this level.
+            return module
+        return getattr(module, name)
 
 
 def is_denoiser(name: str, module: Any) -> bool:
@@ -78,8 +101,8 @@ class Interception:
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._shared: dict[int, Shared] = {}
-        self.denoisers: list[Any] = []
+        self._shared: dict[int, dict[str, Shared]] = {}
+        self._parts: dict[int, dict[str, Part]] = {}
 
     def own(self, pipeline: Any, scheduler: Any | None = None) -> Any:
         """Returns a copy of a pipeline for one item.
@@ -90,29 +113,51 @@ class Interception:
         """
         mine = copy.copy(pipeline)
         # Pipelines write what is set otherwise into their settings, which all copies share.
-        for name, module in pipeline.components.items():
-            if isinstance(module, torch.nn.Module):
-                object.__setattr__(mine, name, self._share(name, module))
+        for name, shared in self._stand_ins(pipeline).items():
+            object.__setattr__(mine, name, shared)
         kept = getattr(pipeline, "scheduler", None)
         if scheduler is None and kept is not None:
             scheduler = type(kept).from_config(kept.config)
         object.__setattr__(mine, "scheduler", scheduler)
         return mine
 
-    def _share(self, name: str, module: Any) -> Shared:
-        known = self._shared.get(id(module))
+    def _stand_ins(self, pipeline: Any) -> dict[str, Shared]:
+        known = self._shared.get(id(pipeline))
         if known is None:
-            known = Shared(module, self._hub, self._parts(name, module))
-            self._shared[id(module)] = known
+            known = self._shared[id(pipeline)] = {
+                name: Shared(
+                    module,
+                    self._hub,
+                    self._parts_of(name, module),
+                    **_corrections(pipeline, name, module),
+                )
+                for name, module in pipeline.components.items()
+                if isinstance(module, torch.nn.Module)
+            }
         return known
 
-    def _parts(self, name: str, module: Any) -> dict[str, Part]:
+    def _parts_of(self, name: str, module: Any) -> dict[str, Part]:
+        if id(module) not in self._parts:
+            self._parts[id(module)] = self._make_parts(name, module)
+        return self._parts[id(module)]
+
+    def _make_parts(self, name: str, module: Any) -> dict[str, Part]:
         if hasattr(module, "encode") and hasattr(module, "decode"):
             return {
                 method: Part(f"{name}.{method}", module, getattr(module, method))
                 for method in ("encode", "decode")
             }
-        steps = is_denoiser(name, module)
-        if steps:
-            self.denoisers.append(module)
-        return {"": Part(name, module, module, is_denoiser=steps)}
+        return {"": Part(name, module, module, is_denoiser=is_denoiser(name, module))}
+
+
+def _corrections(pipeline: Any, name: str, module: Any) -> dict[str, Any]:
+    """What the stand-in for a component says or does otherwise, for a class of pipelines."""
+    kind = type(pipeline).__name__
+    if kind in _OF_FOUR_CHANNELS and name == "unet":
+        # They draw with latents of any number of channels, but look for four.
+        channels = pipeline.vae.config.latent_channels
+        return {"settings": {"in_channels": 4}} if module.config.in_channels == channels else {}
+    if kind == "StableDiffusion3InpaintPipeline" and name == "vae":
+        # It leaves out the shift when it decodes (diffusers 0.42.1).
+        return {"shift": module.config.shift_factor or 0.0}
+    return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,43 @@ import torch
 import transformers
 
 from shared.errors import ConfigurationError
+from workers.models.base import PreparedImage
 from workers.models.image.compilation import compile_parts, keep_compiled_in
-from workers.models.image.families import load_family
-from workers.models.image.family import denoiser_of
 from workers.models.image.plan import ImagePlan
+from workers.models.image.vae import needs_fp32
 
 _TURING = (7, 5)
 """The first GPUs with INT8 matrix units."""
 
 
-def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> tuple[Any, Any | None]:
-    """The text-to-image pipeline of `folder`, and the image-to-image one, if any.
+def denoiser_of(pipeline: Any) -> Any | None:
+    """Returns the UNet or the transformer of a pipeline. None if it has neither."""
+    unet = getattr(pipeline, "unet", None)
+    return getattr(pipeline, "transformer", None) if unet is None else unet
+
+
+@dataclass(frozen=True)
+class LoadedPipelines:
+    """The pipelines of one model. They share their parts."""
+
+    for_text: Any
+    for_image: Any | None
+    """None: its class has none."""
+    for_mask: Any | None
+    draws_text: bool
+    """Whether it draws from text alone. An SDXL refiner does not."""
+    needs_mask: bool
+    """Whether the denoiser takes a mask and a masked image beside the latents."""
+
+    def of(self, item: PreparedImage) -> Any:
+        """The one that draws an item."""
+        if item.mask is not None:
+            return self.for_mask
+        return self.for_text if item.source is None else self.for_image
+
+
+def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> LoadedPipelines:
+    """Loads the pipelines of `folder`.
 
     Raises:
         ConfigurationError: the folder is not a text-to-image pipeline.
@@ -42,50 +69,61 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> tuple
         ).to(device)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigurationError(f"{folder}: {error}", field="source") from error
-    pipeline.set_progress_bar_config(disable=True)
+    if needs_fp32(pipeline):
+        pipeline.vae.to(torch.float32)
     apply_plan(pipeline, folder, plan)
-    if type(pipeline) not in _with_image_to_image():
-        return pipeline, None
     # The pipeline for text does not know this setting, so it does not hand it on.
-    scores = {"requires_aesthetics_score": bool(config.get("requires_aesthetics_score"))}
-    image_to_image = diffusers.AutoPipelineForImage2Image.from_pipe(pipeline, **scores)
-    image_to_image.set_progress_bar_config(disable=True)
-    for each in (pipeline, image_to_image):
+    refines = bool(config.get("requires_aesthetics_score"))
+    for_image, for_mask = (
+        _counterpart(auto, pipeline, refines=refines)
+        for auto in (diffusers.AutoPipelineForImage2Image, diffusers.AutoPipelineForInpainting)
+    )
+    for each in (pipeline, for_image, for_mask):
+        if each is None:
+            continue
+        each.set_progress_bar_config(disable=True)
         # Pipelines of Stable Diffusion XL mark their images if a certain package is installed.
         if getattr(each, "watermark", None) is not None:
             each.watermark = None
-    return pipeline, image_to_image
+    return LoadedPipelines(
+        pipeline,
+        for_image,
+        for_mask,
+        draws_text=for_image is None or not for_image.config.get("requires_aesthetics_score"),
+        needs_mask=_is_trained_with_masks(pipeline),
+    )
 
 
-def inpainting(pipeline: Any, image_to_image: Any) -> Any:
-    """The pipeline for masks with the components of the other two. It takes no memory.
-
-    Args:
-        pipeline: the one for text, of a known family.
-        image_to_image: the one for images.
-    """
-    settings = {}
-    if "requires_aesthetics_score" in image_to_image.config:
-        settings["requires_aesthetics_score"] = image_to_image.config.requires_aesthetics_score
-    for_masks: Any = diffusers.AutoPipelineForInpainting.from_pipe(pipeline, **settings)
-    for_masks.set_progress_bar_config(disable=True)
-    return for_masks
+def _counterpart(auto: Any, pipeline: Any, *, refines: bool) -> Any | None:
+    """The pipeline for images or masks with the same components. None if there is none."""
+    try:
+        counterpart = auto.from_pipe(pipeline)
+    except ValueError:
+        return None
+    if "requires_aesthetics_score" in counterpart.config:
+        counterpart.register_to_config(requires_aesthetics_score=refines)
+    return counterpart
 
 
-def draws_text(image_to_image: Any | None) -> bool:
-    """Returns whether a pipeline draws from text alone. An SDXL refiner does not."""
-    return image_to_image is None or not image_to_image.config.get("requires_aesthetics_score")
+def _is_trained_with_masks(pipeline: Any) -> bool:
+    denoiser, vae = denoiser_of(pipeline), getattr(pipeline, "vae", None)
+    if denoiser is None or vae is None:
+        return False
+    channels = vae.config.get("latent_channels")
+    return channels is not None and denoiser.config.get("in_channels") == 2 * channels + 1
 
 
 def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> None:
     """Changes the denoiser and the VAE in place.
 
-    Pipelines that are neither of a UNet nor of a known family do not change.
+    Pipelines with a VAE of another kind than Stable Diffusion's do not change.
     """
     denoiser: Any = denoiser_of(pipeline)
     vae = getattr(pipeline, "vae", None)
     has_unet = isinstance(denoiser, diffusers.UNet2DConditionModel)
-    if not isinstance(vae, diffusers.AutoencoderKL) or not (has_unet or load_family(pipeline)):
+    if not isinstance(vae, diffusers.AutoencoderKL) or not isinstance(
+        denoiser, diffusers.ModelMixin
+    ):
         return
     if plan.is_tuned:
         vae.to(memory_format=torch.channels_last)
@@ -100,18 +138,6 @@ def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> None:
     if plan.is_compiled:
         keep_compiled_in(folder.parent / f".{folder.name}.compiled")
         compile_parts(denoiser, vae, shapes=2 * len(plan.batch_sizes))
-
-
-def _with_image_to_image() -> set[type]:
-    """The text-to-image pipelines that have an image-to-image one with the same components."""
-    from diffusers.pipelines import auto_pipeline
-
-    names = auto_pipeline.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING.keys()
-    return {
-        kind
-        for name, kind in auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING.items()
-        if name in names
-    }
 
 
 def _quantize_linears(denoiser: Any) -> None:

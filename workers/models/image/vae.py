@@ -10,9 +10,8 @@ but they are another set for each VAE, and show a 64 x 64 image as 8 x 8.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import diffusers
@@ -22,28 +21,27 @@ from PIL import Image
 
 from workers.models.base import PreparedImage, RgbImage
 
-_UPCAST = (diffusers.StableDiffusionXLPipeline, diffusers.StableDiffusionXLImg2ImgPipeline)
-"""Pipelines that decode in fp32 if the VAE overflows in fp16."""
+
+def needs_fp32(pipeline: Any) -> bool:
+    """Returns whether a pipeline's VAE overflows in fp16, and its class computes it in fp32.
+
+    Then it is loaded so. A pipeline would change it for a while, in the middle of others.
+    """
+    vae = getattr(pipeline, "vae", None)
+    if not isinstance(vae, diffusers.AutoencoderKL) or vae.dtype != torch.float16:
+        return False
+    return bool(vae.config.force_upcast) and hasattr(pipeline, "upcast_vae")
 
 
-def decode(pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Decodes in the precision of the pipeline's own call.
-
-    Args:
-        pipeline: with an AutoencoderKL.
-        latents: [items, channels, height, width], in the units of its UNet.
+def decode(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """Decodes latents [items, channels, height, width], in the units of the denoiser.
 
     Returns:
         [items, 3, height, width], about from -1 to 1.
     """
-    vae = pipeline.vae
-    with own_type(vae):
-        overflows = vae.dtype == torch.float16 and vae.config.force_upcast
-        if overflows and type(pipeline) in _UPCAST:
-            vae.to(torch.float32)
-        scaled = _unscaled(vae.config, latents.to(vae.dtype))
-        decoded: torch.Tensor = vae.decode(scaled, return_dict=False)[0]
-        return decoded
+    scaled = _unscaled(vae.config, latents.to(vae.dtype))
+    decoded: torch.Tensor = vae.decode(scaled, return_dict=False)[0]
+    return decoded
 
 
 def _unscaled(config: Any, latents: torch.Tensor) -> torch.Tensor:
@@ -57,24 +55,6 @@ def _unscaled(config: Any, latents: torch.Tensor) -> torch.Tensor:
         for values in (config.latents_mean, config.latents_std)
     )
     return latents * deviation / factor + mean
-
-
-@contextmanager
-def own_type(vae: Any) -> Iterator[None]:
-    """Gives a VAE its type back at the end.
-
-    Pipelines of Stable Diffusion XL make it fp32 for a while. If memory runs out in between, they
-    leave it so, and it refuses the 16 bits of the next latents.
-
-    Args:
-        vae: of any kind. None if the pipeline has none.
-    """
-    before = getattr(vae, "dtype", None)
-    try:
-        yield
-    finally:
-        if before is not None and vae.dtype != before:
-            vae.to(before)
 
 
 def spare_memory(vae: Any, count: int) -> bool:
@@ -98,7 +78,6 @@ PNG_LEVEL = 1
 
 A 512 x 512 photograph takes 28 ms. The default, 6, takes 50 ms and saves 12 %.
 """
-_PNG_THREADS = 4
 
 
 def sources_on(device: torch.device, items: Sequence[PreparedImage]) -> torch.Tensor:
@@ -115,11 +94,30 @@ def sources_on(device: torch.device, items: Sequence[PreparedImage]) -> torch.Te
     return pixels.view(shape).permute(0, 3, 1, 2).float() / 255
 
 
-def to_host(drawn: torch.Tensor) -> list[np.ndarray | None]:
-    """Images [items, 3, height, width] from 0 to 1 to bytes [height, width, 3].
+@dataclass(slots=True, eq=False)
+class HostCopy:
+    """Images on their way to the host."""
 
-    None for one that is not finite.
-    """
+    pixels: torch.Tensor
+    """[items, height, width, 3], uint8."""
+    finite: torch.Tensor
+    """[items], whether all numbers of an image are finite."""
+    is_there: torch.cuda.Event | None
+    """None: they are there."""
+
+    def wait(self) -> list[np.ndarray | None]:
+        """Waits for them. Returns bytes [height, width, 3], or None for one that isn't finite."""
+        if self.is_there is not None:
+            self.is_there.synchronize()
+        are_finite = self.finite.tolist()
+        return [
+            image if good else None
+            for image, good in zip(self.pixels.numpy(), are_finite, strict=True)
+        ]
+
+
+def copy_to_host(drawn: torch.Tensor) -> HostCopy:
+    """Begins to copy images [items, 3, height, width] from 0 to 1, without waiting for them."""
     finite = drawn.isfinite().flatten(1).all(1)
     pixels = (
         (drawn.float().nan_to_num() * 255)
@@ -129,28 +127,20 @@ def to_host(drawn: torch.Tensor) -> list[np.ndarray | None]:
         .permute(0, 2, 3, 1)
         .contiguous()
     )
-    if drawn.device.type == "cuda":
-        # Pinned memory makes the copy one transfer instead of many through a buffer.
-        host = torch.empty(pixels.shape, dtype=torch.uint8, pin_memory=True)
-        pixels = host.copy_(pixels, non_blocking=True)
-        torch.cuda.current_stream(drawn.device).synchronize()
-    return [
-        image if good else None for image, good in zip(pixels.numpy(), finite.tolist(), strict=True)
+    if drawn.device.type != "cuda":
+        return HostCopy(pixels, finite, None)
+    # Pinned memory makes the copy one transfer instead of many through a buffer.
+    copies = [
+        torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True)
+        for one in (pixels, finite)
     ]
+    is_there = torch.cuda.Event()
+    is_there.record(torch.cuda.current_stream(drawn.device))
+    return HostCopy(copies[0], copies[1], is_there)
 
 
-def encode_all(images: Sequence[np.ndarray], *, at_once: bool) -> list[bytes]:
-    """Encodes bytes [height, width, 3] as PNG.
-
-    `at_once`: on threads, because zlib releases the GIL.
-    """
-    if not at_once or len(images) == 1:
-        return [_encode(image) for image in images]
-    with ThreadPoolExecutor(_PNG_THREADS) as threads:
-        return list(threads.map(_encode, images))
-
-
-def _encode(pixels: np.ndarray) -> bytes:
+def encode(pixels: np.ndarray) -> bytes:
+    """Encodes bytes [height, width, 3] as PNG."""
     encoded = io.BytesIO()
     Image.fromarray(pixels).save(encoded, "PNG", compress_level=PNG_LEVEL)
     return encoded.getvalue()
@@ -161,27 +151,29 @@ MAX_SIDE_CPU = 128
 """A CPU takes 190 ms for 256 x 256 with the shipped model, and 45 ms for a quarter of it."""
 
 
-def draw_previews(
-    pipeline: Any, latents: torch.Tensor, indices: Sequence[int]
-) -> list[RgbImage | None]:
-    """Small images of the latents at `indices`. None if they can't be decoded.
+def draw_preview(pipeline: Any, latents: torch.Tensor, width: int, height: int) -> RgbImage | None:
+    """A small image of latents between two steps. None if they can't be decoded.
 
     Neither the latents nor any generator of random numbers is changed.
+
+    Args:
+        pipeline: loaded.
+        latents: of one image, as the pipeline has them.
+        width: of the image, in pixels.
+        height: of the image, in pixels.
     """
     vae = getattr(pipeline, "vae", None)
-    # Some pipelines pack their latents, or have a VAE of another kind.
+    if latents.ndim == 3 and hasattr(pipeline, "_unpack_latents"):
+        latents = pipeline._unpack_latents(latents, height, width, pipeline.vae_scale_factor)
+    # Some pipelines have a VAE of another kind.
     if not isinstance(vae, diffusers.AutoencoderKL) or latents.ndim != 4:
-        return [None] * len(indices)
+        return None
     longest = MAX_SIDE.get(latents.device.type, MAX_SIDE_CPU)
-    scale = 2 ** (len(vae.config.block_out_channels) - 1)
-    shrink = -(-max(latents.shape[-2:]) * scale // longest)
-    chosen = latents[list(indices)]
+    shrink = -(-max(width, height) // longest)
     if shrink > 1:
-        chosen = torch.nn.functional.avg_pool2d(chosen, shrink, ceil_mode=True)
-    # One by one: what a large batch needs of memory may not be left between two steps.
-    decoded = [decode(pipeline, one[None]) for one in chosen]
-    drawn = to_host((torch.cat(decoded) / 2 + 0.5).clamp(0, 1))
-    return [
-        None if pixels is None else RgbImage(pixels.shape[1], pixels.shape[0], pixels.tobytes())
-        for pixels in drawn
-    ]
+        latents = torch.nn.functional.avg_pool2d(latents, shrink, ceil_mode=True)
+    drawn = (decode(vae, latents) / 2 + 0.5).clamp(0, 1)
+    (pixels,) = copy_to_host(drawn).wait()
+    if pixels is None:
+        return None
+    return RgbImage(pixels.shape[1], pixels.shape[0], pixels.tobytes())

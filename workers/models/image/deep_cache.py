@@ -1,0 +1,150 @@
+"""Deep features of a UNet that are kept over some steps: DeepCache (https://arxiv.org/abs/2312.00858).
+
+Features in the middle of a UNet change little from step to step. At one step of `cache_interval` it
+is computed as a whole, and what comes up to its last layers is kept for each image. At the steps
+between, only its first and last layers are computed, around these features. Each image counts its
+own steps, so images that joined at different ones have other features, and none depends on what is
+alongside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers import UNet2DConditionModel
+
+from shared.errors import ConfigurationError
+from shared.image_entry import DeepCacheSettings
+from workers.models.image.guides import UnetCall
+
+FIELD = "image.deep_cache"
+
+
+class DeepCache:
+    """Computes the outer layers of a UNet around features that it had at an earlier step.
+
+    Args:
+        settings: of the catalog's entry.
+        pipeline: of Stable Diffusion or Stable Diffusion XL.
+
+    Raises:
+        ConfigurationError: the pipeline has no such UNet, or its last block has fewer layers.
+    """
+
+    def __init__(self, settings: DeepCacheSettings, pipeline: Any) -> None:
+        unet = getattr(pipeline, "unet", None)
+        if not isinstance(unet, UNet2DConditionModel) or len(unet.up_blocks) < 2:
+            raise ConfigurationError(
+                f"{FIELD}: it needs a UNet of Stable Diffusion or Stable Diffusion XL", field=FIELD
+            )
+        parts: Any = unet
+        self._first, self._last = parts.down_blocks[0], parts.up_blocks[-1]
+        most = len(self._first.resnets)
+        if settings.cache_branch_id > most:
+            field = f"{FIELD}.cache_branch_id"
+            raise ConfigurationError(
+                f"{field}: {settings.cache_branch_id} is above {most}, which this UNet has",
+                field=field,
+            )
+        self._unet = parts
+        self._interval = settings.cache_interval
+        self._branch = settings.cache_branch_id
+        self._last.resnets[-1 - self._branch].register_forward_pre_hook(self._keep)
+        self._features: torch.Tensor | None = None
+        self._is_within = False
+
+    def is_whole(self, step: int) -> bool:
+        """Returns whether an image computes the whole UNet at a step, counted from its first."""
+        return step % self._interval == 0
+
+    def take_features(self) -> torch.Tensor:
+        """Returns the features of the last whole call, [rows, channels, height, width]."""
+        features, self._features = self._features, None
+        assert features is not None, "the UNet was called before; this is a bug"
+        return features
+
+    def predict(
+        self, call: UnetCall, features: torch.Tensor, added: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """Computes the outer layers, as UNet2DConditionModel does.
+
+        Args:
+            call: the inputs of the UNet.
+            features: those of an earlier step, of all rows.
+            added: what ControlNets add to the whole UNet. Its outer part gets that of its layers.
+
+        Returns:
+            As the UNet, [rows, channels, height, width].
+        """
+        time, prompt = self._embedded(call)
+        skips = self._first_layers(call.sample, time, prompt)
+        for skip, residual in enumerate(added.get("down_block_additional_residuals", ())):
+            if skip < len(skips):
+                skips[skip] = skips[skip] + residual
+        self._is_within = True
+        try:
+            hidden = self._last_layers(features, skips, time, prompt)
+        finally:
+            self._is_within = False
+        if self._unet.conv_norm_out:
+            hidden = self._unet.conv_act(self._unet.conv_norm_out(hidden))
+        noise: torch.Tensor = self._unet.conv_out(hidden)
+        return noise
+
+    def _keep(self, resnet: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        """Keeps what comes from below: all channels but those of a first layer, which are last."""
+        if not self._is_within:
+            self._features = inputs[0][:, : -self._unet.config.block_out_channels[0]]
+
+    def _embedded(self, call: UnetCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """The embeddings of times and prompts, as the UNet makes them."""
+        unet, conditions = self._unet, call.added_conditions
+        time = unet.time_embedding(
+            unet.get_time_embed(sample=call.sample, timestep=call.times), call.told_scale
+        )
+        more = unet.get_aug_embed(
+            emb=time, encoder_hidden_states=call.prompt, added_cond_kwargs=conditions
+        )
+        time = time if more is None else time + more
+        if unet.time_embed_act is not None:
+            time = unet.time_embed_act(time)
+        prompt = unet.process_encoder_hidden_states(
+            encoder_hidden_states=call.prompt, added_cond_kwargs=conditions
+        )
+        return time, prompt
+
+    def _first_layers(
+        self, sample: torch.Tensor, time: torch.Tensor, prompt: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """What goes beside to the last layers, the first of it last."""
+        hidden = self._unet.conv_in(
+            2 * sample - 1.0 if self._unet.config.center_input_sample else sample
+        )
+        skips = [hidden]
+        for layer in range(self._branch):
+            hidden = _computed(self._first, layer, hidden, time, prompt)
+            skips.append(hidden)
+        return skips
+
+    def _last_layers(
+        self,
+        hidden: torch.Tensor,
+        skips: list[torch.Tensor],
+        time: torch.Tensor,
+        prompt: torch.Tensor,
+    ) -> torch.Tensor:
+        for layer, skip in zip(range(-1 - self._branch, 0), reversed(skips), strict=True):
+            hidden = _computed(self._last, layer, torch.cat([hidden, skip], dim=1), time, prompt)
+        return hidden
+
+
+def _computed(
+    block: Any, layer: int, hidden: torch.Tensor, time: torch.Tensor, prompt: torch.Tensor
+) -> torch.Tensor:
+    """The output of a layer of a block: its resnet, and its attention if it has some."""
+    hidden = block.resnets[layer](hidden, time)
+    if getattr(block, "has_cross_attention", False):
+        hidden = block.attentions[layer](hidden, encoder_hidden_states=prompt, return_dict=False)[0]
+    return hidden

@@ -1,0 +1,118 @@
+"""An image that is being drawn: its own pipeline, what it is called with, and where it is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from workers.models.base import PreparedImage
+from workers.models.image.guides import ControlStart, IpAdapterStart
+from workers.models.image.prompts import LostTokens
+from workers.models.image.resident_adapters import Applied
+from workers.models.image.vae import sources_on
+
+
+@dataclass(slots=True, eq=False)
+class Drawing:
+    """An item that is being drawn."""
+
+    item: PreparedImage
+    pipeline: Any
+    """Its own."""
+    lost: LostTokens
+    adapter: Applied = None
+    ip_adapter: IpAdapterStart | None = None
+    control: ControlStart | None = None
+    """Known once its steps are."""
+    calls: int = 0
+    """Calls of the denoiser so far."""
+    done: int = 0
+    """Steps so far."""
+    latents: torch.Tensor | None = None
+    """After its last step, as its pipeline has them."""
+    features: torch.Tensor | None = None
+    """The deep features of its last step with a whole UNet, [rows, channels, height, width]."""
+
+    @property
+    def steps(self) -> int:
+        """All of its steps."""
+        known: int | None = getattr(self.pipeline, "_num_timesteps", None)
+        return known or max(1, self.item.length // (self.item.width * self.item.height))
+
+    @property
+    def pixels(self) -> int:
+        """Pixels of the image."""
+        return self.item.width * self.item.height
+
+    def after_step(
+        self, pipeline: Any, step: int, time: Any, tensors: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The pipeline's callback after each step."""
+        self.done = step + 1
+        self.latents = tensors.get("latents")
+        return {}
+
+    def draw(self) -> torch.Tensor:
+        """Runs the pipeline. Returns an image [1, 3, height, width] from 0 to 1, on the device."""
+        drawn: torch.Tensor = self.pipeline(**self._arguments())[0]
+        return drawn
+
+    def _arguments(self) -> dict[str, Any]:
+        item = self.item
+        given: dict[str, Any] = {
+            "prompt": item.prompt,
+            "negative_prompt": item.negative_prompt or None,
+            "height": item.height,
+            "width": item.width,
+            "num_inference_steps": item.steps,
+            "guidance_scale": item.guidance_scale,
+            "guidance_rescale": item.guidance_rescale,
+            "clip_skip": item.clip_skip or None,
+            "generator": torch.Generator("cpu").manual_seed(item.seed),
+            "output_type": "pt",
+            "return_dict": False,
+            "callback_on_step_end": self.after_step,
+        }
+        if item.source is not None:
+            device = self.pipeline.device
+            given |= {"image": sources_on(device, [item]), "strength": item.strength}
+        if item.mask is not None:
+            given["mask_image"] = _squares(item, self.pipeline.vae_scale_factor)
+        known = parameters_of(type(self.pipeline))
+        # What a pipeline lacks and an item asks for is refused before.
+        return {name: value for name, value in given.items() if name in known}
+
+
+@lru_cache(maxsize=256)
+def parameters_of(kind: Any) -> Mapping[str, inspect.Parameter]:
+    """What a class of pipelines can be called with, by name."""
+    return inspect.signature(kind.__call__).parameters
+
+
+def _squares(item: PreparedImage, scale: int) -> torch.Tensor:
+    """A mask in which a latent's whole square of pixels is 1 if one of them is, [1, 1, height, …].
+
+    Pipelines take the nearest pixel for a latent, and thin masks would vanish.
+    """
+    pixels = torch.frombuffer(bytearray(item.mask or b""), dtype=torch.uint8)
+    drawn = (pixels > 0).float().view(1, 1, item.height, item.width)
+    squares = torch.nn.functional.max_pool2d(drawn, scale)
+    return torch.nn.functional.interpolate(squares, size=(item.height, item.width))
+
+
+def pasted(drawn: np.ndarray, item: PreparedImage) -> np.ndarray:
+    """The drawn pixels [height, width, 3] where the mask is 255, and the source's where it is 0.
+
+    In between, they are mixed in proportion.
+    """
+    shape = drawn.shape
+    source = np.frombuffer(item.source or b"", np.uint8).reshape(shape).astype(np.uint32)
+    mask = np.frombuffer(item.mask or b"", np.uint8).reshape(*shape[:2], 1).astype(np.uint32)
+    mixed = (drawn * mask + source * (255 - mask) + 127) // 255
+    return mixed.astype(np.uint8)

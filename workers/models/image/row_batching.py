@@ -1,0 +1,198 @@
+"""Computes the calls of images together: which share a batch, and what is added to their rows.
+
+Adapters (LoRA), ControlNets, IP-Adapters, shortcuts and guidance are done here, because only here
+it is known whose rows are whose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from diffusers import SD3Transformer2DModel, UNet2DConditionModel
+from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import rescale_noise_cfg
+
+from workers.models.image.calls import Batch, Call, Part, join, split
+from workers.models.image.compilation import cheapest_cover
+from workers.models.image.deep_cache import DeepCache
+from workers.models.image.drawing import Drawing, parameters_of
+from workers.models.image.guides import Controls, IpAdapters, UnetCall
+from workers.models.image.resident_adapters import ResidentAdapters
+from workers.models.image.vae import spare_memory
+
+DECODED_PIXELS = 512 * 512
+"""Pixels that the VAE computes at a time, or one image. More would hold up the steps of others."""
+GUIDED_KINDS = (UNet2DConditionModel, SD3Transformer2DModel)
+"""Denoisers whose calls have a row for the negative prompt, and then one for the prompt."""
+
+
+@dataclass(slots=True)
+class CompiledSizes:
+    """The batches that are compiled, by the number of images, and the seconds that each takes."""
+
+    width: int
+    height: int
+    seconds: Mapping[int, float] = field(default_factory=dict)
+    """Empty: none is."""
+
+    def have(self, drawing: Drawing) -> bool:
+        """Returns whether there are any of the size of an image."""
+        size = drawing.item.width, drawing.item.height
+        return bool(self.seconds) and size == (self.width, self.height)
+
+
+class RowBatching:
+    """See workers.models.image.hub.Batching. The owner of a call is a Drawing.
+
+    Args:
+        denoiser: of the model.
+        adapters: those that are in memory.
+        controls: of the model.
+        ip_adapters: of the model.
+        deep_cache: None: every step computes the whole UNet.
+        guidance_stop: the part of the steps after which the negative prompt guides no longer.
+        sizes: the batches that are compiled.
+    """
+
+    def __init__(
+        self,
+        denoiser: Any,
+        adapters: ResidentAdapters,
+        controls: Controls,
+        ip_adapters: IpAdapters,
+        deep_cache: DeepCache | None,
+        guidance_stop: float,
+        sizes: CompiledSizes,
+    ) -> None:
+        self._denoiser = denoiser
+        self._adapters = adapters
+        self._controls = controls
+        self._ip_adapters = ip_adapters
+        self._deep_cache = deep_cache
+        self._guidance_stop = guidance_stop
+        self._sizes = sizes
+        self._is_guided_by_row = isinstance(denoiser, GUIDED_KINDS)
+
+    def prepare(self, call: Call) -> None:
+        """Leaves out the row of the negative prompt once it guides no longer."""
+        drawing: Drawing = call.owner
+        if not call.part.is_denoiser or self._guidance_stop == 1 or not self._is_guided_by_row:
+            return
+        if call.rows == 2 and drawing.calls >= int(self._guidance_stop * drawing.steps):
+            call.last_rows(1)
+            call.is_halved = True
+
+    def key(self, call: Call) -> Hashable:
+        """Calls of one key share a batch."""
+        drawing: Drawing = call.owner
+        if not call.part.is_denoiser:
+            return call.key
+        is_whole = self._deep_cache is None or self._deep_cache.is_whole(drawing.calls)
+        # A compiled graph is of one number of rows.
+        return call.key, is_whole, call.rows if self._sizes.have(drawing) else 0
+
+    def cover(self, calls: Sequence[Call]) -> Sequence[int]:
+        """Compiled sizes, at the lowest cost. A VAE computes few pixels at a time."""
+        drawing: Drawing = calls[0].owner
+        if calls[0].part.is_denoiser and self._sizes.have(drawing):
+            return cheapest_cover(len(calls), self._sizes.seconds)
+        if calls[0].part.name.startswith("vae"):
+            most = max(1, DECODED_PIXELS // drawing.pixels)
+            return [min(most, len(calls) - at) for at in range(0, len(calls), most)]
+        return [len(calls)]
+
+    def spare_memory(self, part: Part) -> bool:
+        """The VAE computes an image in tiles from then on."""
+        return part.name.startswith("vae") and spare_memory(part.module, 1)
+
+    def compute(self, calls: Sequence[Call]) -> Sequence[Any]:
+        """Computes calls of one key. Returns the results of each."""
+        part = calls[0].part
+        batch = join(calls, self._fill(calls) if part.is_denoiser else 0)
+        rows = [call.owner.adapter for call in batch.row_calls]
+        applied = self._adapters.applied(rows) if any(rows) else contextlib.nullcontext()
+        with applied:
+            if not part.is_denoiser:
+                return split(part.compute(**batch.values), batch)
+            results = split(self._denoise(part, batch), batch)
+        for call in calls:
+            call.owner.calls += 1
+        if not self._is_guided_by_row:
+            return results
+        return [self._guided(call, one) for call, one in zip(calls, results, strict=True)]
+
+    def _fill(self, calls: Sequence[Call]) -> int:
+        """How many calls are missing to a compiled size."""
+        if not self._sizes.have(calls[0].owner):
+            return 0
+        larger = [size for size in self._sizes.seconds if size >= len(calls)]
+        return min(larger, default=len(calls)) - len(calls)
+
+    def _denoise(self, part: Part, batch: Batch) -> Any:
+        if part.module is not self._denoiser or not isinstance(part.module, UNet2DConditionModel):
+            return part.compute(**batch.values)
+        drawings: list[Drawing] = [call.owner for call in batch.row_calls]
+        added: dict[str, Any] = {}
+        if any(drawing.item.control for drawing in drawings):
+            starts = [(self._control(drawing), drawing.calls) for drawing in drawings]
+            added = self._controls.added(UnetCall.from_arguments(batch.values), starts)
+        images: Any = contextlib.nullcontext()
+        if any(drawing.ip_adapter for drawing in drawings):
+            images = self._ip_adapters.applied(list(_reference_rows(batch)))
+        with images:
+            if self._deep_cache is None:
+                return part.compute(**batch.values, **added)
+            return self._cached(self._deep_cache, part, batch, added)
+
+    def _control(self, drawing: Drawing) -> Any:
+        if drawing.control is None and drawing.item.control:
+            drawing.control = self._controls.start(drawing.item, drawing.steps)
+        return drawing.control
+
+    def _cached(self, cache: DeepCache, part: Part, batch: Batch, added: Mapping[str, Any]) -> Any:
+        """The whole UNet, or its outer layers around the features of earlier steps."""
+        first: Drawing = batch.calls[0].owner
+        if not cache.is_whole(first.calls):
+            kept = [
+                call.owner.features[-call.rows :] for call in batch.calls if call.owner is not None
+            ]
+            call = UnetCall.from_arguments(batch.values)
+            return (cache.predict(call, torch.cat(kept), added),)
+        output = part.compute(**batch.values, **added)
+        features, at = cache.take_features(), 0
+        for one in batch.calls:
+            one.owner.features = features[at : at + one.rows].clone()
+            at += one.rows
+        return output
+
+    def _guided(self, call: Call, output: Any) -> Any:
+        """What a pipeline makes its noise of, so that it becomes what the item asks for.
+
+        Pipelines compute `without + scale * (with - without)`. Of two equal rows they make that row.
+        """
+        drawing: Drawing = call.owner
+        if call.is_halved:
+            return (torch.cat([output[0]] * 2), *output[1:])
+        item = drawing.item
+        if call.rows != 2 or not item.guidance_rescale:
+            return output
+        if "guidance_rescale" in parameters_of(type(drawing.pipeline)):
+            return output
+        without, with_prompt = output[0].chunk(2)
+        noise = without + item.guidance_scale * (with_prompt - without)
+        noise = rescale_noise_cfg(noise, with_prompt, item.guidance_rescale)
+        return (torch.cat([noise] * 2), *output[1:])
+
+
+def _reference_rows(batch: Batch) -> Any:
+    """The reference image of each row, and which of its tokens: those without it come first."""
+    before: Call | None = None
+    row = 0
+    for call in batch.row_calls:
+        row = row + 1 if call is before and row + 1 < 0 else -call.rows
+        before = call
+        start = call.owner.ip_adapter
+        yield None if start is None else (start, row)
