@@ -25,7 +25,6 @@ from tests.workers.models.test_image_drawing import drawn, joining, reference
 from tests.workers.models.tiny_xl import write_folder
 from workers.models.base import OutOfMemory, PreparedImage
 from workers.models.device import Device
-from workers.models.image.families import STEPPED_PIPELINES
 from workers.models.image.stepped import SteppedImageModel
 from workers.tasks import preparer_for
 
@@ -208,7 +207,12 @@ def test_images_get_no_watermark(
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, entry in STEPPED_PIPELINES.items() if not entry.rounds_up]
+    "name",
+    [
+        f"StableDiffusion{kind}{way}Pipeline"
+        for kind in ("", "XL")
+        for way in ("", "Img2Img", "Inpaint")
+    ],
 )
 def test_every_class_that_joins_is_of_a_family(
     catalog: Catalog, tiny_folder: Path, tiny_xl_folder: Path, tmp_path: Path, name: str

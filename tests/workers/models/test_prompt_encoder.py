@@ -1,4 +1,4 @@
-"""Prompts of the tiny pipeline; that the pixels are the reference's is held in test_image.py."""
+"""Encoded prompts of the tiny pipeline: each is encoded once, and its lost tokens are counted."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,8 +8,9 @@ import diffusers
 import pytest
 import torch
 
-from workers.models.base import PreparedImage
-from workers.models.image.model import PromptEncoder
+from workers.models.image.hub import Hub
+from workers.models.image.own_pipeline import Interception
+from workers.models.image.prompts import Prompts
 
 pytestmark = pytest.mark.slow
 
@@ -30,69 +31,67 @@ def rows(pipeline: Any) -> Iterator[list[int]]:
     hook.remove()
 
 
-def item(prompt: str, negative: str = "") -> PreparedImage:
-    return PreparedImage(
-        key="",
-        length=1,
-        prompt=prompt,
-        negative_prompt=negative,
-        width=64,
-        height=64,
-        steps=1,
-        guidance_scale=2.0,
-        seed=0,
-        scheduler="ddim",
-    )
-
-
-def encode(encoder: PromptEncoder, *items: PreparedImage) -> dict[str, torch.Tensor]:
+def encode(
+    prompts: Prompts, pipeline: Any, prompt: str, negative: str | None = None, variant: str = ""
+) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+    """The embeddings of both prompts, and how many tokens they lose."""
+    own = Interception(Hub()).own(pipeline)
+    lost = prompts.intercept(own, variant)
     with torch.inference_mode():
-        return encoder.arguments(items)
+        positive, other = own.encode_prompt(prompt, own.device, 1, True, negative)
+    return positive, other, lost.count
 
 
 def test_equal_prompts_are_encoded_once(pipeline: Any, rows: list[int]) -> None:
-    encoder = PromptEncoder(pipeline)
-    first = encode(encoder, item("a"), item("b"), item("a"))
-    assert rows == [3]  # a, b, and the empty negative one
-    assert torch.equal(first["prompt_embeds"][0], first["prompt_embeds"][2])
-    again = encode(encoder, item("b"), item("c", ""))
-    assert rows == [3, 1]
-    assert torch.equal(again["prompt_embeds"][0], first["prompt_embeds"][1])
-    assert torch.equal(again["negative_prompt_embeds"], first["negative_prompt_embeds"][:2])
+    prompts = Prompts()
+    first = encode(prompts, pipeline, "a", "x")
+    assert rows == [1, 1]
+    again = encode(prompts, pipeline, "a", "x")
+    assert rows == [1, 1]
+    assert all(torch.equal(*both) for both in zip(first[:2], again[:2], strict=True))
+    for other in ({"prompt": "b"}, {"negative": "y"}, {"variant": "ink@1.0"}):
+        encode(prompts, pipeline, **({"prompt": "a", "negative": "x"} | other))
+    assert rows == [1] * 8
+
+
+def test_what_one_image_changes_is_not_kept(pipeline: Any) -> None:
+    prompts = Prompts()
+    for _ in range(2):
+        positive, _, _ = encode(prompts, pipeline, "a")
+        assert positive.abs().max() > 0
+        positive.zero_()
 
 
 def test_the_embeddings_are_the_pipelines_own(pipeline: Any) -> None:
     with torch.inference_mode():
-        own = pipeline.encode_prompt(["a", "b"], "cpu", 1, True, ["x", "y"])
-    ours = encode(PromptEncoder(pipeline), item("a", "x"), item("b", "y"))
-    for mine, reference in zip(
-        (ours["prompt_embeds"], ours["negative_prompt_embeds"]), own, strict=True
-    ):
-        torch.testing.assert_close(mine, reference)
+        own = pipeline.encode_prompt("a", "cpu", 1, True, "x")
+    prompts = Prompts()
+    for _ in range(2):
+        for mine, reference in zip(encode(prompts, pipeline, "a", "x"), own, strict=False):
+            torch.testing.assert_close(mine, reference)
 
 
 def test_tokens_left_out_are_counted_in_both_prompts(pipeline: Any) -> None:
-    encoder, most = PromptEncoder(pipeline), pipeline.tokenizer.model_max_length
-    assert encoder.truncated_tokens(item("a", "")) == 0
-    # Of the most, two are special tokens.
-    assert encoder.truncated_tokens(item("a " * (most - 2))) == 0
-    assert encoder.truncated_tokens(item("a " * (most + 3), "a " * (most - 1))) == 5 + 1
-    cut, whole = encode(encoder, item("a " * (most + 3)), item("a " * (most - 2)))["prompt_embeds"]
-    torch.testing.assert_close(cut, whole)
+    prompts, most = Prompts(), pipeline.tokenizer.model_max_length
+    for _ in range(2):
+        assert encode(prompts, pipeline, "a")[2] == 0
+        # Of the most, two are special tokens.
+        assert encode(prompts, pipeline, "a " * (most - 2))[2] == 0
+        assert encode(prompts, pipeline, "a " * (most + 3), "a " * (most - 1))[2] == 5 + 1
 
 
 def test_what_was_not_used_for_longest_is_dropped(pipeline: Any, rows: list[int]) -> None:
-    one_bytes = encode(PromptEncoder(pipeline), item("a"))["prompt_embeds"].nbytes
-    encoder = PromptEncoder(pipeline, kept_bytes=3 * one_bytes)
+    positive, negative, _ = encode(Prompts(), pipeline, "a")
+    prompts = Prompts(kept_bytes=2 * (positive.nbytes + negative.nbytes))
     rows.clear()
     for prompt in ("a", "b", "a", "c", "a", "b"):
-        encode(encoder, item(prompt))
-    # "" is used by each and never dropped; "c" pushes "b" out, "b" is encoded again.
-    assert rows == [2, 1, 1, 1]
+        encode(prompts, pipeline, prompt)
+    # "c" pushes "b" out, and "b" is encoded again.
+    assert len(rows) == 2 * 4
 
 
 def test_no_room_means_no_memory(pipeline: Any, rows: list[int]) -> None:
-    encoder = PromptEncoder(pipeline, kept_bytes=0)
-    encode(encoder, item("a"))
-    encode(encoder, item("a"))
-    assert rows == [2, 2]
+    prompts = Prompts(kept_bytes=0)
+    encode(prompts, pipeline, "a")
+    encode(prompts, pipeline, "a")
+    assert rows == [1] * 4

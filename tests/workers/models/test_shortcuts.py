@@ -19,8 +19,8 @@ from tests.workers.models.conftest import TinyPipeline
 from tests.workers.models.test_image import FROM_IMAGE, TEXT, pixels
 from tests.workers.models.test_image_masks import MASKED
 from tests.workers.models.test_image_steps import difference, prepared, run
+from workers.models.image.deep_cache import DeepCache
 from workers.models.image.guides import UnetCall
-from workers.models.image.stable_diffusion import DeepCache
 from workers.models.image.stepped import SteppedImageModel
 
 # Some schedulers of diffusers go between torch and numpy 2 in an old way.
@@ -81,29 +81,30 @@ def test_outer_layers_around_features_of_the_same_step_are_the_whole_unet(
 ) -> None:
     """Also with what a ControlNet adds, and with two rows for each image."""
     model = with_shortcuts(catalog, family.folder)
-    pipeline: Any = model._text_to_image
-    cache = DeepCache(DeepCacheSettings(cache_branch_id=branch), pipeline)
+    unet: Any = model._text_to_image.unet
+    cache = DeepCache(DeepCacheSettings(cache_branch_id=branch), model._text_to_image)
     noise = torch.Generator().manual_seed(1)
-    item = prepared(family.preparer, GUIDED)
-    texts = model._prompts.arguments([item])
-    prompt = torch.cat([texts["negative_prompt_embeds"], texts["prompt_embeds"]])
-    conditions = model._family.conditions(pipeline, item, texts)
-    channels, down = pipeline.unet.config.in_channels, _residual_shapes(pipeline.unet)
-    call = UnetCall(
-        torch.randn((2, channels, 8, 8), generator=noise),
-        torch.tensor([500.0] * 2),
-        prompt,
-        conditions,
-    )
+    channels, down = unet.config.in_channels, _residual_shapes(unet)
+    arguments: dict[str, Any] = {
+        "sample": torch.randn((2, channels, 8, 8), generator=noise),
+        "timestep": torch.tensor([500.0] * 2),
+        "encoder_hidden_states": torch.randn(
+            (2, 77, unet.config.cross_attention_dim), generator=noise
+        ),
+    }
+    if unet.config.addition_embed_type is not None:
+        arguments["added_cond_kwargs"] = {
+            "text_embeds": torch.randn((2, 32), generator=noise),
+            "time_ids": torch.tensor([[64.0, 64.0, 0.0, 0.0, 64.0, 64.0]] * 2),
+        }
     added = {
         "down_block_additional_residuals": tuple(torch.randn(one, generator=noise) for one in down),
         "mid_block_additional_residual": torch.randn(down[-1], generator=noise),
     }
     with torch.inference_mode():
         for more in ({}, added):
-            whole = model._family.predict_controlled(
-                more, pipeline, call.sample, call.times, call.prompt, call.conditions
-            )
+            whole = unet(**arguments, **more).sample
+            call = UnetCall.from_arguments(arguments)
             outer = cache.predict(call, cache.take_features(), more)
             assert torch.allclose(outer, whole, atol=1e-5)
 

@@ -36,12 +36,13 @@ class SteppedImageModel(ImageModel):
         if not self._drawings and not self._encoding:
             self.adapters.pause()
             return end
+        oldest = next(iter(self._drawings), None)
         with torch.inference_mode(), self.settled():
             outcomes = self._advance()
         end.work = sum(owner.pixels * rows for owner, rows in self._hub.work)
         for slot, outcome in outcomes.items():
-            # With others gone, there may be room for it.
-            if isinstance(outcome, OutOfMemory) and self._drawings:
+            # With others gone, there may be room for it. For the oldest one there is none.
+            if isinstance(outcome, OutOfMemory) and slot != oldest:
                 end.preempted.append(slot)
             else:
                 end.results[slot] = outcome

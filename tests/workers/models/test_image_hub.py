@@ -1,0 +1,429 @@
+"""Pipelines of many families, unmodified, share calls and draw what each draws alone.
+
+All have random weights.
+"""
+
+import copy
+import inspect
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import diffusers
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.workers.models.tiny_families import FAMILIES, SIDE, Family, random
+from workers.models.base import OutOfMemory
+from workers.models.image.hub import Hub, PlainBatching, StuckError
+from workers.models.image.own_pipeline import Interception
+
+pytestmark = [pytest.mark.slow(about_s=90), pytest.mark.filterwarnings("ignore")]
+
+TASKS = [(name, kind) for name, family in FAMILIES.items() for kind in family.tasks]
+TOLERANCE = 1e-5
+"""Relative to the largest number, in fp32."""
+
+
+class Tiny(NamedTuple):
+    """A pipeline of a family."""
+
+    family: Family
+    pipeline: Any
+    takes_image: bool
+
+    def arguments(self, seed: int, steps: int, side: int = SIDE) -> dict[str, Any]:
+        known = inspect.signature(type(self.pipeline).__call__).parameters
+        given: dict[str, Any] = {
+            "num_inference_steps": steps,
+            "generator": torch.Generator().manual_seed(seed),
+            "output_type": "pt",
+            "return_dict": False,
+            "height": side,
+            "width": side,
+            "strength": 0.8,
+            **self.family.usual,
+            **self.family.prompts(seed),
+        }
+        if self.takes_image:
+            given["image"] = (random(seed, 1, 3, side, side) / 5 + 0.5).clamp(0, 1)
+        mask = torch.zeros(1, 1, side, side)
+        mask[..., side // 4 : -side // 4, side // 4 : -side // 4] = 1
+        given["mask_image"] = mask
+        dtype = next(
+            one.dtype
+            for one in self.pipeline.components.values()
+            if isinstance(one, torch.nn.Module)
+        )
+        return {
+            name: value.to(dtype)
+            if "embeds" in name and isinstance(value, torch.Tensor) and value.is_floating_point()
+            else value
+            for name, value in given.items()
+            if name in known
+        }
+
+    @property
+    def denoiser(self) -> Any:
+        return getattr(self.pipeline, "unet", None) or self.pipeline.transformer
+
+    def drawer(self, own: Any, seed: int, steps: int, side: int = SIDE) -> Callable[[], Any]:
+        """Draws with a pipeline of a hub."""
+        return lambda: own(self.pipeline)(**self.arguments(seed, steps, side))[0]
+
+    def alone(self, seed: int, steps: int, side: int = SIDE) -> torch.Tensor:
+        """What the pipeline's own call draws."""
+        mine = copy.copy(self.pipeline)
+        scheduler = self.pipeline.scheduler
+        object.__setattr__(mine, "scheduler", type(scheduler).from_config(scheduler.config))
+        drawn: torch.Tensor = mine(**self.arguments(seed, steps, side))[0]
+        return drawn
+
+
+def make(name: str, kind: str, dtype: torch.dtype = torch.float32) -> Tiny:
+    torch.manual_seed(1)
+    family, made = FAMILIES[name], getattr(diffusers, kind)
+    known = inspect.signature(made.__init__).parameters
+    parts = {part: value for part, value in family.parts().items() if part in known}
+    pipeline = made(**parts).to(dtype)
+    pipeline.set_progress_bar_config(disable=True)
+    for part in pipeline.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.eval()
+    takes_image = kind != family.tasks[0] or "Kontext" in kind
+    return Tiny(family, pipeline, takes_image)
+
+
+def run(hub: Hub, arrivals: Mapping[int, tuple[int, Callable[[], Any]]]) -> dict[int, Any]:
+    """Adds each item before its step, and runs until all have ended."""
+    ended: dict[int, Any] = {}
+    for step in range(200):
+        for name, (joins, draw) in arrivals.items():
+            if joins == step:
+                hub.add(name, draw)
+        ended |= hub.step()
+        if not len(hub) and step >= max(joins for joins, _ in arrivals.values()):
+            return ended
+    raise AssertionError("the items never ended")
+
+
+def difference(one: Any, other: torch.Tensor) -> float:
+    assert isinstance(one, torch.Tensor), one
+    assert other.std() > 0.001, "the image is empty"
+    return float((one.float() - other.float()).abs().max() / other.float().abs().max())
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Any:
+    """As in a model process: on one thread of torch, without gradients."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("name", "kind"), TASKS, ids=[kind for _, kind in TASKS])
+def test_items_draw_together_what_they_draw_alone(name: str, kind: str) -> None:
+    """Of other seeds, prompts and numbers of steps, joining at other steps."""
+    tiny = make(name, kind)
+    counter = Counting()
+    hub = Hub(counter)
+    own = Interception(hub).own
+    plan = {0: (0, 5), 1: (0, 4), 2: (1, 6), 3: (2, 3)}
+    results = run(
+        hub,
+        {seed: (joins, tiny.drawer(own, seed, steps)) for seed, (joins, steps) in plan.items()},
+    )
+    for seed, (_, steps) in plan.items():
+        assert difference(results[seed], tiny.alone(seed, steps)) <= TOLERANCE
+    assert counter.most == 3, "calls were not shared"
+
+
+class Counting(PlainBatching):
+    """Counts the calls of the denoiser in a batch."""
+
+    most = 0
+
+    def compute(self, calls: Any) -> Any:
+        if calls[0].part.is_denoiser:
+            self.most = max(self.most, len(calls))
+        return super().compute(calls)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["stable-diffusion", "sdxl", "sd3", "flux", "qwen-image"])
+def test_in_16_bits_company_changes_no_more_than_the_size_of_a_batch_does(
+    name: str, dtype: torch.dtype
+) -> None:
+    """In two sizes, with decoding between steps of others, and a VAE in fp32 if it overflows."""
+    tiny = make(name, FAMILIES[name].tasks[0], dtype)
+    if name == "sdxl" and dtype == torch.float16:
+        assert tiny.pipeline.vae.config.force_upcast
+        tiny.pipeline.vae.to(torch.float32)
+    hub = Hub()
+    own = Interception(hub).own
+    plan = {0: (0, 5, SIDE), 1: (0, 3, 2 * SIDE), 2: (1, 4, SIDE), 3: (2, 4, 2 * SIDE)}
+    results = run(
+        hub,
+        {
+            seed: (joins, tiny.drawer(own, seed, steps, side))
+            for seed, (joins, steps, side) in plan.items()
+        },
+    )
+    for seed, (_, steps, side) in plan.items():
+        single = Hub()
+        drawer = tiny.drawer(Interception(single).own, seed, steps, side)
+        alone = run(single, {0: (0, drawer)})[0]
+        error = (results[seed].float() - alone.float()).abs().mean()
+        assert error <= 0.02, (seed, float(error))
+
+
+@pytest.fixture(scope="module")
+def sd() -> Tiny:
+    return make("stable-diffusion", "StableDiffusionPipeline")
+
+
+@pytest.fixture(scope="module")
+def references(sd: Tiny) -> dict[tuple[int, int], torch.Tensor]:
+    """What items draw alone, by seed and steps."""
+    with torch.inference_mode():
+        return {(seed, steps): sd.alone(seed, steps) for seed in range(6) for steps in (2, 3, 5)}
+
+
+class Fault(NamedTuple):
+    """What happens to an item, and at which of its steps."""
+
+    kind: str
+    step: int
+
+
+class Scarce(PlainBatching):
+    """A device with room for some rows, on which the calls of some items fail."""
+
+    def __init__(self, rows: int, failing: set[int]) -> None:
+        self.rows = rows
+        self.failing = failing
+
+    def compute(self, calls: Any) -> Any:
+        if sum(call.rows for call in calls) > self.rows:
+            raise torch.OutOfMemoryError("out of memory")
+        if any(call.owner in self.failing for call in calls):
+            raise RuntimeError("this item breaks its batch")
+        return super().compute(calls)
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    plan=st.lists(
+        st.tuples(
+            st.integers(0, 5),
+            st.sampled_from([2, 3, 5]),
+            st.sampled_from(["none", "none", "none", "drop", "raise", "break", "again", "nan"]),
+            st.integers(0, 4),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    rows=st.sampled_from([1, 2, 4, 100]),
+)
+def test_any_schedule_leaves_the_other_items_as_they_are(
+    sd: Tiny,
+    references: dict[tuple[int, int], torch.Tensor],
+    plan: list[tuple[int, int, str, int]],
+    rows: int,
+) -> None:
+    """Items join, are canceled, start over, raise, break their batch, or run out of memory."""
+    failing: set[int] = set()
+    hub = Hub(Scarce(rows, failing))
+    own = Interception(hub).own
+
+    def draw(slot: int, fault: Fault) -> Any:
+        def after_step(pipeline: Any, step: int, time: Any, tensors: Any) -> Any:
+            if step == fault.step and fault.kind == "raise":
+                raise ValueError("this item raises")
+            if step == fault.step and fault.kind == "nan":
+                return {"latents": tensors["latents"] * float("nan")}
+            return {}
+
+        steps = plan[slot][1]
+        return own(sd.pipeline)(**sd.arguments(slot, steps) | {"callback_on_step_end": after_step})[
+            0
+        ]
+
+    ended = run_with_faults(hub, draw, plan, failing)
+    for slot, (_, steps, kind, at) in enumerate(plan):
+        check(ended.get(slot), references[slot, steps], kind, is_late=at >= steps, rows=rows)
+
+
+def run_with_faults(
+    hub: Hub,
+    draw: Callable[[int, Fault], Any],
+    plan: list[tuple[int, int, str, int]],
+    failing: set[int],
+) -> dict[int, Any]:
+    ended: dict[int, Any] = {}
+    for step in range(60):
+        for slot, (joins, _, kind, at) in enumerate(plan):
+            fault = partial(draw, slot, Fault(kind, at))
+            if joins == step:
+                hub.add(slot, fault, slot)
+            if kind == "break" and step == joins + at:
+                failing.add(slot)
+            if kind in ("drop", "again") and step == joins + at + 1 and slot in hub.names:
+                hub.drop(slot)
+                if kind == "again":
+                    hub.add(slot, fault, slot)
+        for slot, outcome in hub.step().items():
+            assert slot not in ended
+            ended[slot] = outcome
+        if not len(hub) and step > 12:
+            return ended
+    raise AssertionError("the items never ended")
+
+
+def check(outcome: Any, alone: torch.Tensor, kind: str, *, is_late: bool, rows: int) -> None:
+    """Checks the outcome of an item in which a fault was planned, maybe after its end."""
+    if outcome is None:
+        assert kind == "drop"
+    elif rows < 2:
+        assert isinstance(outcome, OutOfMemory | ValueError | RuntimeError), outcome
+    elif isinstance(outcome, Exception):
+        assert kind in ("raise", "break")
+        assert not is_late or kind == "break"
+    elif kind == "nan" and not is_late:
+        assert outcome.isnan().any()
+    else:
+        assert difference(outcome, alone) <= TOLERANCE
+
+
+def test_a_pipeline_that_computes_without_end_is_interrupted(
+    sd: Tiny, references: dict[tuple[int, int], torch.Tensor]
+) -> None:
+    hub = Hub(python_limit_s=0.4)
+    own = Interception(hub).own
+
+    def loop() -> None:
+        own(sd.pipeline).check_inputs("a", 8, 8, 1)
+        until_s = time.monotonic() + 60
+        while time.monotonic() < until_s:
+            pass
+
+    hub.add(0, loop)
+    hub.add(1, lambda: own(sd.pipeline)(**sd.arguments(1, 3))[0])
+    ended: dict[int, Any] = {}
+    while len(hub):
+        ended |= hub.step()
+    assert isinstance(ended[0], StuckError)
+    assert difference(ended[1], references[1, 3]) <= TOLERANCE
+
+
+def test_what_one_pipeline_sets_around_its_calls_reaches_no_other(
+    sd: Tiny, references: dict[tuple[int, int], torch.Tensor]
+) -> None:
+    """Autocast and gradients belong to the thread, and moving a module would move it for all."""
+    hub = Hub()
+    own = Interception(hub).own
+
+    def cast() -> Any:
+        mine = own(sd.pipeline)
+        mine.vae.to(torch.float16)
+        mine.unet.half()
+        with torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
+            drawn = mine(**sd.arguments(0, 5))[0]
+            assert torch.is_autocast_enabled("cpu")
+            return drawn
+
+    hub.add(0, cast)
+    hub.add(1, lambda: own(sd.pipeline)(**sd.arguments(1, 3))[0])
+    ended: dict[int, Any] = {}
+    for step in range(20):
+        ended |= hub.step()
+        assert not torch.is_autocast_enabled("cpu")
+        assert not torch.is_grad_enabled()
+        if step == 1:
+            hub.add(2, lambda: own(sd.pipeline)(**sd.arguments(2, 3))[0])
+        if not len(hub) and step > 1:
+            break
+    for seed in (1, 2):
+        assert difference(ended[seed], references[seed, 3]) <= TOLERANCE
+    assert difference(ended[0], references[0, 5]) > TOLERANCE, "autocast had no effect"
+    assert {one.dtype for one in sd.pipeline.components.values() if hasattr(one, "dtype")} == {
+        torch.float32
+    }
+
+
+def test_a_pipeline_that_exits_ends_alone(sd: Tiny) -> None:
+    hub = Hub()
+    own = Interception(hub).own
+
+    def leave() -> None:
+        raise SystemExit(3)
+
+    hub.add(0, leave)
+    hub.add(1, lambda: own(sd.pipeline)(**sd.arguments(1, 2))[0])
+    ended = run(hub, {2: (1, lambda: 5)})
+    assert isinstance(ended[0], Exception)
+    assert isinstance(ended[1], torch.Tensor)
+    assert ended[2] == 5
+
+
+def test_a_canceled_pipeline_cleans_up(sd: Tiny) -> None:
+    hub = Hub()
+    own = Interception(hub).own
+    closed: list[int] = []
+
+    def draw() -> Any:
+        try:
+            return own(sd.pipeline)(**sd.arguments(0, 5))[0]
+        finally:
+            closed.append(1)
+
+    hub.add(0, draw)
+    hub.step()
+    hub.drop(0)
+    assert closed == [1]
+    hub.add(1, draw)
+    hub.drop(1)
+    assert closed == [1], "it never began"
+    assert hub.step() == {}
+
+
+def test_calls_of_different_constants_are_not_joined() -> None:
+    """A tensor that is no row is part of the key, by its contents."""
+    seen: list[int] = []
+
+    class Adding(diffusers.ModelMixin):  # type: ignore[misc]
+        def forward(self, sample: torch.Tensor, grid: torch.Tensor, factor: float = 1) -> Any:
+            seen.append(len(sample))
+            return sample * factor + grid.sum()
+
+    class Pipeline:
+        def __init__(self) -> None:
+            self.components = {"unet": Adding()}
+
+    hub = Hub()
+    interception = Interception(hub)
+    pipeline = Pipeline()
+    grids = [torch.ones(3), torch.ones(3), torch.zeros(3)]
+
+    def draw(at: int) -> Callable[[], Any]:
+        mine = interception.own(pipeline)
+        return lambda: mine.unet(torch.full((1, 2), float(at)), grid=grids[at])
+
+    results = run(hub, {at: (0, draw(at)) for at in range(3)})
+    assert [float(results[at][0, 0]) for at in range(3)] == [3.0, 4.0, 2.0]
+    assert sorted(seen) == [1, 2]
+
+
+def test_a_call_of_the_hub_itself_is_computed_at_once(sd: Tiny) -> None:
+    """As those of previews."""
+    own = Interception(Hub()).own(sd.pipeline)
+    latents = torch.randn(1, 4, SIDE, SIDE)
+    assert torch.equal(own.vae.decode(latents)[0], sd.pipeline.vae.decode(latents)[0])
+    assert isinstance(own.vae, diffusers.AutoencoderKL)

@@ -1,0 +1,668 @@
+"""Tiny pipelines of many families of diffusers: real classes, random weights, no text encoders.
+
+Prompts are embeddings. Sizes follow those that diffusers' own tests have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import diffusers
+import torch
+
+SIDE = 32
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """The parts of a family, and what each of its pipelines is called with.
+
+    `parts`: components by name. `prompts`: the arguments for a prompt, by seed. `tasks`: classes of
+    pipelines, with what an image and a mask are called. `usual`: other arguments.
+    """
+
+    parts: Callable[[], dict[str, Any]]
+    prompts: Callable[[int], Arguments]
+    tasks: tuple[str, ...]
+    usual: Mapping[str, Any] = field(default_factory=dict)
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def kl_vae(channels: int = 4, **more: Any) -> Any:
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(4,),
+        layers_per_block=1,
+        latent_channels=channels,
+        norm_num_groups=1,
+        **{
+            "use_quant_conv": False,
+            "use_post_quant_conv": False,
+            "shift_factor": 0.0609,
+            "scaling_factor": 1.5035,
+        }
+        | more,
+    )
+    vae.decoder.conv_out.weight.data *= 4
+    return vae
+
+
+def ddim() -> Any:
+    return diffusers.DDIMScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        clip_sample=False,
+        set_alpha_to_one=False,
+        steps_offset=1,
+    )
+
+
+def flow(**settings: Any) -> Any:
+    return diffusers.FlowMatchEulerDiscreteScheduler(**settings)
+
+
+def with_negative(
+    width: int, *, tokens: int = 12, pooled: int = 0, masks: bool = False
+) -> Callable[[int], Arguments]:
+    def prompts(seed: int) -> Arguments:
+        given: Arguments = {}
+        for at, sign in enumerate(("", "negative_")):
+            given[f"{sign}prompt_embeds"] = random(seed + 50 * at, 1, tokens, width)
+            if pooled:
+                given[f"{sign}pooled_prompt_embeds"] = random(seed + 90 * at, 1, pooled)
+            if masks:
+                given[f"{sign}prompt_attention_mask"] = torch.ones(1, tokens, dtype=torch.long)
+        return given
+
+    return prompts
+
+
+def unet(**settings: Any) -> Any:
+    return diffusers.UNet2DConditionModel(
+        **{
+            "block_out_channels": (8, 16),
+            "layers_per_block": 1,
+            "sample_size": SIDE,
+            "in_channels": 4,
+            "out_channels": 4,
+            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+            "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+            "cross_attention_dim": 32,
+            "attention_head_dim": (2, 4),
+            "norm_num_groups": 2,
+        }
+        | settings
+    )
+
+
+def xl_unet(pooled: int, sizes: int = 6) -> Any:
+    return unet(
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        transformer_layers_per_block=(1, 1),
+        projection_class_embeddings_input_dim=pooled + sizes * 8,
+    )
+
+
+def sd_parts() -> dict[str, Any]:
+    return {
+        "unet": unet(),
+        "vae": kl_vae(shift_factor=None),
+        "scheduler": ddim(),
+        "text_encoder": None,
+        "tokenizer": None,
+        "safety_checker": None,
+        "feature_extractor": None,
+        "requires_safety_checker": False,
+    }
+
+
+def xl_parts() -> dict[str, Any]:
+    return {
+        "unet": xl_unet(pooled=32),
+        "vae": kl_vae(shift_factor=None),
+        "scheduler": diffusers.EulerDiscreteScheduler(
+            beta_start=0.00085,
+            beta_end=0.012,
+            beta_schedule="scaled_linear",
+            timestep_spacing="leading",
+            steps_offset=1,
+        ),
+        "text_encoder": None,
+        "tokenizer": None,
+        "text_encoder_2": None,
+        "tokenizer_2": None,
+        "add_watermarker": False,
+    }
+
+
+def sd3_parts() -> dict[str, Any]:
+    names = ("text_encoder", "tokenizer")
+    return {
+        "transformer": diffusers.SD3Transformer2DModel(
+            sample_size=SIDE,
+            patch_size=1,
+            in_channels=4,
+            num_layers=1,
+            attention_head_dim=8,
+            num_attention_heads=4,
+            joint_attention_dim=32,
+            caption_projection_dim=32,
+            pooled_projection_dim=64,
+            out_channels=4,
+        ),
+        "vae": kl_vae(),
+        "scheduler": flow(),
+    } | {f"{name}{number}": None for name in names for number in ("", "_2", "_3")}
+
+
+def flux_transformer(**settings: Any) -> Any:
+    return diffusers.FluxTransformer2DModel(
+        **{
+            "patch_size": 1,
+            "in_channels": 16,
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "attention_head_dim": 16,
+            "num_attention_heads": 2,
+            "joint_attention_dim": 32,
+            "pooled_projection_dim": 32,
+            "axes_dims_rope": (4, 4, 8),
+            "guidance_embeds": True,
+        }
+        | settings
+    )
+
+
+def flux_parts() -> dict[str, Any]:
+    return {
+        "transformer": flux_transformer(),
+        "vae": kl_vae(),
+        "scheduler": flow(),
+    } | dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+
+
+def flux_prompts(seed: int) -> Arguments:
+    return {
+        "prompt_embeds": random(seed, 1, 12, 32),
+        "pooled_prompt_embeds": random(seed + 9, 1, 32),
+    }
+
+
+def chroma_parts() -> dict[str, Any]:
+    return {
+        "transformer": diffusers.ChromaTransformer2DModel(
+            patch_size=1,
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=32,
+            axes_dims_rope=(4, 4, 8),
+            approximator_hidden_dim=32,
+            approximator_layers=1,
+            approximator_num_channels=16,
+        ),
+        "vae": kl_vae(),
+        "scheduler": flow(),
+        "text_encoder": None,
+        "tokenizer": None,
+    }
+
+
+def aura_parts() -> dict[str, Any]:
+    return {
+        "transformer": diffusers.AuraFlowTransformer2DModel(
+            sample_size=SIDE,
+            patch_size=2,
+            in_channels=4,
+            num_mmdit_layers=1,
+            num_single_dit_layers=1,
+            attention_head_dim=8,
+            num_attention_heads=4,
+            caption_projection_dim=32,
+            joint_attention_dim=32,
+            out_channels=4,
+            pos_embed_max_size=256,
+        ),
+        "vae": kl_vae(),
+        "scheduler": flow(),
+        "text_encoder": None,
+        "tokenizer": None,
+    }
+
+
+def pixart_parts() -> dict[str, Any]:
+    return {
+        "transformer": diffusers.PixArtTransformer2DModel(
+            sample_size=SIDE,
+            num_layers=1,
+            patch_size=2,
+            attention_head_dim=8,
+            num_attention_heads=3,
+            caption_channels=32,
+            in_channels=4,
+            cross_attention_dim=24,
+            out_channels=8,
+        ),
+        "vae": kl_vae(),
+        "scheduler": ddim(),
+        "text_encoder": None,
+        "tokenizer": None,
+    }
+
+
+def sana_parts() -> dict[str, Any]:
+    blocks = ("ResBlock", "EfficientViTBlock")
+    return {
+        "transformer": diffusers.SanaTransformer2DModel(
+            patch_size=1,
+            in_channels=4,
+            out_channels=4,
+            num_layers=1,
+            num_attention_heads=2,
+            attention_head_dim=4,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=4,
+            cross_attention_dim=8,
+            caption_channels=8,
+            sample_size=SIDE,
+        ),
+        "vae": diffusers.AutoencoderDC(
+            in_channels=3,
+            latent_channels=4,
+            attention_head_dim=2,
+            encoder_block_types=blocks,
+            decoder_block_types=blocks,
+            encoder_block_out_channels=(8, 8),
+            decoder_block_out_channels=(8, 8),
+            encoder_qkv_multiscales=((), (5,)),
+            decoder_qkv_multiscales=((), (5,)),
+            encoder_layers_per_block=(1, 1),
+            decoder_layers_per_block=(1, 1),
+            downsample_block_type="conv",
+            upsample_block_type="interpolate",
+            decoder_norm_types="rms_norm",
+            decoder_act_fns="silu",
+            scaling_factor=0.41407,
+        ),
+        "scheduler": flow(shift=7.0),
+        "text_encoder": None,
+        "tokenizer": None,
+    }
+
+
+def lumina_parts() -> dict[str, Any]:
+    return {
+        "transformer": diffusers.Lumina2Transformer2DModel(
+            sample_size=SIDE,
+            patch_size=2,
+            in_channels=4,
+            hidden_size=24,
+            num_layers=1,
+            num_attention_heads=3,
+            num_kv_heads=1,
+            multiple_of=16,
+            ffn_dim_multiplier=None,
+            scaling_factor=1.0,
+            axes_dim_rope=(4, 2, 2),
+            cap_feat_dim=8,
+        ),
+        "vae": kl_vae(),
+        "scheduler": flow(),
+        "text_encoder": None,
+        "tokenizer": None,
+    }
+
+
+def cogview_parts() -> dict[str, Any]:
+    return {
+        "transformer": diffusers.CogView4Transformer2DModel(
+            patch_size=2,
+            in_channels=4,
+            num_layers=1,
+            attention_head_dim=4,
+            num_attention_heads=4,
+            out_channels=4,
+            text_embed_dim=32,
+            time_embed_dim=8,
+            condition_dim=4,
+        ),
+        "vae": kl_vae(),
+        "scheduler": flow(
+            base_shift=0.25,
+            max_shift=0.75,
+            base_image_seq_len=256,
+            use_dynamic_shifting=True,
+            time_shift_type="linear",
+        ),
+        "text_encoder": None,
+        "tokenizer": None,
+    }
+
+
+def hunyuan_parts() -> dict[str, Any]:
+    return {
+        "transformer": diffusers.HunyuanDiT2DModel(
+            sample_size=16,
+            num_layers=2,
+            patch_size=2,
+            attention_head_dim=8,
+            num_attention_heads=3,
+            in_channels=4,
+            cross_attention_dim=32,
+            cross_attention_dim_t5=32,
+            pooled_projection_dim=16,
+            hidden_size=24,
+            text_len=12,
+            text_len_t5=12,
+        ),
+        "vae": kl_vae(),
+        "scheduler": ddim(),
+        "text_encoder": None,
+        "tokenizer": None,
+        "text_encoder_2": None,
+        "tokenizer_2": None,
+        "safety_checker": None,
+        "feature_extractor": None,
+        "requires_safety_checker": False,
+    }
+
+
+def hunyuan_prompts(seed: int) -> Arguments:
+    given: Arguments = {}
+    for at, sign in enumerate(("", "negative_")):
+        for number in ("", "_2"):
+            given[f"{sign}prompt_embeds{number}"] = random(seed + at + len(number), 1, 12, 32)
+            given[f"{sign}prompt_attention_mask{number}"] = torch.ones(1, 12, dtype=torch.long)
+    return given
+
+
+def z_image_parts() -> dict[str, Any]:
+    transformer = diffusers.ZImageTransformer2DModel(
+        all_patch_size=(2,),
+        all_f_patch_size=(1,),
+        in_channels=4,
+        dim=32,
+        n_layers=1,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=32,
+        axes_dims=[8, 4, 4],
+        axes_lens=[256, 32, 32],
+        t_scale=1000.0,
+    )
+    # They are made without contents.
+    transformer.x_pad_token.data.fill_(1)
+    transformer.cap_pad_token.data.fill_(1)
+    return {
+        "transformer": transformer,
+        "vae": kl_vae(),
+        "scheduler": flow(),
+        "text_encoder": None,
+        "tokenizer": None,
+    }
+
+
+def z_image_prompts(seed: int) -> Arguments:
+    return {
+        "prompt_embeds": [random(seed, 9 + seed % 3, 32)],
+        "negative_prompt_embeds": [random(seed + 50, 9, 32)],
+    }
+
+
+def qwen_parts() -> dict[str, Any]:
+    return {
+        "transformer": diffusers.QwenImageTransformer2DModel(
+            patch_size=2,
+            in_channels=16,
+            out_channels=4,
+            num_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=16,
+            guidance_embeds=False,
+            axes_dims_rope=(8, 4, 4),
+        ),
+        "vae": diffusers.AutoencoderKLQwenImage(
+            base_dim=8,
+            z_dim=4,
+            dim_mult=[1, 2, 4],
+            num_res_blocks=1,
+            temperal_downsample=[False, True],
+            latents_mean=[0.0] * 4,
+            latents_std=[1.0] * 4,
+        ),
+        "scheduler": flow(),
+        "text_encoder": None,
+        "tokenizer": None,
+    }
+
+
+def qwen_prompts(seed: int) -> Arguments:
+    return {
+        "prompt_embeds": random(seed, 1, 12, 16),
+        "prompt_embeds_mask": torch.ones(1, 12, dtype=torch.long),
+        "negative_prompt_embeds": random(seed + 50, 1, 12, 16),
+        "negative_prompt_embeds_mask": torch.ones(1, 12, dtype=torch.long),
+    }
+
+
+def flux2_parts(*, guidance_embeds: bool) -> dict[str, Any]:
+    return {
+        "transformer": diffusers.Flux2Transformer2DModel(
+            patch_size=1,
+            in_channels=4,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=16,
+            timestep_guidance_channels=256,
+            axes_dims_rope=(4, 4, 4, 4),
+            guidance_embeds=guidance_embeds,
+        ),
+        "vae": diffusers.AutoencoderKLFlux2(
+            sample_size=SIDE,
+            down_block_types=("DownEncoderBlock2D",),
+            up_block_types=("UpDecoderBlock2D",),
+            block_out_channels=(4,),
+            layers_per_block=1,
+            latent_channels=1,
+            norm_num_groups=1,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+        ),
+        "scheduler": flow(),
+        "text_encoder": None,
+        "tokenizer": None,
+    }
+
+
+def lcm_parts() -> dict[str, Any]:
+    return sd_parts() | {
+        "unet": unet(time_cond_proj_dim=32),
+        "scheduler": diffusers.LCMScheduler(
+            beta_start=0.00085,
+            beta_end=0.012,
+            beta_schedule="scaled_linear",
+            clip_sample=False,
+            set_alpha_to_one=False,
+        ),
+    }
+
+
+def kolors_parts() -> dict[str, Any]:
+    return {
+        "unet": xl_unet(pooled=32),
+        "vae": kl_vae(shift_factor=None),
+        "scheduler": xl_parts()["scheduler"],
+        "text_encoder": None,
+        "tokenizer": None,
+        "image_encoder": None,
+        "feature_extractor": None,
+    }
+
+
+def hidream_parts() -> dict[str, Any]:
+    names = ("text_encoder", "tokenizer")
+    return {
+        "transformer": diffusers.HiDreamImageTransformer2DModel(
+            patch_size=2,
+            in_channels=4,
+            out_channels=4,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=8,
+            num_attention_heads=4,
+            caption_channels=[32, 16],
+            text_emb_dim=64,
+            num_routed_experts=4,
+            num_activated_experts=2,
+            axes_dims_rope=(4, 2, 2),
+            max_resolution=(32, 32),
+            llama_layers=(0, 1),
+        ),
+        "vae": kl_vae(),
+        "scheduler": flow(),
+    } | {f"{name}{number}": None for name in names for number in ("", "_2", "_3", "_4")}
+
+
+def hidream_prompts(seed: int) -> Arguments:
+    given: Arguments = {}
+    for at, sign in enumerate(("", "negative_")):
+        given[f"{sign}prompt_embeds_t5"] = random(seed + at, 1, 12, 32)
+        given[f"{sign}prompt_embeds_llama3"] = random(seed + at, 2, 1, 12, 16)
+        given[f"{sign}pooled_prompt_embeds"] = random(seed + at, 1, 64)
+    return given
+
+
+def ovis_parts() -> dict[str, Any]:
+    return {
+        "transformer": diffusers.OvisImageTransformer2DModel(
+            patch_size=1,
+            in_channels=16,
+            out_channels=16,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=32,
+            axes_dims_rope=(4, 4, 8),
+        ),
+        "vae": kl_vae(),
+        "scheduler": flow(),
+        "text_encoder": None,
+        "tokenizer": None,
+    }
+
+
+def prompts_only(width: int) -> Callable[[int], Arguments]:
+    return lambda seed: {"prompt_embeds": random(seed, 1, 12, width)}
+
+
+def klein_prompts(seed: int) -> Arguments:
+    return {
+        "prompt_embeds": random(seed, 1, 12, 16),
+        "negative_prompt_embeds": random(seed + 50, 1, 12, 16),
+    }
+
+
+SD = "StableDiffusion"
+FAMILIES: dict[str, Family] = {
+    "stable-diffusion": Family(
+        sd_parts,
+        with_negative(32),
+        (f"{SD}Pipeline", f"{SD}Img2ImgPipeline", f"{SD}InpaintPipeline"),
+        {"guidance_scale": 3.0},
+    ),
+    "sdxl": Family(
+        xl_parts,
+        with_negative(32, pooled=32),
+        (f"{SD}XLPipeline", f"{SD}XLImg2ImgPipeline", f"{SD}XLInpaintPipeline"),
+        {"guidance_scale": 3.0},
+    ),
+    "sd3": Family(
+        sd3_parts,
+        with_negative(32, pooled=64),
+        (f"{SD}3Pipeline", f"{SD}3Img2ImgPipeline", f"{SD}3InpaintPipeline"),
+        {"guidance_scale": 3.0},
+    ),
+    "flux": Family(
+        flux_parts, flux_prompts, ("FluxPipeline", "FluxImg2ImgPipeline", "FluxInpaintPipeline")
+    ),
+    "flux-kontext": Family(
+        flux_parts,
+        flux_prompts,
+        ("FluxKontextPipeline",),
+        {"max_area": SIDE * SIDE, "_auto_resize": False},
+    ),
+    "flux2": Family(
+        lambda: flux2_parts(guidance_embeds=True), prompts_only(16), ("Flux2Pipeline",)
+    ),
+    "flux2-klein": Family(
+        lambda: flux2_parts(guidance_embeds=False), klein_prompts, ("Flux2KleinPipeline",)
+    ),
+    "chroma": Family(
+        chroma_parts,
+        with_negative(32, masks=True),
+        ("ChromaPipeline", "ChromaImg2ImgPipeline"),
+        {"guidance_scale": 3.0},
+    ),
+    "aura-flow": Family(
+        aura_parts, with_negative(32, masks=True), ("AuraFlowPipeline",), {"guidance_scale": 3.0}
+    ),
+    "pixart-sigma": Family(
+        pixart_parts,
+        with_negative(32, masks=True),
+        ("PixArtSigmaPipeline",),
+        {"use_resolution_binning": False, "negative_prompt": None},
+    ),
+    "sana": Family(
+        sana_parts,
+        with_negative(8, masks=True),
+        ("SanaPipeline",),
+        {"use_resolution_binning": False, "negative_prompt": None},
+    ),
+    "lumina2": Family(lumina_parts, with_negative(8, masks=True), ("Lumina2Pipeline",)),
+    "cogview4": Family(cogview_parts, with_negative(32), ("CogView4Pipeline",)),
+    "hunyuan-dit": Family(
+        hunyuan_parts,
+        hunyuan_prompts,
+        ("HunyuanDiTPipeline",),
+        {"use_resolution_binning": False},
+    ),
+    "z-image": Family(
+        z_image_parts,
+        z_image_prompts,
+        ("ZImagePipeline", "ZImageImg2ImgPipeline", "ZImageInpaintPipeline"),
+        {"guidance_scale": 3.0},
+    ),
+    "qwen-image": Family(
+        qwen_parts,
+        qwen_prompts,
+        ("QwenImagePipeline", "QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline"),
+        {"true_cfg_scale": 3.0},
+    ),
+    "lcm": Family(
+        lcm_parts,
+        prompts_only(32),
+        ("LatentConsistencyModelPipeline", "LatentConsistencyModelImg2ImgPipeline"),
+    ),
+    "kolors": Family(
+        kolors_parts,
+        with_negative(32, pooled=32),
+        ("KolorsPipeline", "KolorsImg2ImgPipeline"),
+    ),
+    "hidream": Family(hidream_parts, hidream_prompts, ("HiDreamImagePipeline",)),
+    "ovis-image": Family(ovis_parts, klein_prompts, ("OvisImagePipeline",)),
+}
