@@ -8,7 +8,7 @@ import inspect
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import diffusers
 import pytest
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.workers.models.tiny_families import FAMILIES, SIDE, Family, random
 from workers.models.base import OutOfMemory
 from workers.models.image.hub import Hub, PlainBatching, StuckError
-from workers.models.image.own_pipeline import Interception
+from workers.models.image.own_pipeline import Interception, state_of
 
 pytestmark = [pytest.mark.slow(about_s=90), pytest.mark.filterwarnings("ignore")]
 
@@ -356,6 +356,51 @@ def test_what_one_pipeline_sets_around_its_calls_reaches_no_other(
     assert {one.dtype for one in sd.pipeline.components.values() if hasattr(one, "dtype")} == {
         torch.float32
     }
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("StableDiffusionPAGPipeline", True), ("StableDiffusionPipeline", False)],
+)
+def test_pipelines_that_change_modules_around_their_calls_are_known(
+    kind: str, changes: bool
+) -> None:
+    tiny = make("stable-diffusion", kind)
+    hub = Hub()
+    before = state_of(tiny.pipeline)
+    hub.add(0, tiny.drawer(Interception(hub).own, 0, 4))
+    hub.step()
+    assert (state_of(tiny.pipeline) != before) == changes
+    hub.drop(0)
+
+
+def test_results_that_can_not_be_split_are_computed_one_by_one() -> None:
+    class Opaque:
+        pass
+
+    class Remembering(diffusers.ModelMixin):  # type: ignore[misc]
+        def forward(self, sample: torch.Tensor) -> Any:
+            seen.append(len(sample))
+            return sample + 1, Opaque()
+
+    seen: list[int] = []
+    hub = Hub()
+    interception = Interception(hub)
+    module = Remembering()
+
+    class Pipeline:
+        components: ClassVar[dict[str, Any]] = {"unet": module}
+
+    def draw(at: int) -> Any:
+        mine = interception.own(Pipeline())
+        sample = torch.full((1, 2), float(at))
+        for _ in range(2):
+            sample, _ = mine.unet(sample)
+        return float(sample[0, 0])
+
+    results = run(hub, {at: (0, partial(draw, at)) for at in range(2)})
+    assert results == {0: 2.0, 1: 3.0}
+    assert seen == [2, 1, 1, 1, 1]
 
 
 def test_a_pipeline_that_exits_ends_alone(sd: Tiny) -> None:

@@ -345,6 +345,35 @@ def test_image_of_nan_fails_alone(
     assert isinstance(results[2], ImageResult)
 
 
+def test_images_of_a_pipeline_that_changes_modules_are_drawn_one_at_a_time(
+    catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, tmp_path: Path
+) -> None:
+    """Perturbed attention sets processors, and sets them back when an image ends."""
+    for part in tiny_folder.iterdir():
+        (tmp_path / part.name).symlink_to(part)
+    index = json.loads((tiny_folder / "model_index.json").read_text())
+    (tmp_path / "model_index.json").unlink()
+    name = {"_class_name": "StableDiffusionPAGPipeline"}
+    (tmp_path / "model_index.json").write_text(json.dumps(index | name))
+    model = own_model(catalog, tmp_path)
+    assert not model.runs_alone
+    model.warmup()
+    assert model.runs_alone
+    values = [msgspec.structs.replace(TEXT, seed=seed, steps=3) for seed in range(3)]
+    alone = [run(model, tiny_preparer, [(0, value)])[0] for value in values]
+    for slot, value in enumerate(values):
+        model.admit(slot, prepared(tiny_preparer, value))
+    assert model.step().waiting == [1, 2]
+    model.drop(1)
+    results: dict[int, Any] = {}
+    while len(results) < 2:
+        results |= model.step().results
+    for slot in (0, 2):
+        expected = alone[slot]
+        assert isinstance(expected, ImageResult)
+        assert difference(results[slot], expected) == 0
+
+
 @pytest.mark.parametrize(
     ("join", "pipeline", "joins"),
     [

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from transformers import Cache
 
 _TIMES = frozenset({"timestep", "timesteps", "t"})
 """Names that denoisers have for the timestep."""
@@ -22,6 +23,10 @@ _UNUSED = frozenset({"generator"})
 """Parameters that no decoder reads but ConsistencyDecoderVAE. Each item has its own generator."""
 _LIMIT_DIGESTS = 64
 """Digests that an item keeps. A denoiser has a handful of constant tensors."""
+
+
+class UnsplittableError(Exception):
+    """The results of joined calls have something that can't be split by rows."""
 
 
 class Digests:
@@ -245,7 +250,11 @@ def _joined(values: Sequence[Any], first: Call) -> Any:
 
 
 def split(output: Any, batch: Batch) -> list[Any]:
-    """Returns the results of each call of a batch, from those of all rows."""
+    """Returns the results of each call of a batch, from those of all rows.
+
+    Raises:
+        UnsplittableError: they have something else than rows, such as a cache of one's own.
+    """
     if len(batch.calls) == 1 and batch.rows == batch.calls[0].rows:
         return [output]
     results, at = [], 0
@@ -274,7 +283,12 @@ def _cut(value: Any, begin: int, end: int, rows: int) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         named = {one.name: getattr(value, one.name) for one in fields(value)}
         return type(value)(**{name: _cut(one, begin, end, rows) for name, one in named.items()})
-    return value
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Cache):
+        # Text encoders return the keys and values of all rows, which no pipeline asks for.
+        return None
+    raise UnsplittableError(type(value).__name__)
 
 
 def _is_of_rows(value: Any, rows: int) -> bool:

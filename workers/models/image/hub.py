@@ -1,9 +1,10 @@
 """Runs many pipelines at a time, unmodified, and computes their calls of shared modules together.
 
 Each item runs in a greenlet. When its pipeline calls a module that all items share, the greenlet
-hands the call to the hub and stops. The hub joins the calls of all items that fit together, computes
-them at once, and lets each item go on with its own rows. So items join and leave between any two
-calls, whatever their schedulers, numbers of steps and tasks, and each draws what it draws alone.
+hands the call to the hub and stops. The hub joins the calls of all items that fit together,
+computes them at once, and resumes each item with its own rows. So items join and leave between any
+two calls, whatever their schedulers, numbers of steps and tasks, and each draws what it draws
+alone.
 
 All of it is on one thread: compiled graphs and CUDA graphs stay valid, and so do gradient modes.
 """
@@ -24,7 +25,7 @@ import torch
 from shared.errors import ModelFailed
 from workers.models.base import OutOfMemory
 from workers.models.device import memory_errors
-from workers.models.image.calls import Call, Digests, Part, join, split
+from workers.models.image.calls import Call, Digests, Part, UnsplittableError, join, split
 
 PYTHON_LIMIT_S = 60.0
 """How long a pipeline may compute between two calls. A scheduler takes about a millisecond."""
@@ -249,6 +250,11 @@ class Hub:
             elif self._batching.spare_memory(call.part):
                 self._compute(runs)
                 return
+        if isinstance(error, UnsplittableError):
+            self._limits.forbid(call)
+            for run in runs:
+                self._compute([run])
+            return
         if len(runs) == 1:
             self._resume(runs[0], error=error)
             return
@@ -314,11 +320,13 @@ class _RowLimits:
     def __init__(self) -> None:
         self._rows: dict[Hashable, int] = {}
         self._successes: dict[Hashable, int] = {}
+        self._alone: set[Hashable] = set()
 
     def cut(self, runs: Sequence[Run]) -> Iterator[list[Run]]:
         """Cuts runs of one key into parts that fit."""
         assert runs[0].call is not None
-        most = self._rows.get(runs[0].call.key)
+        key = runs[0].call.key
+        most = 0 if key in self._alone else self._rows.get(key)
         part: list[Run] = []
         rows = 0
         for run in runs:
@@ -336,6 +344,10 @@ class _RowLimits:
             self._rows.clear()
         self._rows[calls[0].key] = max(1, sum(call.rows for call in calls) // 2)
         self._successes[calls[0].key] = 0
+
+    def forbid(self, call: Call) -> None:
+        """Lets calls of a kind be computed one by one from now on."""
+        self._alone.add(call.key)
 
     def note_success(self, calls: Sequence[Call]) -> None:
         """Raises the limit again after a while: others may have used the memory."""

@@ -32,7 +32,7 @@ from workers.models.image.folders_beside import control_folders, ip_adapter_file
 from workers.models.image.guides import Controls, IpAdapters
 from workers.models.image.hub import Hub
 from workers.models.image.options import OptionCheck
-from workers.models.image.own_pipeline import Interception
+from workers.models.image.own_pipeline import Interception, state_of
 from workers.models.image.pipeline import denoiser_of, load_pipelines
 from workers.models.image.plan import capability_of, plan_for
 from workers.models.image.prompts import Prompts
@@ -51,6 +51,10 @@ _WARMUP_STEPS = 4
 _ENCODED_AT_ONCE = 128 * 128
 """Pixels of an image whose PNG takes less than a millisecond, and no thread."""
 _PNG_THREADS = 4
+
+_ALONE: dict[type, bool] = {}
+"""Whether the pipelines of a class change shared modules around their calls, as those of PAG do.
+Found out when a model warms up, which on a CPU it does only once."""
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +117,11 @@ class ImageModel:
     def _text_to_image(self) -> Any:
         return self._pipelines.for_text
 
+    @property
+    def runs_alone(self) -> bool:
+        """Whether items are drawn one at a time."""
+        return _ALONE.get(type(self._text_to_image), False)
+
     def _check_entry(self) -> None:
         """Validates that the pipeline can draw what the entry says.
 
@@ -158,6 +167,7 @@ class ImageModel:
 
         Compiles as many batch sizes as time allows, and keeps what it compiled for other workers.
         """
+        self._find_out_if_alone()
         began_s = time.monotonic()
         seconds: dict[int, float] = {}
         for size in self._plan.batch_sizes if self._plan.is_compiled else (1,):
@@ -178,6 +188,21 @@ class ImageModel:
             self._warm([self._usual_item(from_image=True)])
         if self._kernels is not None:
             self._kernels.keep()
+
+    def _find_out_if_alone(self) -> None:
+        """Draws the first step of an image, and looks at what its pipeline has changed."""
+        pipeline = self._text_to_image
+        before = state_of(pipeline)
+        with torch.inference_mode(), memory_errors():
+            self._begin(0, self._usual_item(from_image=not self._pipelines.draws_text))
+            self._advance()
+            _ALONE[type(pipeline)] = state_of(pipeline) != before
+        self.drop(0)
+        if self.runs_alone:
+            log.warning(
+                "images are drawn one at a time: the pipeline changes modules while it draws",
+                extra={"pipeline": type(pipeline).__name__},
+            )
 
     def _usual_item(self, *, from_image: bool) -> PreparedImage:
         usual = self._entry.image
@@ -262,7 +287,9 @@ class ImageModel:
     def _draw_all(
         self, items: Sequence[PreparedImage], on_step: OnStep
     ) -> list[Result | PenstockError]:
-        """Draws items from their beginning to their end, all at a time."""
+        """Draws items from their beginning to their end, all at a time unless they can't."""
+        if self.runs_alone and len(items) > 1:
+            return [outcome for item in items for outcome in self._draw_all([item], on_step)]
         outcomes: dict[int, Result | PenstockError] = {}
         reported = 0
         try:

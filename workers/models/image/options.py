@@ -14,7 +14,7 @@ from workers.models.image.drawing import parameters_of
 from workers.models.image.pipeline import LoadedPipelines
 
 _GUIDED_WITHOUT_A_PROMPT = 1.0
-"""The `true_cfg_scale` of pipelines that ignore a negative prompt unless they are told otherwise."""
+"""The default `true_cfg_scale` of pipelines that ignore negative prompts."""
 
 
 class OptionCheck:

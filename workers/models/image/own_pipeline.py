@@ -85,6 +85,24 @@ class Shared:
         return getattr(module, name)
 
 
+def state_of(pipeline: Any) -> tuple[Any, ...]:
+    """Returns what pipelines may change on modules around their calls: hooks and processors.
+
+    If it changes while an item is drawn, its pipeline can't share the modules with others.
+    """
+    return tuple(
+        (
+            id(getattr(part, "processor", None)),
+            len(part._forward_hooks),
+            len(part._forward_pre_hooks),
+            "forward" in vars(part),
+        )
+        for module in pipeline.components.values()
+        if isinstance(module, torch.nn.Module)
+        for part in module.modules()
+    )
+
+
 def is_denoiser(name: str, module: Any) -> bool:
     """Returns whether a component of a pipeline is what its steps call."""
     if not isinstance(module, ModelMixin) or hasattr(module, "decode"):

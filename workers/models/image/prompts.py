@@ -168,4 +168,3 @@ def _filled(shape: _Shape, parts: Sequence[torch.Tensor]) -> Any:
     if isinstance(shape, list):
         return shape[0](_filled(one, parts) for one in shape[1])
     return shape
-

@@ -169,9 +169,9 @@ class RowBatching:
         return output
 
     def _guided(self, call: Call, output: Any) -> Any:
-        """What a pipeline makes its noise of, so that it becomes what the item asks for.
+        """Returns two rows of which the pipeline makes the noise that the item asks for.
 
-        Pipelines compute `without + scale * (with - without)`. Of two equal rows they make that row.
+        Pipelines compute `without + scale * (with - without)`, which of equal rows is that row.
         """
         drawing: Drawing = call.owner
         if call.is_halved:

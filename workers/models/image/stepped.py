@@ -17,6 +17,12 @@ class SteppedImageModel(ImageModel):
     takes_adapters = True
     takes_guides = True
 
+    def setup(self) -> None:
+        """Loads the pipeline."""
+        super().setup()
+        self._queued: dict[int, PreparedImage] = {}
+        """Those that wait until the one before has ended, if images are drawn one at a time."""
+
     def admit(self, slot: int, item: PreparedItem) -> None:
         """Takes an item in. It begins at the next step, or once its adapter is read."""
         assert isinstance(item, PreparedImage), "the preparer of images makes them; this is a bug"
@@ -25,7 +31,15 @@ class SteppedImageModel(ImageModel):
         if not self.adapters.holds_back(slot, item):
             self._begin_stepping(slot, item)
 
+    def drop(self, slot: int) -> None:
+        """Forgets an item."""
+        self._queued.pop(slot, None)
+        super().drop(slot)
+
     def _begin_stepping(self, slot: int, item: PreparedImage) -> None:
+        if self.runs_alone and self._drawings:
+            self._queued[slot] = item
+            return
         with torch.inference_mode(), self.settled():
             self._begin(slot, item)
 
@@ -62,7 +76,10 @@ class SteppedImageModel(ImageModel):
                     end.preempted.append(slot)
                 else:
                     end.results[slot] = error
-        end.waiting += self.adapters.waiting
+        if self._queued and not self._drawings:
+            slot = next(iter(self._queued))
+            self._begin_stepping(slot, self._queued.pop(slot))
+        end.waiting += [*self.adapters.waiting, *self._queued]
 
     def take_chunks(self) -> dict[int, TokenChunk]:
         """None: only texts have them."""
