@@ -8,7 +8,7 @@ import inspect
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import diffusers
 import pytest
@@ -88,7 +88,9 @@ def make(name: str, kind: str, dtype: torch.dtype = torch.float32) -> Tiny:
     family, made = FAMILIES[name], getattr(diffusers, kind)
     known = inspect.signature(made.__init__).parameters
     parts = {part: value for part, value in family.parts().items() if part in known}
-    pipeline = made(**parts).to(dtype)
+    pipeline = made(**parts)
+    if dtype != torch.float32:
+        pipeline.to(dtype)
     pipeline.set_progress_bar_config(disable=True)
     for part in pipeline.components.values():
         if isinstance(part, torch.nn.Module):
@@ -140,7 +142,16 @@ def test_items_draw_together_what_they_draw_alone(name: str, kind: str) -> None:
     )
     for seed, (_, steps) in plan.items():
         assert difference(results[seed], tiny.alone(seed, steps)) <= TOLERANCE
-    assert counter.most == 3, "calls were not shared"
+    assert counter.most >= 3, "calls were not shared"
+
+
+class Bare:
+    """A pipeline of these components, and no more."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, components: Mapping[str, Any]) -> None:
+        self.components = components
 
 
 class Counting(PlainBatching):
@@ -388,11 +399,10 @@ def test_results_that_can_not_be_split_are_computed_one_by_one() -> None:
     interception = Interception(hub)
     module = Remembering()
 
-    class Pipeline:
-        components: ClassVar[dict[str, Any]] = {"unet": module}
+    pipeline = Bare({"unet": module})
 
     def draw(at: int) -> Any:
-        mine = interception.own(Pipeline())
+        mine = interception.own(pipeline)
         sample = torch.full((1, 2), float(at))
         for _ in range(2):
             sample, _ = mine.unet(sample)
@@ -448,13 +458,9 @@ def test_calls_of_different_constants_are_not_joined() -> None:
             seen.append(len(sample))
             return sample * factor + grid.sum()
 
-    class Pipeline:
-        def __init__(self) -> None:
-            self.components = {"unet": Adding()}
-
     hub = Hub()
     interception = Interception(hub)
-    pipeline = Pipeline()
+    pipeline = Bare({"unet": Adding()})
     grids = [torch.ones(3), torch.ones(3), torch.zeros(3)]
 
     def draw(at: int) -> Callable[[], Any]:

@@ -143,6 +143,10 @@ def test_images_without_an_ip_adapter_are_those_of_a_model_without_any(
 ) -> None:
     assert isinstance(family.model, SteppedImageModel)
     values = [GUIDED, *OTHERS]
+    for value in values:
+        # Prompts are encoded together too, unless they are kept.
+        for model in (family.model, drawing.model):
+            drawn(model, family.preparer, [value])
     usual = drawn(family.model, family.preparer, values)
     # Images of the same size are in one call, so they are as many in both.
     for one, other in zip(drawing.together(*values), usual, strict=True):

@@ -134,7 +134,7 @@ class Call:
     def _kind(self, value: Any, digests: Digests) -> Hashable:
         """What must be equal in two values for them to be joined."""
         if isinstance(value, torch.Tensor):
-            if value.dim() and len(value) == self.rows:
+            if value.dim() and value.shape[0] == self.rows:
                 return value.dtype, tuple(value.shape[1:])
             return value.dtype, tuple(value.shape), digests.of(value)
         if value is None or isinstance(value, bool | int | float | str):
@@ -185,7 +185,7 @@ def _times(value: Any, rows: int) -> Any:
 def _map_rows(value: Any, rows: int, change: Callable[[Any], Any]) -> Any:
     """Changes the tensors of a value that have a row for each of `rows`."""
     if isinstance(value, torch.Tensor):
-        return change(value) if value.dim() and len(value) == rows else value
+        return change(value) if value.dim() and value.shape[0] == rows else value
     if isinstance(value, Mapping):
         return {name: _map_rows(one, rows, change) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -237,8 +237,8 @@ def _device_of(values: Mapping[str, Any]) -> torch.device:
 def _joined(values: Sequence[Any], first: Call) -> Any:
     value = values[0]
     if isinstance(value, torch.Tensor):
-        if len(values) > 1 and value.dim() and len(value) == first.rows:
-            return torch.cat(values)
+        if len(values) > 1 and value.dim() and value.shape[0] == first.rows:
+            return torch.cat(list(values))
         return value
     if isinstance(value, Mapping):
         return {name: _joined([one[name] for one in values], first) for name in value}
@@ -266,7 +266,7 @@ def split(output: Any, batch: Batch) -> list[Any]:
 
 def _cut(value: Any, begin: int, end: int, rows: int) -> Any:
     if isinstance(value, torch.Tensor):
-        return value[begin:end] if value.dim() and len(value) == rows else value
+        return value[begin:end] if value.dim() and value.shape[0] == rows else value
     if isinstance(value, DiagonalGaussianDistribution):
         parameters: torch.Tensor = value.parameters
         return DiagonalGaussianDistribution(parameters[begin:end], value.deterministic)

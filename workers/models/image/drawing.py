@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -84,14 +84,18 @@ class Drawing:
             given |= {"image": sources_on(device, [item]), "strength": item.strength}
         if item.mask is not None:
             given["mask_image"] = _squares(item, self.pipeline.vae_scale_factor)
-        known = parameters_of(type(self.pipeline))
+        known = parameters_of(self.pipeline)
         # What a pipeline lacks and an item asks for is refused before.
         return {name: value for name, value in given.items() if name in known}
 
 
+def parameters_of(pipeline: Any) -> Mapping[str, inspect.Parameter]:
+    """What a pipeline can be called with, by name."""
+    return _parameters_of(cast("Hashable", type(pipeline)))
+
+
 @lru_cache(maxsize=256)
-def parameters_of(kind: Any) -> Mapping[str, inspect.Parameter]:
-    """What a class of pipelines can be called with, by name."""
+def _parameters_of(kind: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(kind.__call__).parameters
 
 

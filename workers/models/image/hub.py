@@ -86,7 +86,7 @@ class PlainBatching:
         return False
 
 
-class Run(greenlet.greenlet):
+class Run:
     """A pipeline that runs.
 
     Args:
@@ -97,7 +97,6 @@ class Run(greenlet.greenlet):
     """
 
     def __init__(self, hub: Hub, name: int, draw: Callable[[], Any], owner: Any) -> None:
-        super().__init__()
         self.hub = hub
         self.name = name
         self.owner = owner
@@ -106,9 +105,10 @@ class Run(greenlet.greenlet):
         self.digests = Digests()
         self.autocast = _NO_AUTOCAST
         self._draw = draw
+        self.greenlet: Any = greenlet.greenlet(self._run)
+        self.greenlet.image_run = self
 
-    def run(self) -> Any:
-        """Runs the pipeline to its end."""
+    def _run(self) -> Any:
         with memory_errors():
             return self._draw()
 
@@ -190,12 +190,12 @@ class Hub:
 
     def ask(self, part: Part, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Called by pipelines instead of a part. Returns the results of their own rows."""
-        run = greenlet.getcurrent()
-        if not isinstance(run, Run) or run.hub is not self:
+        run: Run | None = getattr(greenlet.getcurrent(), "image_run", None)
+        if run is None or run.hub is not self:
             return part.compute(*args, **kwargs)
         call = Call(part, args, kwargs, run.digests, run.owner)
         self._batching.prepare(call)
-        return run.parent.switch(call)
+        return run.greenlet.parent.switch(call)
 
     def _settle(self) -> None:
         """Computes what is not of the denoiser, until all items wait for that or have ended."""
@@ -269,15 +269,15 @@ class Hub:
         self._watchdog.begin()
         try:
             if error is not None:
-                outcome = run.throw(error)
+                outcome = run.greenlet.throw(error)
             else:
-                outcome = run.switch() if run.call is None else run.switch(value)
+                outcome = run.greenlet.switch(*([] if run.call is None else [value]))
         except (Exception, SystemExit) as raised:
             outcome = _as_failure(raised)
         finally:
             self._watchdog.end()
             run.autocast = _take_autocast()
-        if run.dead:
+        if run.greenlet.dead:
             self._runs.pop(run.name, None)
             self._ended[run.name] = outcome
         else:
@@ -290,7 +290,7 @@ class Hub:
         try:
             # A pipeline that goes on in spite of it is left where it is.
             with contextlib.suppress(Exception, SystemExit):
-                run.throw()
+                run.greenlet.throw()
         finally:
             self._watchdog.end()
             _take_autocast()

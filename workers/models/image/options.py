@@ -26,7 +26,7 @@ class OptionCheck:
 
     def takes(self, item: PreparedImage, name: str) -> bool:
         """Returns whether the pipeline of an item can be called with an argument."""
-        return name in parameters_of(type(self._pipelines.of(item)))
+        return name in parameters_of(self._pipelines.of(item))
 
     def refusal(self, item: PreparedImage) -> BadInput | None:
         """Returns why no pipeline of the model can draw an item. None if one can."""
@@ -57,7 +57,7 @@ class OptionCheck:
         return None
 
     def _has_effect(self, name: str) -> bool:
-        known = parameters_of(type(self._pipelines.for_text))
+        known = parameters_of(self._pipelines.for_text)
         if name == "negative_prompt" and (scale := known.get("true_cfg_scale")) is not None:
             return name in known and bool(scale.default > _GUIDED_WITHOUT_A_PROMPT)
         return name in known

@@ -8,9 +8,9 @@ compiled, quantized and moved as before.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Hashable, Mapping
+from functools import lru_cache, partial
+from typing import Any, cast
 
 import torch
 from diffusers import ModelMixin
@@ -53,10 +53,14 @@ class Shared:
             _shift=shift,
             **{name: partial(self._ask_vae, part) for name, part in parts.items() if name},
         )
+        for name in ("device", "dtype"):
+            # To find them, modules look at each of their parts.
+            if hasattr(module, name):
+                self.__dict__[name] = getattr(module, name)
         if settings:
             self.__dict__["config"] = FrozenDict({**module.config, **settings})
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """That of the module, which pipelines ask about."""
         return type(self.__dict__["_module"])
@@ -70,7 +74,7 @@ class Shared:
     def _ask_vae(self, part: Part, images: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(images, torch.Tensor) and images.is_floating_point():
             # A VAE may be in fp32 beside a denoiser in 16 bits.
-            images = images.to(self._module.dtype)
+            images = images.to(self.dtype)
             if self._shift and part.name.endswith(".decode"):
                 images = images + self._shift
         return self._ask(part, (images, *args), kwargs)
@@ -110,6 +114,24 @@ def is_denoiser(name: str, module: Any) -> bool:
     return not any(word in name for word in ("controlnet", "encoder", "connector", "adapter"))
 
 
+@lru_cache(maxsize=256)
+def _own_kind(kind: Any) -> Any:
+    """A class of pipelines whose items do not look for offloaded modules in all of their parts."""
+
+    def device_of(pipeline: Any) -> Any:
+        return pipeline._own_device
+
+    def free_nothing(pipeline: Any) -> None:
+        """No module of a model that is shared is offloaded by an item."""
+
+    own = {
+        "device": property(device_of),
+        "_execution_device": property(device_of),
+        "maybe_free_model_hooks": free_nothing,
+    }
+    return type(kind.__name__, (kind,), own)
+
+
 class Interception:
     """Makes pipelines for items whose modules call a hub.
 
@@ -130,6 +152,8 @@ class Interception:
             scheduler: of the item. None: a new one with the settings of the pipeline's.
         """
         mine = copy.copy(pipeline)
+        object.__setattr__(mine, "_own_device", pipeline.device)
+        mine.__class__ = _own_kind(cast("Hashable", type(pipeline)))
         # Pipelines write what is set otherwise into their settings, which all copies share.
         for name, shared in self._stand_ins(pipeline).items():
             object.__setattr__(mine, name, shared)

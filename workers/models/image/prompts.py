@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -56,7 +56,7 @@ class _CountingTokenizer:
     def __init__(self, tokenizer: Any, lost: LostTokens) -> None:
         self.__dict__.update(_tokenizer=tokenizer, _lost=lost)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self.__dict__["_tokenizer"])
 
@@ -79,7 +79,7 @@ class Prompts:
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept = KeptEncodings[Hashable](kept_bytes)
-        self._shapes: dict[Hashable, tuple[_Shape, int | None]] = {}
+        self._shapes: dict[Hashable, tuple[_Shape, dict[str, int]]] = {}
 
     def intercept(self, pipeline: Any, variant: str = "") -> LostTokens:
         """Lets the pipeline of an item use what is kept.
@@ -93,7 +93,7 @@ class Prompts:
             What its prompts lose, once they are encoded.
         """
         lost = LostTokens()
-        for name in _tokenizer_names(type(pipeline)):
+        for name in _tokenizer_names(cast("Hashable", type(pipeline))):
             if (tokenizer := getattr(pipeline, name, None)) is not None:
                 object.__setattr__(pipeline, name, _CountingTokenizer(tokenizer, lost))
         encode = getattr(pipeline, _METHOD, None)

@@ -179,7 +179,7 @@ class RowBatching:
         item = drawing.item
         if call.rows != 2 or not item.guidance_rescale:
             return output
-        if "guidance_rescale" in parameters_of(type(drawing.pipeline)):
+        if "guidance_rescale" in parameters_of(drawing.pipeline):
             return output
         without, with_prompt = output[0].chunk(2)
         noise = without + item.guidance_scale * (with_prompt - without)

@@ -102,8 +102,8 @@ class HostCopy:
     """[items, height, width, 3], uint8."""
     finite: torch.Tensor
     """[items], whether all numbers of an image are finite."""
-    is_there: torch.cuda.Event | None
-    """None: they are there."""
+    is_there: Any
+    """A CUDA event. None: they are there."""
 
     def wait(self) -> list[np.ndarray | None]:
         """Waits for them. Returns bytes [height, width, 3], or None for one that isn't finite."""
@@ -134,7 +134,7 @@ def copy_to_host(drawn: torch.Tensor) -> HostCopy:
         torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True)
         for one in (pixels, finite)
     ]
-    is_there = torch.cuda.Event()
+    is_there: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     is_there.record(torch.cuda.current_stream(drawn.device))
     return HostCopy(copies[0], copies[1], is_there)
 
