@@ -19,6 +19,8 @@ from shared.catalog import Model
 from shared.errors import ConfigurationError
 from workers.models.artifact import Variant
 from workers.models.device import Device
+from workers.models.image.hub import Hub
+from workers.models.image.own_pipeline import Interception
 from workers.models.image.pipeline import load_pipelines
 from workers.models.image.plan import ImagePlan
 from workers.optimize.options import OptimizeOptions, tolerance_of, wanted_variants
@@ -100,7 +102,10 @@ class _Studio:
 
     def __init__(self, entry: Model, folder: Path, device: torch.device, plan: ImagePlan) -> None:
         self._usual = entry.image
-        self.text_to_image, self._image_to_image = load_pipelines(folder, device, plan)
+        pipelines = load_pipelines(folder, device, plan)
+        self.text_to_image, self._image_to_image = pipelines.for_text, pipelines.for_image
+        # The VAE may be in fp32, which only an item's own pipeline knows.
+        self._own = Interception(Hub()).own
         self.images = [self._draw(seed, prompt) for seed, prompt in enumerate(PROMPTS)]
         if self._image_to_image is not None:
             self.images += [self._redraw(seed, prompt) for seed, prompt in enumerate(PROMPTS[:2])]
@@ -136,7 +141,7 @@ class _Studio:
 
     def _run(self, pipeline: Any, seed: int, **options: Any) -> np.ndarray:
         with torch.inference_mode():
-            drawn = pipeline(
+            drawn = self._own(pipeline)(
                 **options,
                 num_inference_steps=self._usual.steps,
                 guidance_scale=self._usual.guidance_scale,

@@ -36,6 +36,10 @@ RECOVERS_AFTER = 64
 MAX_LIMITS = 256
 """Kinds of calls whose limits are known at a time."""
 
+_NEVER_S = float("inf")
+_LOOKS, _IDLE_LOOKS = 4, 8
+"""How often the watchdog looks within its limit, and how often in vain until its thread ends."""
+
 log = logging.getLogger(__name__)
 
 
@@ -365,7 +369,7 @@ class _Watchdog:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._since_s = float("inf")
+        self._since_s = _NEVER_S
         self._thread_id = 0
         self._lock = threading.Lock()
         self._has_fired = False
@@ -373,28 +377,37 @@ class _Watchdog:
 
     def begin(self) -> None:
         """A pipeline goes on now."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-            self._thread.start()
         self._thread_id = threading.get_ident()
         self._since_s = time.monotonic()
+        # A process that was forked has not the thread of the one before.
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
 
     def end(self) -> None:
         """It came back. Takes back an interruption that it did not get."""
-        self._since_s = float("inf")
+        self._since_s = _NEVER_S
         if self._has_fired:
             with self._lock, contextlib.suppress(StuckError):
                 self._has_fired = False
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), None)
+                _interrupt(self._thread_id, None)
 
     def _watch(self) -> None:
-        while True:
-            time.sleep(self._limit_s / 4)
+        """Looks a few times per limit, and ends when no pipeline goes on any more."""
+        idle = 0
+        while idle < _IDLE_LOOKS:
+            time.sleep(self._limit_s / _LOOKS)
             with self._lock:
-                if time.monotonic() - self._since_s < self._limit_s or self._has_fired:
+                since_s = self._since_s
+                idle = idle + 1 if since_s == _NEVER_S else 0
+                if time.monotonic() - since_s < self._limit_s or self._has_fired:
                     continue
                 self._has_fired = True
                 log.warning("pipeline interrupted", extra={"limit_s": self._limit_s})
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(self._thread_id), ctypes.py_object(StuckError)
-                )
+                _interrupt(self._thread_id, StuckError)
+
+
+def _interrupt(thread_id: int, error: type[Exception] | None) -> None:
+    """Raises an error in Python code of a thread. None: takes one back that was not raised yet."""
+    raised = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), raised)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -82,7 +83,7 @@ class ImageModel:
         self._kernels: KernelStore | None = None
         self._drawings: dict[int, Drawing] = {}
         self._encoding: dict[int, tuple[PreparedImage, Future[Result | PenstockError]]] = {}
-        self._png_threads: ThreadPoolExecutor | None = None
+        self._png_threads: tuple[int, ThreadPoolExecutor] | None = None
 
     def setup(self) -> None:
         """Loads the pipeline, of any class, without its safety checker.
@@ -370,9 +371,10 @@ class ImageModel:
             done: Future[Result | PenstockError] = Future()
             done.set_result(finish())
             return done
-        if self._png_threads is None:
-            self._png_threads = ThreadPoolExecutor(_PNG_THREADS, "png")
-        return self._png_threads.submit(finish)
+        # A process that was forked has not the threads of the one before.
+        if self._png_threads is None or self._png_threads[0] != os.getpid():
+            self._png_threads = os.getpid(), ThreadPoolExecutor(_PNG_THREADS, "png")
+        return self._png_threads[1].submit(finish)
 
     def _scheduler(self, name: str) -> Any:
         """A new scheduler with the settings of the folder.
