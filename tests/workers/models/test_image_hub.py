@@ -24,6 +24,9 @@ from workers.models.image.own_pipeline import Interception, state_of
 pytestmark = [pytest.mark.slow(about_s=90), pytest.mark.filterwarnings("ignore")]
 
 TASKS = [(name, kind) for name, family in FAMILIES.items() for kind in family.tasks]
+SEPARATE = {"HiDreamImagePipeline"}
+"""Their prompts have the layers of an encoder first, and then rows, so each is a batch of its own.
+"""
 TOLERANCE = 1e-5
 """Relative to the largest number, in fp32."""
 
@@ -142,7 +145,7 @@ def test_items_draw_together_what_they_draw_alone(name: str, kind: str) -> None:
     )
     for seed, (_, steps) in plan.items():
         assert difference(results[seed], tiny.alone(seed, steps)) <= TOLERANCE
-    assert counter.most >= 3, "calls were not shared"
+    assert counter.most >= 3 or kind in SEPARATE, "calls were not shared"
 
 
 class Bare:
@@ -470,6 +473,30 @@ def test_calls_of_different_constants_are_not_joined() -> None:
     results = run(hub, {at: (0, draw(at)) for at in range(3)})
     assert [float(results[at][0, 0]) for at in range(3)] == [3.0, 4.0, 2.0]
     assert sorted(seen) == [1, 2]
+
+
+def test_a_constant_that_is_as_long_as_there_are_rows_is_known_from_other_calls() -> None:
+    class Scaling(diffusers.ModelMixin):  # type: ignore[misc]
+        def forward(self, sample: torch.Tensor, factors: torch.Tensor) -> Any:
+            return sample * factors.sum()
+
+    hub = Hub()
+    interception = Interception(hub)
+    pipeline = Bare({"unet": Scaling()})
+
+    def draw(rows: int, factor: float) -> Any:
+        mine = interception.own(pipeline)
+        return mine.unet(torch.ones(rows, 1), torch.full((2,), factor)).sum()
+
+    results = run(
+        hub,
+        {
+            0: (0, partial(draw, 1, 1.0)),
+            1: (1, partial(draw, 2, 1.0)),
+            2: (1, partial(draw, 2, 3.0)),
+        },
+    )
+    assert [float(results[at]) for at in range(3)] == [2.0, 4.0, 12.0]
 
 
 def test_a_call_of_the_hub_itself_is_computed_at_once(sd: Tiny) -> None:

@@ -68,7 +68,7 @@ def flow(**settings: Any) -> Any:
 
 
 def with_negative(
-    width: int, *, tokens: int = 12, pooled: int = 0, masks: bool = False
+    width: int, *, tokens: int = 12, pooled: int = 0, masks: torch.dtype | None = None
 ) -> Callable[[int], Arguments]:
     def prompts(seed: int) -> Arguments:
         given: Arguments = {}
@@ -76,8 +76,8 @@ def with_negative(
             given[f"{sign}prompt_embeds"] = random(seed + 50 * at, 1, tokens, width)
             if pooled:
                 given[f"{sign}pooled_prompt_embeds"] = random(seed + 90 * at, 1, pooled)
-            if masks:
-                given[f"{sign}prompt_attention_mask"] = torch.ones(1, tokens)
+            if masks is not None:
+                given[f"{sign}prompt_attention_mask"] = torch.ones(1, tokens, dtype=masks)
         return given
 
     return prompts
@@ -524,7 +524,7 @@ def hidream_parts() -> dict[str, Any]:
             num_activated_experts=2,
             axes_dims_rope=(4, 2, 2),
             max_resolution=(32, 32),
-            llama_layers=(0, 1),
+            llama_layers=(0, 1, 1),
         ),
         "vae": kl_vae(),
         "scheduler": flow(),
@@ -535,7 +535,7 @@ def hidream_prompts(seed: int) -> Arguments:
     given: Arguments = {}
     for at, sign in enumerate(("", "negative_")):
         given[f"{sign}prompt_embeds_t5"] = random(seed + at, 1, 12, 32)
-        given[f"{sign}prompt_embeds_llama3"] = random(seed + at, 2, 1, 12, 16)
+        given[f"{sign}prompt_embeds_llama3"] = random(seed + at, 3, 1, 12, 16)
         given[f"{sign}pooled_prompt_embeds"] = random(seed + at, 1, 64)
     return given
 
@@ -557,6 +557,13 @@ def ovis_parts() -> dict[str, Any]:
         "scheduler": flow(),
         "text_encoder": None,
         "tokenizer": None,
+    }
+
+
+def ovis_prompts(seed: int) -> Arguments:
+    return {
+        "prompt_embeds": random(seed, 1, 12, 32),
+        "negative_prompt_embeds": random(seed + 50, 1, 12, 32),
     }
 
 
@@ -612,26 +619,29 @@ FAMILIES: dict[str, Family] = {
     ),
     "chroma": Family(
         chroma_parts,
-        with_negative(32, masks=True),
+        with_negative(32, masks=torch.float),
         ("ChromaPipeline", "ChromaImg2ImgPipeline"),
         {"guidance_scale": 3.0},
     ),
     "aura-flow": Family(
-        aura_parts, with_negative(32, masks=True), ("AuraFlowPipeline",), {"guidance_scale": 3.0}
+        aura_parts,
+        with_negative(32, masks=torch.long),
+        ("AuraFlowPipeline",),
+        {"guidance_scale": 3.0},
     ),
     "pixart-sigma": Family(
         pixart_parts,
-        with_negative(32, masks=True),
+        with_negative(32, masks=torch.long),
         ("PixArtSigmaPipeline",),
         {"use_resolution_binning": False, "negative_prompt": None},
     ),
     "sana": Family(
         sana_parts,
-        with_negative(8, masks=True),
+        with_negative(8, masks=torch.long),
         ("SanaPipeline",),
         {"use_resolution_binning": False, "negative_prompt": None},
     ),
-    "lumina2": Family(lumina_parts, with_negative(8, masks=True), ("Lumina2Pipeline",)),
+    "lumina2": Family(lumina_parts, with_negative(8, masks=torch.long), ("Lumina2Pipeline",)),
     "cogview4": Family(cogview_parts, with_negative(32), ("CogView4Pipeline",)),
     "hunyuan-dit": Family(
         hunyuan_parts,
@@ -657,5 +667,7 @@ FAMILIES: dict[str, Family] = {
         ("LatentConsistencyModelPipeline", "LatentConsistencyModelImg2ImgPipeline"),
     ),
     "hidream": Family(hidream_parts, hidream_prompts, ("HiDreamImagePipeline",)),
-    "ovis-image": Family(ovis_parts, klein_prompts, ("OvisImagePipeline",)),
+    "ovis-image": Family(
+        ovis_parts, ovis_prompts, ("OvisImagePipeline",), {"negative_prompt": None}
+    ),
 }

@@ -68,6 +68,9 @@ class Part:
         self.module = module
         self.compute = compute
         self.is_denoiser = is_denoiser
+        self.constants: set[str] = set()
+        """Where calls have had tensors whose first dimension was not the number of rows. If it is
+        in another call, that is by chance."""
         # A compiled module has a `forward` of its own, which does not name its parameters.
         called = type(module).forward if isinstance(compute, torch.nn.Module) else compute
         parameters = inspect.signature(called).parameters.values()
@@ -100,7 +103,7 @@ class Call:
         owner: the item, which those who compute the call may ask about it.
     """
 
-    __slots__ = ("is_halved", "is_listed", "key", "owner", "part", "rows", "values")
+    __slots__ = ("_fixed", "is_halved", "is_listed", "key", "owner", "part", "rows", "values")
 
     def __init__(
         self,
@@ -112,6 +115,8 @@ class Call:
     ) -> None:
         self.part = part
         self.owner = owner
+        self._fixed: set[int] = set()
+        """The ids of tensors that are constants, although they are as long as there are rows."""
         self.is_halved = False
         """Whether the row of the negative prompt is left out, and gets the result of the other."""
         self.values = part.values(args, kwargs)
@@ -127,29 +132,43 @@ class Call:
             id(part),
             self.is_listed,
             tuple(
-                (name, self._kind(value, digests)) for name, value in sorted(self.values.items())
+                (name, self._kind(value, name, digests))
+                for name, value in sorted(self.values.items())
             ),
         )
 
-    def _kind(self, value: Any, digests: Digests) -> Hashable:
+    def _kind(self, value: Any, place: str, digests: Digests) -> Hashable:
         """What must be equal in two values for them to be joined."""
         if isinstance(value, torch.Tensor):
-            if value.dim() and value.shape[0] == self.rows:
+            if not value.dim() or value.shape[0] != self.rows:
+                if value.dim():
+                    self.part.constants.add(place)
+            elif place in self.part.constants:
+                self._fixed.add(id(value))
+            else:
                 return value.dtype, tuple(value.shape[1:])
             return value.dtype, tuple(value.shape), digests.of(value)
         if value is None or isinstance(value, bool | int | float | str):
             return type(value), value
         if isinstance(value, Mapping):
             return dict, tuple(
-                (name, self._kind(one, digests)) for name, one in sorted(value.items())
+                (name, self._kind(one, f"{place}.{name}", digests))
+                for name, one in sorted(value.items())
             )
-        if self._is_row_list(value):
+        if self.is_row_list(value):
             return list, value[0].dtype, value[0].dim(), tuple(value[0].shape[-1:])
         if isinstance(value, list | tuple):
-            return type(value), tuple(self._kind(one, digests) for one in value)
+            return type(value), tuple(
+                self._kind(one, f"{place}.{at}", digests) for at, one in enumerate(value)
+            )
         return type(value), id(value)
 
-    def _is_row_list(self, value: Any) -> bool:
+    def has_rows(self, value: torch.Tensor) -> bool:
+        """Returns whether a tensor of the call has a row for each of its own."""
+        return value.dim() > 0 and value.shape[0] == self.rows and id(value) not in self._fixed
+
+    def is_row_list(self, value: Any) -> bool:
+        """Returns whether a value is a list with a tensor for each row."""
         return (
             self.is_listed
             and isinstance(value, list)
@@ -159,12 +178,17 @@ class Call:
 
     def last_rows(self, count: int) -> None:
         """Leaves the last `count` rows only. The key stays: it does not depend on the rows."""
-        rows = self.rows
-        self.values = {
-            name: _map_rows(value, rows, lambda one: one[-count:])
-            for name, value in self.values.items()
-        }
+        self.values = {name: self._last_rows(value, count) for name, value in self.values.items()}
         self.rows = count
+
+    def _last_rows(self, value: Any, count: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value[-count:] if self.has_rows(value) else value
+        if isinstance(value, Mapping):
+            return {name: self._last_rows(one, count) for name, one in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._last_rows(one, count) for one in value)
+        return value
 
 
 def _is_scalar(value: Any) -> bool:
@@ -180,17 +204,6 @@ def _times(value: Any, rows: int) -> Any:
     if value.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         value = value.float()
     return value.reshape(1).expand(rows) if value.numel() == 1 else value
-
-
-def _map_rows(value: Any, rows: int, change: Callable[[Any], Any]) -> Any:
-    """Changes the tensors of a value that have a row for each of `rows`."""
-    if isinstance(value, torch.Tensor):
-        return change(value) if value.dim() and value.shape[0] == rows else value
-    if isinstance(value, Mapping):
-        return {name: _map_rows(one, rows, change) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_map_rows(one, rows, change) for one in value)
-    return value
 
 
 @dataclass(slots=True)
@@ -237,12 +250,12 @@ def _device_of(values: Mapping[str, Any]) -> torch.device:
 def _joined(values: Sequence[Any], first: Call) -> Any:
     value = values[0]
     if isinstance(value, torch.Tensor):
-        if len(values) > 1 and value.dim() and value.shape[0] == first.rows:
+        if len(values) > 1 and first.has_rows(value):
             return torch.cat(list(values))
         return value
     if isinstance(value, Mapping):
         return {name: _joined([one[name] for one in values], first) for name in value}
-    if first._is_row_list(value):
+    if first.is_row_list(value):
         return [row for rows in values for row in rows]
     if isinstance(value, list | tuple):
         return type(value)(_joined(one, first) for one in zip(*values, strict=True))
@@ -257,11 +270,21 @@ def split(output: Any, batch: Batch) -> list[Any]:
     """
     if len(batch.calls) == 1 and batch.rows == batch.calls[0].rows:
         return [output]
+    cut = _cut_lists if batch.calls[0].is_listed else _cut
     results, at = [], 0
     for call in batch.calls:
-        results.append(_cut(output, at, at + call.rows, batch.rows))
+        results.append(cut(output, at, at + call.rows, batch.rows))
         at += call.rows
     return results
+
+
+def _cut_lists(value: Any, begin: int, end: int, rows: int) -> Any:
+    """As _cut, of a denoiser that takes lists with a tensor for each row, and returns such."""
+    if isinstance(value, tuple):
+        return tuple(_cut_lists(one, begin, end, rows) for one in value)
+    if isinstance(value, list) and len(value) == rows:
+        return value[begin:end]
+    return _cut(value, begin, end, rows)
 
 
 def _cut(value: Any, begin: int, end: int, rows: int) -> Any:
@@ -270,8 +293,6 @@ def _cut(value: Any, begin: int, end: int, rows: int) -> Any:
     if isinstance(value, DiagonalGaussianDistribution):
         parameters: torch.Tensor = value.parameters
         return DiagonalGaussianDistribution(parameters[begin:end], value.deterministic)
-    if _is_of_rows(value, rows):
-        return value[begin:end]
     if isinstance(value, Mapping):
         # The outputs of both libraries are mappings that are made by name.
         changed = {name: _cut(one, begin, end, rows) for name, one in value.items()}
@@ -289,10 +310,3 @@ def _cut(value: Any, begin: int, end: int, rows: int) -> Any:
         # Text encoders return the keys and values of all rows, which no pipeline asks for.
         return None
     raise UnsplittableError(type(value).__name__)
-
-
-def _is_of_rows(value: Any, rows: int) -> bool:
-    """Returns whether a value is a list with a tensor for each row, as Z-Image returns."""
-    if not isinstance(value, list) or len(value) != rows:
-        return False
-    return isinstance(value[0], torch.Tensor) and (not value[0].dim() or len(value[0]) != rows)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import msgspec
 import torch
 
 from shared.blob import Blob
@@ -109,7 +110,8 @@ class ImageModel:
         self._prompts = Prompts()
         self._set_up_hub()
         self._options = OptionCheck(self._pipelines)
-        refusal = self._options.refusal(self._usual_item(from_image=False))
+        usual = self._usual_item(from_image=not self._pipelines.draws_text)
+        refusal = self._options.refusal(usual)
         if refusal is not None:
             reason = f"{self._folder} can't draw with the defaults of {self._entry.name}: {refusal}"
             raise ConfigurationError(reason, field=f"image.{refusal.field}")
@@ -191,15 +193,22 @@ class ImageModel:
             self._kernels.keep()
 
     def _find_out_if_alone(self) -> None:
-        """Draws the first step of an image, and looks at what its pipeline has changed."""
+        """Draws the first step of images, and looks at what their pipeline has changed.
+
+        One has another number of rows, so that the hub sees which tensors have as many.
+        """
         pipeline = self._text_to_image
-        before = state_of(pipeline)
-        with torch.inference_mode(), memory_errors():
-            self._begin(0, self._usual_item(from_image=not self._pipelines.draws_text))
-            self._advance()
-            _ALONE[type(pipeline)] = state_of(pipeline) != before
-        self.drop(0)
-        if self.runs_alone:
+        before, changes = state_of(pipeline), False
+        usual = self._usual_item(from_image=not self._pipelines.draws_text)
+        for guidance_scale in dict.fromkeys((usual.guidance_scale, 1.0)):
+            item = msgspec.structs.replace(usual, guidance_scale=guidance_scale)
+            with torch.inference_mode(), memory_errors():
+                self._begin(0, item)
+                self._advance()
+                changes = changes or state_of(pipeline) != before
+            self.drop(0)
+        _ALONE[type(pipeline)] = changes
+        if changes:
             log.warning(
                 "images are drawn one at a time: the pipeline changes modules while it draws",
                 extra={"pipeline": type(pipeline).__name__},

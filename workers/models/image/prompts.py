@@ -27,16 +27,17 @@ _Shape = Any
 class LostTokens:
     """Counts the tokens that the text encoders of a pipeline do not read.
 
-    Each text counts by the encoder that reads the most of it.
+    Each text counts by the encoder that reads the most tokens.
     """
 
     def __init__(self) -> None:
-        self._lost: dict[str, int] = {}
+        self._lost: dict[str, tuple[int, int]] = {}
+        """Of each text: the most tokens of that encoder, and how many are lost, negated."""
 
     @property
     def count(self) -> int | None:
         """Those of all texts. None: no tokenizer of the pipeline has cut any."""
-        return sum(self._lost.values()) if self._lost else None
+        return -sum(lost for _, lost in self._lost.values()) if self._lost else None
 
     def note(self, tokenizer: Any, texts: Any, read: Any, limit: int) -> None:
         """Notes what a tokenizer has read of texts, of which it reads so many tokens at most."""
@@ -47,7 +48,7 @@ class LostTokens:
             lost = 0
             if masks is None or bool(torch.as_tensor(masks).reshape(-1, limit)[at].all()):
                 lost = max(0, len(tokenizer(text, verbose=False)["input_ids"]) - limit)
-            self._lost[text] = min(lost, self._lost.get(text, lost))
+            self._lost[text] = max((limit, -lost), self._lost.get(text, (0, 0)))
 
 
 class _CountingTokenizer:
@@ -79,7 +80,7 @@ class Prompts:
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept = KeptEncodings[Hashable](kept_bytes)
-        self._shapes: dict[Hashable, tuple[_Shape, dict[str, int]]] = {}
+        self._shapes: dict[Hashable, tuple[_Shape, dict[str, tuple[int, int]]]] = {}
 
     def intercept(self, pipeline: Any, variant: str = "") -> LostTokens:
         """Lets the pipeline of an item use what is kept.
