@@ -148,6 +148,14 @@ def test_items_draw_together_what_they_draw_alone(name: str, kind: str) -> None:
     assert counter.most >= 3 or kind in SEPARATE, "calls were not shared"
 
 
+class Weighted(diffusers.ModelMixin):  # type: ignore[misc]
+    """A denoiser. Those of diffusers have weights, which say what type they are of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+
 class Bare:
     """A pipeline of these components, and no more."""
 
@@ -392,7 +400,7 @@ def test_results_that_can_not_be_split_are_computed_one_by_one() -> None:
     class Opaque:
         pass
 
-    class Remembering(diffusers.ModelMixin):  # type: ignore[misc]
+    class Remembering(Weighted):
         def forward(self, sample: torch.Tensor) -> Any:
             seen.append(len(sample))
             return sample + 1, Opaque()
@@ -456,7 +464,7 @@ def test_calls_of_different_constants_are_not_joined() -> None:
     """A tensor that is no row is part of the key, by its contents."""
     seen: list[int] = []
 
-    class Adding(diffusers.ModelMixin):  # type: ignore[misc]
+    class Adding(Weighted):
         def forward(self, sample: torch.Tensor, grid: torch.Tensor, factor: float = 1) -> Any:
             seen.append(len(sample))
             return sample * factor + grid.sum()
@@ -476,7 +484,7 @@ def test_calls_of_different_constants_are_not_joined() -> None:
 
 
 def test_a_constant_that_is_as_long_as_there_are_rows_is_known_from_other_calls() -> None:
-    class Scaling(diffusers.ModelMixin):  # type: ignore[misc]
+    class Scaling(Weighted):
         def forward(self, sample: torch.Tensor, factors: torch.Tensor) -> Any:
             return sample * factors.sum()
 

@@ -514,7 +514,7 @@ def hidream_parts() -> dict[str, Any]:
             patch_size=2,
             in_channels=4,
             out_channels=4,
-            num_layers=1,
+            num_layers=2,
             num_single_layers=1,
             attention_head_dim=8,
             num_attention_heads=4,

@@ -11,7 +11,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
@@ -270,40 +270,43 @@ def split(output: Any, batch: Batch) -> list[Any]:
     """
     if len(batch.calls) == 1 and batch.rows == batch.calls[0].rows:
         return [output]
-    cut = _cut_lists if batch.calls[0].is_listed else _cut
+    is_listed = batch.calls[0].is_listed
     results, at = [], 0
     for call in batch.calls:
-        results.append(cut(output, at, at + call.rows, batch.rows))
+        rows = _Rows(at, at + call.rows, batch.rows, is_listed)
+        results.append(_cut(output, rows))
         at += call.rows
     return results
 
 
-def _cut_lists(value: Any, begin: int, end: int, rows: int) -> Any:
-    """As _cut, of a denoiser that takes lists with a tensor for each row, and returns such."""
-    if isinstance(value, tuple):
-        return tuple(_cut_lists(one, begin, end, rows) for one in value)
-    if isinstance(value, list) and len(value) == rows:
-        return value[begin:end]
-    return _cut(value, begin, end, rows)
+class _Rows(NamedTuple):
+    """Rows of a batch that has `rows` of them. `is_listed`: lists have a tensor for each row."""
+
+    begin: int
+    end: int
+    rows: int
+    is_listed: bool
 
 
-def _cut(value: Any, begin: int, end: int, rows: int) -> Any:
+def _cut(value: Any, of: _Rows) -> Any:
     if isinstance(value, torch.Tensor):
-        return value[begin:end] if value.dim() and value.shape[0] == rows else value
+        return value[of.begin : of.end] if value.dim() and value.shape[0] == of.rows else value
     if isinstance(value, DiagonalGaussianDistribution):
         parameters: torch.Tensor = value.parameters
-        return DiagonalGaussianDistribution(parameters[begin:end], value.deterministic)
+        return DiagonalGaussianDistribution(parameters[of.begin : of.end], value.deterministic)
+    if of.is_listed and isinstance(value, list) and len(value) == of.rows:
+        return value[of.begin : of.end]
     if isinstance(value, Mapping):
         # The outputs of both libraries are mappings that are made by name.
-        changed = {name: _cut(one, begin, end, rows) for name, one in value.items()}
+        changed = {name: _cut(one, of) for name, one in value.items()}
         return type(value)(**changed) if is_dataclass(value) else changed
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cut(one, begin, end, rows) for one in value))
+        return type(value)(*(_cut(one, of) for one in value))
     if isinstance(value, list | tuple):
-        return type(value)(_cut(one, begin, end, rows) for one in value)
+        return type(value)(_cut(one, of) for one in value)
     if is_dataclass(value) and not isinstance(value, type):
         named = {one.name: getattr(value, one.name) for one in fields(value)}
-        return type(value)(**{name: _cut(one, begin, end, rows) for name, one in named.items()})
+        return type(value)(**{name: _cut(one, of) for name, one in named.items()})
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Cache):
