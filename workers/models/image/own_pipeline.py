@@ -53,8 +53,8 @@ class Shared:
             _shift=shift,
             **{name: partial(self._ask_vae, part) for name, part in parts.items() if name},
         )
-        for name in ("device", "dtype"):
-            # To find them, modules look at each of their parts.
+        for name in ("config", "device", "dtype"):
+            # Modules take long to find them: they look at each of their parts.
             if hasattr(module, name):
                 self.__dict__[name] = getattr(module, name)
         if settings:
