@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 class StuckError(Exception):
     """A pipeline was interrupted, because it computed too long between two calls."""
 
+    def __str__(self) -> str:
+        return "the pipeline computed too long between two steps"
+
 
 class Batching(Protocol):
     """Decides which calls are computed together, and computes them."""
