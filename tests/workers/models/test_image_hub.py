@@ -56,11 +56,7 @@ class Tiny(NamedTuple):
         mask = torch.zeros(1, 1, side, side)
         mask[..., side // 4 : -side // 4, side // 4 : -side // 4] = 1
         given["mask_image"] = mask
-        dtype = next(
-            one.dtype
-            for one in self.pipeline.components.values()
-            if isinstance(one, torch.nn.Module)
-        )
+        dtype: torch.dtype = self.denoiser.dtype
         return {
             name: value.to(dtype)
             if "embeds" in name and isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -30,6 +30,7 @@ from workers.models.base import (
 from workers.models.device import Device
 from workers.models.image.options import OptionCheck
 from workers.models.image.stepped import SteppedImageModel
+from workers.runtime.resident_models import offload
 from workers.tasks import WORKER_TASKS, model_for, preparer_for
 
 # Some schedulers of diffusers go between torch and numpy 2 in an old way.
@@ -343,6 +344,24 @@ def test_image_of_nan_fails_alone(
     assert isinstance(results[0], ImageResult)
     assert isinstance(results[1], ModelFailed)
     assert isinstance(results[2], ImageResult)
+
+
+def test_a_model_that_has_drawn_moves_to_host_memory_and_back(
+    catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer
+) -> None:
+    """Items have stand-ins for its modules, and nothing is left in the modules themselves."""
+    model = own_model(catalog, tiny_folder)
+    model.warmup()
+    before = run(model, tiny_preparer, [(0, TEXT)])[0]
+    model.admit(1, prepared(tiny_preparer, TEXT))
+    model.step()
+    model.drop(1)
+    offloaded = offload(model, room_bytes=2**40)
+    assert offloaded is not None
+    assert offloaded.restore() is model
+    after = run(model, tiny_preparer, [(0, TEXT)])[0]
+    assert isinstance(before, ImageResult)
+    assert difference(after, before) == 0
 
 
 def test_images_of_a_pipeline_that_changes_modules_are_drawn_one_at_a_time(
