@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._dynamo.utils import counters
 
+from shared.blob import Blob
 from shared.catalog import Catalog
 from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.errors import BadInput, ModelFailed, PenstockError
@@ -28,8 +31,10 @@ from workers.models.base import (
     SteppedModel,
 )
 from workers.models.device import Device
+from workers.models.image.compilation import compile_parts
 from workers.models.image.options import OptionCheck
 from workers.models.image.stepped import SteppedImageModel
+from workers.models.image.vae import encode
 from workers.runtime.resident_models import offload
 from workers.tasks import WORKER_TASKS, model_for, preparer_for
 
@@ -272,6 +277,43 @@ def test_compiled_sizes_are_filled_up(catalog: Catalog, family: TinyPipeline, al
         assert difference(results[slot], alone(value)) <= 1
 
 
+def test_tasks_and_schedulers_mix_without_compiling_again(
+    catalog: Catalog, family: TinyPipeline, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamo and its guards are real; the C++ compiler, which takes a minute, is left out."""
+    torch._dynamo.reset()
+    eager = partial(compile_parts, backend="aot_eager")
+    monkeypatch.setattr("workers.models.image.pipeline.compile_parts", eager)
+    entry = catalog.default("image")
+    image = entry.image.model_copy(update={"compile": "always", "guidance_scale": 3.0})
+    batch = entry.batch.model_copy(update={"max_items": 2})
+    entry = entry.model_copy(update={"image": image, "batch": batch})
+    model = SteppedImageModel(entry, family.folder, Device("cpu", threads=1, memory_fraction=1.0))
+    model.setup()
+    model.warmup()
+    graphs = counters["stats"]["unique_graphs"]
+    calls: list[int] = []
+    # A compiled graph has no modules left that a hook could see; what runs eagerly passes here.
+    model._text_to_image.unet.conv_in.register_forward_hook(lambda *given: calls.append(1))
+    mask = Blob("image/png", encode(np.full((64, 64, 3), 255, np.uint8)))
+    guided = msgspec.structs.replace(TEXT, guidance_scale=3.0)
+    from_image = msgspec.structs.replace(FROM_IMAGE, guidance_scale=3.0, steps=7)
+    values = [
+        guided,
+        msgspec.structs.replace(guided, seed=2, scheduler="euler_a", steps=4),
+        msgspec.structs.replace(from_image, seed=3, scheduler="dpmpp_2m"),
+        msgspec.structs.replace(from_image, seed=4, scheduler="heun", mask=mask),
+        msgspec.structs.replace(guided, seed=5, scheduler="lms", negative_prompt="fog"),
+    ]
+    results = run(model, family.preparer, list(enumerate(values)))
+    assert graphs
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not calls
+    for slot in (0, 1, 2, 4):
+        assert difference(results[slot], alone(values[slot])) <= 1
+    assert isinstance(results[3], ImageResult)
+
+
 def only_rows(model: SteppedImageModel, monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
     """Lets the UNet run out of memory above a number of rows. Returns those of its calls."""
     unet = model._text_to_image.unet
@@ -288,11 +330,7 @@ def only_rows(model: SteppedImageModel, monkeypatch: pytest.MonkeyPatch, most: i
 
 
 def test_calls_are_halved_when_memory_is_short(
-    catalog: Catalog,
-    tiny_folder: Path,
-    tiny_preparer: Preparer,
-    alone: Alone,
-    monkeypatch: pytest.MonkeyPatch,
+    catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody starts over, and calls that did not fit are not tried again at once."""
     model = own_model(catalog, tiny_folder)
