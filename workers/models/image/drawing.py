@@ -18,6 +18,10 @@ from workers.models.image.resident_adapters import Applied
 from workers.models.image.vae import sources_on
 
 
+_FOUR_CHANNELS = 4
+"""Of latents and UNets, for the pipelines of Stable Diffusion for masks."""
+
+
 @dataclass(slots=True, eq=False)
 class Drawing:
     """An item that is being drawn."""
@@ -83,7 +87,14 @@ class Drawing:
             device = self.pipeline.device
             given |= {"image": sources_on(device, [item]), "strength": item.strength}
         if item.mask is not None:
-            given["mask_image"] = _squares(item, self.pipeline.vae_scale_factor)
+            scale = self.pipeline.vae_scale_factor
+            given["mask_image"] = _squares(item, scale)
+            unet = getattr(self.pipeline, "unet", None)
+            if unet is not None and unet.config.in_channels == _FOUR_CHANNELS:
+                # It is for UNets that were trained with masks. Otherwise the pipeline encodes the
+                # masked source for nothing, and takes random numbers for it.
+                size = item.height // scale, item.width // scale
+                given["masked_image_latents"] = torch.zeros(1, _FOUR_CHANNELS, *size)
         known = parameters_of(self.pipeline)
         # What a pipeline lacks and an item asks for is refused before.
         return {name: value for name, value in given.items() if name in known}
