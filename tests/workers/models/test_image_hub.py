@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.workers.models.tiny_families import FAMILIES, SIDE, Family, random
 from workers.models.base import OutOfMemory
-from workers.models.image.hub import Hub, PlainBatching, StuckError
+from workers.models.image.hub import Batching, Hub, StuckError
 from workers.models.image.own_pipeline import Interception, state_of
 
 pytestmark = [pytest.mark.slow(about_s=90), pytest.mark.filterwarnings("ignore")]
@@ -161,7 +161,7 @@ class Bare:
         self.components = components
 
 
-class Counting(PlainBatching):
+class Counting(Batching):
     """Counts the calls of the denoiser in a batch."""
 
     most = 0
@@ -219,7 +219,7 @@ class Fault(NamedTuple):
     step: int
 
 
-class Scarce(PlainBatching):
+class Scarce(Batching):
     """A device with room for some rows, on which the calls of some items fail."""
 
     def __init__(self, rows: int, failing: set[int]) -> None:

@@ -17,7 +17,6 @@ from workers.models.image.prompts import LostTokens
 from workers.models.image.resident_adapters import Applied
 from workers.models.image.vae import sources_on
 
-
 _FOUR_CHANNELS = 4
 """Of latents and UNets, for the pipelines of Stable Diffusion for masks."""
 

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import greenlet
 import torch
@@ -50,7 +50,7 @@ class StuckError(Exception):
         return "the pipeline computed too long between two steps"
 
 
-class Batching(Protocol):
+class Batching:
     """Decides which calls are computed together, and computes them."""
 
     def prepare(self, call: Call) -> None:
@@ -58,38 +58,19 @@ class Batching(Protocol):
 
     def key(self, call: Call) -> Hashable:
         """Returns what calls that share a batch have in common."""
-
-    def cover(self, calls: Sequence[Call]) -> Sequence[int]:
-        """Returns how many of these calls of one key are computed at a time. They add up."""
-
-    def compute(self, calls: Sequence[Call]) -> Sequence[Any]:
-        """Computes calls of one key. Returns the results of each."""
-
-    def spare_memory(self, part: Part) -> bool:
-        """Makes a part take less memory from now on. False if it can't."""
-
-
-class PlainBatching:
-    """Computes all calls of one key together."""
-
-    def prepare(self, call: Call) -> None:
-        """See Batching."""
-
-    def key(self, call: Call) -> Hashable:
-        """See Batching."""
         return call.key
 
     def cover(self, calls: Sequence[Call]) -> Sequence[int]:
-        """See Batching."""
+        """Returns how many of these calls of one key are computed at a time. They add up."""
         return [len(calls)]
 
     def compute(self, calls: Sequence[Call]) -> Sequence[Any]:
-        """See Batching."""
+        """Computes calls of one key. Returns the results of each."""
         batch = join(calls)
         return split(calls[0].part.compute(**batch.values), batch)
 
     def spare_memory(self, part: Part) -> bool:
-        """See Batching."""
+        """Makes a part take less memory from now on. False if it can't."""
         return False
 
 
@@ -151,7 +132,7 @@ class Hub:
     def __init__(
         self, batching: Batching | None = None, *, python_limit_s: float = PYTHON_LIMIT_S
     ) -> None:
-        self._batching: Batching = batching or PlainBatching()
+        self._batching = batching or Batching()
         self._runs: dict[int, Run] = {}
         self._ended: dict[int, Any] = {}
         self._limits = _RowLimits()

@@ -20,6 +20,7 @@ from workers.models.image.compilation import cheapest_cover
 from workers.models.image.deep_cache import DeepCache
 from workers.models.image.drawing import Drawing, parameters_of
 from workers.models.image.guides import Controls, IpAdapters, UnetCall
+from workers.models.image.hub import Batching
 from workers.models.image.resident_adapters import ResidentAdapters
 from workers.models.image.vae import spare_memory
 
@@ -44,8 +45,8 @@ class CompiledSizes:
         return bool(self.seconds) and size == (self.width, self.height)
 
 
-class RowBatching:
-    """See workers.models.image.hub.Batching. The owner of a call is a Drawing.
+class RowBatching(Batching):
+    """The batching of images. The owner of a call is a Drawing.
 
     Args:
         denoiser: of the model.
