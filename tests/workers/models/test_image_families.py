@@ -425,3 +425,45 @@ def test_a_transformer_trained_with_masks_draws_as_plain_diffusers(
     assert far(image[inside], plain(folder, MASKED)[inside]) <= 1
     with pytest.raises(BadInput, match="within the mask"):
         stepped(tiny).admit(0, prepared(tiny.preparer, OWN))
+
+
+@pytest.mark.filterwarnings("ignore:.FluxPosEmbed:FutureWarning")
+def test_a_family_that_no_code_names_draws_as_plain_diffusers(
+    catalog: Catalog, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """From text, images and within masks, in company, with the options of its signature."""
+    folder = write_tiny("chroma", tmp_path, tiny_folder)
+    named = [one for one in Path("workers").rglob("*.py") if "Chroma" in one.read_text("utf-8")]
+    assert not named
+    tiny = loaded(entry_of(catalog), folder)
+    tiny.model.warmup()
+    plain_of: dict[str, Any] = {
+        "text": diffusers.ChromaPipeline,
+        "image": diffusers.ChromaImg2ImgPipeline,
+    }
+    fog = msgspec.structs.replace(OWN, seed=3, negative_prompt="fog", steps=5)
+    values = [OWN, fog, OWN_FROM_IMAGE]
+    for mine, value in zip(joined(tiny, values), values, strict=True):
+        pipeline = plain_pipeline(plain_of["text" if value.image is None else "image"], folder)
+        given: dict[str, Any] = {"width": 64, "height": 64}
+        if value.image is not None:
+            source = Image.open(io.BytesIO(value.image.data or b"")).convert("RGB")
+            given |= {"image": source, "strength": value.strength}
+        drawn = pipeline(
+            value.prompt,
+            negative_prompt=value.negative_prompt or None,
+            num_inference_steps=value.steps,
+            guidance_scale=value.guidance_scale,
+            generator=torch.Generator().manual_seed(value.seed),
+            **given,
+        ).images[0]
+        assert far(mine, np.asarray(drawn).astype(int)) <= 1
+    (masked,) = joined(tiny, [MASKED])
+    assert np.array_equal(
+        masked[np.asarray(MASK) == 0], source_pixels(MASKED)[np.asarray(MASK) == 0]
+    )
+    with pytest.raises(BadInput, match="takes none; leave it out") as caught:
+        stepped(tiny).admit(
+            0, prepared(tiny.preparer, msgspec.structs.replace(OWN, guidance_rescale=0.5))
+        )
+    assert caught.value.field == "guidance_rescale"

@@ -58,6 +58,9 @@ _ALONE: dict[type, bool] = {}
 """Whether the pipelines of a class change shared modules around their calls, as those of PAG do.
 Found out when a model warms up, which on a CPU it does only once."""
 
+_BROKEN: set[type] = set()
+"""Classes of pipelines for images or masks that could not draw. As above."""
+
 log = logging.getLogger(__name__)
 
 
@@ -99,7 +102,8 @@ class ImageModel:
             raise ConfigurationError(_NO_UNET.format(self._folder), field="image.adapters")
         self._device, self.device_name = self._requested_device.open()
         self._plan = plan_for(self._entry, capability_of(self._device))
-        self._pipelines = load_pipelines(self._folder, self._device, self._plan)
+        loaded = load_pipelines(self._folder, self._device, self._plan)
+        self._pipelines = loaded.without(_BROKEN)
         self._check_entry()
         if self._plan.is_compiled:
             folder = read_settings(ModelSettings).kernels_dir
@@ -187,10 +191,29 @@ class ImageModel:
                 self._warm(items)
                 seconds[size] = time.monotonic() - call_began_s
         self._sizes.seconds = seconds
-        if self._pipelines.for_image is not None and self._pipelines.draws_text:
-            self._warm([self._usual_item(from_image=True)])
+        if self._pipelines.draws_text:
+            self._try_counterparts()
         if self._kernels is not None:
             self._kernels.keep()
+
+    def _try_counterparts(self) -> None:
+        """Draws from an image and within a mask. Leaves out a pipeline that can't."""
+        usual = self._usual_item(from_image=True)
+        whole = msgspec.structs.replace(usual, mask=b"\xff" * (usual.width * usual.height))
+        for item in [usual, *([whole] if self.draws_masks else [])]:
+            pipeline = self._pipelines.of(item)
+            if pipeline is None:
+                continue
+            try:
+                self._warm([item])
+            except ModelFailed as error:
+                if isinstance(error, OutOfMemory):
+                    raise
+                _BROKEN.add(type(pipeline))
+                name = type(pipeline).__name__
+                log.warning("pipeline left out", extra={"pipeline": name, "reason": str(error)})
+        self._pipelines = self._pipelines.without(_BROKEN)
+        self._options = OptionCheck(self._pipelines)
 
     def _find_out_if_alone(self) -> None:
         """Draws the first step of images, and looks at what their pipeline has changed.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,13 @@ class LoadedPipelines:
             return self.for_mask
         return self.for_text if item.source is None else self.for_image
 
+    def without(self, broken: Collection[type]) -> LoadedPipelines:
+        """The same without those for images and masks that are of these classes."""
+        for_image, for_mask = (
+            None if type(one) in broken else one for one in (self.for_image, self.for_mask)
+        )
+        return replace(self, for_image=for_image, for_mask=for_mask)
+
 
 def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> LoadedPipelines:
     """Loads the pipelines of `folder`.
@@ -75,8 +83,11 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> Loade
     # The pipeline for text does not know this setting, so it does not hand it on.
     refines = bool(config.get("requires_aesthetics_score"))
     for_image, for_mask = (
-        _counterpart(auto, pipeline, refines=refines)
-        for auto in (diffusers.AutoPipelineForImage2Image, diffusers.AutoPipelineForInpainting)
+        _counterpart(pipeline, auto, ending, refines=refines)
+        for auto, ending in (
+            (diffusers.AutoPipelineForImage2Image, "Img2ImgPipeline"),
+            (diffusers.AutoPipelineForInpainting, "InpaintPipeline"),
+        )
     )
     for each in (pipeline, for_image, for_mask):
         if each is None:
@@ -94,12 +105,19 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> Loade
     )
 
 
-def _counterpart(auto: Any, pipeline: Any, *, refines: bool) -> Any | None:
-    """The pipeline for images or masks with the same components. None if there is none."""
+def _counterpart(pipeline: Any, auto: Any, ending: str, *, refines: bool) -> Any | None:
+    """The pipeline for images or masks with the same components. None if there is none.
+
+    diffusers' own list of them leaves some out, whose class is named after that for text.
+    """
+    named = type(pipeline).__name__.removesuffix("Pipeline") + ending
     try:
         counterpart = auto.from_pipe(pipeline)
     except ValueError:
-        return None
+        kind = getattr(diffusers, named, None)
+        if kind is None or set(kind._get_signature_keys(kind)[0]) != set(pipeline.components):
+            return None
+        counterpart = kind(**pipeline.components)
     if "requires_aesthetics_score" in counterpart.config:
         counterpart.register_to_config(requires_aesthetics_score=refines)
     return counterpart
