@@ -431,7 +431,7 @@ def test_a_transformer_trained_with_masks_draws_as_plain_diffusers(
 def test_a_family_that_no_code_names_draws_as_plain_diffusers(
     catalog: Catalog, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """From text, images and within masks, in company, with the options of its signature."""
+    """From text and images, in company, with the options of its signature."""
     folder = write_tiny("chroma", tmp_path, tiny_folder)
     named = [one for one in Path("workers").rglob("*.py") if "Chroma" in one.read_text("utf-8")]
     assert not named
@@ -458,10 +458,9 @@ def test_a_family_that_no_code_names_draws_as_plain_diffusers(
             **given,
         ).images[0]
         assert far(mine, np.asarray(drawn).astype(int)) <= 1
-    (masked,) = joined(tiny, [MASKED])
-    assert np.array_equal(
-        masked[np.asarray(MASK) == 0], source_pixels(MASKED)[np.asarray(MASK) == 0]
-    )
+    # The pipeline of diffusers 0.42.1 for masks looks for a setting that Chroma has not.
+    with pytest.raises(BadInput, match="takes no mask"):
+        stepped(tiny).admit(0, prepared(tiny.preparer, MASKED))
     with pytest.raises(BadInput, match="takes none; leave it out") as caught:
         stepped(tiny).admit(
             0, prepared(tiny.preparer, msgspec.structs.replace(OWN, guidance_rescale=0.5))
