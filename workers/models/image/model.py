@@ -58,8 +58,9 @@ _ALONE: dict[type, bool] = {}
 """Whether the pipelines of a class change shared modules around their calls, as those of PAG do.
 Found out when a model warms up, which on a CPU it does only once."""
 
-_BROKEN: set[type] = set()
-"""Classes of pipelines for images or masks that could not draw. As above."""
+_BROKEN: dict[Path, set[type]] = {}
+"""Classes of pipelines for images or masks that could not draw, by the folder of their model. As
+above."""
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class ImageModel:
         self._device, self.device_name = self._requested_device.open()
         self._plan = plan_for(self._entry, capability_of(self._device))
         loaded = load_pipelines(self._folder, self._device, self._plan)
-        self._pipelines = loaded.without(_BROKEN)
+        self._pipelines = loaded.without(_BROKEN.get(self._folder, ()))
         self._check_entry()
         if self._plan.is_compiled:
             folder = read_settings(ModelSettings).kernels_dir
@@ -209,10 +210,10 @@ class ImageModel:
             except ModelFailed as error:
                 if isinstance(error, OutOfMemory):
                     raise
-                _BROKEN.add(type(pipeline))
+                _BROKEN.setdefault(self._folder, set()).add(type(pipeline))
                 name = type(pipeline).__name__
                 log.warning("pipeline left out", extra={"pipeline": name, "reason": str(error)})
-        self._pipelines = self._pipelines.without(_BROKEN)
+        self._pipelines = self._pipelines.without(_BROKEN.get(self._folder, ()))
         self._options = OptionCheck(self._pipelines)
 
     def _find_out_if_alone(self) -> None:
