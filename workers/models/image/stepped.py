@@ -50,6 +50,8 @@ class SteppedImageModel(ImageModel):
         if not self._drawings and not self._encoding:
             self.adapters.pause()
             return end
+        # Their files are made on threads, which takes nothing of the step.
+        end.waiting += self._encoding
         oldest = next(iter(self._drawings), None)
         with torch.inference_mode(), self.settled():
             outcomes = self._advance()
