@@ -384,6 +384,27 @@ def test_image_of_nan_fails_alone(
     assert isinstance(results[2], ImageResult)
 
 
+def test_the_file_of_a_large_image_is_made_beside_the_steps_of_others(
+    catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer
+) -> None:
+    model = own_model(catalog, tiny_folder)
+    large = msgspec.structs.replace(TEXT, width=192, height=192, steps=2)
+    small = msgspec.structs.replace(TEXT, steps=60)
+    for slot, value in enumerate((large, small)):
+        model.admit(slot, prepared(tiny_preparer, value))
+    results: dict[int, Any] = {}
+    waited = 0
+    while len(results) < 2:
+        end = model.step()
+        waited += end.waiting == [0]
+        results |= end.results
+    assert list(results) == [0, 1]
+    assert waited
+    alone = run(model, tiny_preparer, [(0, large)])[0]
+    assert isinstance(alone, ImageResult)
+    assert difference(results[0], alone) <= 1
+
+
 def test_a_model_that_has_drawn_moves_to_host_memory_and_back(
     catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer
 ) -> None:
