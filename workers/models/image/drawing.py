@@ -68,7 +68,7 @@ class Drawing:
 
     def _arguments(self) -> dict[str, Any]:
         item = self.item
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "prompt": item.prompt,
             "negative_prompt": item.negative_prompt or None,
             "height": item.height,
@@ -84,19 +84,19 @@ class Drawing:
         }
         if item.source is not None:
             device = self.pipeline.device
-            given |= {"image": sources_on(device, [item]), "strength": item.strength}
+            arguments |= {"image": sources_on(device, [item]), "strength": item.strength}
         if item.mask is not None:
             scale = self.pipeline.vae_scale_factor
-            given["mask_image"] = _squares(item, scale)
+            arguments["mask_image"] = _squares(item, scale)
             unet = getattr(self.pipeline, "unet", None)
             if unet is not None and unet.config.in_channels == _FOUR_CHANNELS:
                 # It is for UNets that were trained with masks. Otherwise the pipeline encodes the
                 # masked source for nothing, and takes random numbers for it.
                 size = item.height // scale, item.width // scale
-                given["masked_image_latents"] = torch.zeros(1, _FOUR_CHANNELS, *size)
+                arguments["masked_image_latents"] = torch.zeros(1, _FOUR_CHANNELS, *size)
         known = parameters_of(self.pipeline)
         # What a pipeline lacks and an item asks for is refused before.
-        return {name: value for name, value in given.items() if name in known}
+        return {name: value for name, value in arguments.items() if name in known}
 
 
 def parameters_of(pipeline: Any) -> Mapping[str, inspect.Parameter]:

@@ -107,12 +107,12 @@ _NO_AUTOCAST: _Autocast = ()
 
 def _take_autocast() -> _Autocast:
     """Returns the devices and types of autocast that a pipeline is within, and ends it."""
-    found = []
+    active = []
     for kind in ("cuda", "cpu"):
         if torch.is_autocast_enabled(kind):
-            found.append((kind, torch.get_autocast_dtype(kind)))
+            active.append((kind, torch.get_autocast_dtype(kind)))
             torch.set_autocast_enabled(kind, False)
-    return tuple(found)
+    return tuple(active)
 
 
 def _set_autocast(autocast: _Autocast) -> None:

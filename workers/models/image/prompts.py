@@ -108,8 +108,8 @@ class Prompts:
         signature = _signature(encode.__func__)  # type: ignore[attr-defined]
 
         def encode_prompt(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(None, *args, **kwargs).arguments
-            key = _key([variant, encode.__func__, *given.items()])  # type: ignore[attr-defined]
+            named = signature.bind(None, *args, **kwargs).arguments
+            key = _key([variant, encode.__func__, *named.items()])  # type: ignore[attr-defined]
             if key is None:
                 return encode(*args, **kwargs)
             kept = self._kept.get(key)
