@@ -348,7 +348,7 @@ async def test_job_canceled_before_it_came_stops_if_the_model_was_faster(
         await harness.process.started.wait()
         link.open()
         assert (await harness.reply()).body.outcomes[0].status == "canceled"
-        assert harness.process.cancels == 1
+        assert harness.process.cancels  # again, if the batch still ran when the listener was back
 
 
 async def test_running_job_stops_and_its_row_says_what_was_saved(
