@@ -16,7 +16,7 @@ import msgspec
 from shared.blob import FILE_FORMAT, INLINE_LIMIT_BYTES, RESULTS, Blob
 from shared.catalog_entry import CatalogEntry, ServedApi, Tolerance
 from shared.chunk import StreamChunk
-from shared.errors import BadInput
+from shared.errors import BadInput, ModelFailed
 from shared.flow_types import StepSchema
 from shared.model_interface import SECRET_FORMAT, ModelInterface
 from shared.tasks.base import (
@@ -221,7 +221,10 @@ class CustomResult(TaskResult, tag="custom"):
     work: int = 1
     """What the item weighed."""
     is_packed: bool = False
-    """True if `files` has only the output, as JSON, because it is too large for a message."""
+    """True if `files` has only the output, as JSON, because it is too large for a message.
+
+    Release 0.1.0 shows such an output as a link.
+    """
     packed_files: list[Blob] = msgspec.field(default_factory=list)
     """The files in a packed output."""
     packed_places: list[FilePlace] = msgspec.field(default_factory=list)
@@ -230,35 +233,23 @@ class CustomResult(TaskResult, tag="custom"):
         """Returns what can't be sent of the output or of what the class recorded."""
         return find_unsendable(self.output) or find_unsendable(self.metrics)
 
-    def packed(self) -> Self:
-        """The result with its output as a file, if it is too large for a message.
-
-        Release 0.1.0 shows such an output as a link. An output that can't be sent stays as it is,
-        and so does a streamed one, which its readers get piece by piece.
-        """
-        if self.streams or self.find_wrong_number():
-            return self
-        written = _encoder.encode(self.output)
-        if len(written) <= MAX_MESSAGE_JSON_BYTES:
-            return self
-        return msgspec.structs.replace(
-            self,
-            output=None,
-            files=[Blob(JSON_TYPE, data=written)],
-            places=[FilePlace([], "output.json")],
-            is_packed=True,
-            packed_files=self.files,
-            packed_places=self.places,
-        )
-
     def unpacked(self) -> Self:
-        """The result with its output as values, if it is packed and its bytes are here."""
+        """The result with its output as values, if it is packed and its bytes are here.
+
+        Raises:
+            ModelFailed: the class has sent something else than an output.
+        """
         data = self.files[0].data if self.is_packed else None
         if data is None:
             return self
+        try:
+            output = msgspec.json.decode(data)
+            _with_files(output, [place.at for place in self.packed_places], self.packed_places)
+        except (msgspec.MsgspecError, LookupError, TypeError, OverflowError) as error:
+            raise ModelFailed("output: it is not the JSON that the class announced") from error
         return msgspec.structs.replace(
             self,
-            output=msgspec.json.decode(data),
+            output=output,
             files=self.packed_files,
             places=self.packed_places,
             is_packed=False,

@@ -130,11 +130,15 @@ class PreparedPrompt(Prepared, tag="prompt", omit_defaults=True):
 
 
 class PreparedFile(msgspec.Struct, array_like=True):
-    """A file of an input: where it belongs, its name, and its bytes."""
+    """A file of an input: where it belongs, its name, and its bytes.
+
+    `is_json`: it is a value, as JSON that is too large for a message.
+    """
 
     at: list[str | int]
     name: str
     data: bytes
+    is_json: bool = False
 
 
 class PreparedCustom(Prepared, tag="custom", omit_defaults=True):

@@ -7,10 +7,13 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from shared.blob import Blob
 from shared.errors import BadInput, Canceled, ModelFailed, PenstockError
 from shared.model_interface import ModelInterface
 from shared.tasks.custom import (
+    JSON_TYPE,
     CustomResult,
     FilePlace,
     PieceChunk,
@@ -21,10 +24,18 @@ from shared.tasks.custom import (
 )
 from workers.models.base import PreparedCustom
 from workers.models.custom.public_text import PathRemover, PublicLogs
-from workers.models.custom.runner.frames import MAX_BLOBS_BYTES, Frame
+from workers.models.custom.runner.frames import MAX_BLOBS_BYTES, MAX_OUTPUT_BYTES, Frame
 from workers.models.reports import FileOfPiece
 
-MALFORMED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
+MALFORMED = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+    msgspec.MsgspecError,
+)
 """What comes of reading an answer that is none: a class may write to its socket."""
 NO_ANSWER = "it sent something else than an answer"
 MAX_PIECES = 1_000_000
@@ -160,15 +171,16 @@ def outcome_of(
     if "error" not in message:
         if not isinstance(message["metrics"], dict):
             raise ValueError("metrics that are no object")
+        if message.get("is_packed"):
+            return _packed_result(frame, work)
         places, files = [place for place, _ in streamed], [file for _, file in streamed]
         for where, data in zip(message["files"], frame.blobs, strict=True):
             _check_place(message["output"], where)
             files.append(Blob(where["media_type"], data=data))
             places.append(FilePlace(where["at"], where["name"]))
-        result = CustomResult(
+        return CustomResult(
             message["output"], files, places, interface.streams, message["metrics"], work
         )
-        return result.packed()
     reason = paths.remove(str(message["error"]))
     if message["kind"] == "input":
         named = _FIRST_WORD.match(reason)
@@ -177,19 +189,50 @@ def outcome_of(
     return Canceled() if message["kind"] == "canceled" else ModelFailed(reason)
 
 
+def _packed_result(frame: Frame, work: int) -> CustomResult:
+    """A large output: its JSON is checked, but not read. Reading 16 MiB may take a second."""
+    written, *blobs = frame.blobs
+    if len(written) > MAX_OUTPUT_BYTES:
+        raise ValueError(f"an output of {len(written)} bytes")
+    msgspec.json.decode(written, type=msgspec.Raw)
+    packed_files, packed_places = [], []
+    for where, data in zip(frame.message["files"], blobs, strict=True):
+        _check_file(where)
+        packed_files.append(Blob(where["media_type"], data=data))
+        packed_places.append(FilePlace(where["at"], where["name"]))
+    return CustomResult(
+        None,
+        [Blob(JSON_TYPE, data=written)],
+        [FilePlace([], "output.json")],
+        metrics=frame.message["metrics"],
+        work=work,
+        is_packed=True,
+        packed_files=packed_files,
+        packed_places=packed_places,
+    )
+
+
 def message_of(number: int, item: PreparedCustom) -> tuple[dict[str, Any], list[bytes]]:
     """The message that has the runner compute an item, and the bytes of its files."""
-    files = [{"at": one.at, "name": one.name} for one in item.files]
+    files = [{"at": one.at, "name": one.name, "is_json": one.is_json} for one in item.files]
     message = {"id": number, "input": item.values, "files": files, "context": item.context}
     return message, [one.data for one in item.files]
 
 
 def _check_place(output: Any, where: dict[str, Any]) -> None:
     """Raises an error if a file has no place in an output: a class may write to its socket."""
-    if not _MEDIA_TYPE.fullmatch(where["media_type"]) or not isinstance(where["name"], str):
-        raise ValueError("a file without a media type and a name")
+    _check_file(where)
     place = output
     for part in where["at"]:
         place = place[part]
     if place is not None:
         raise ValueError("a file in the place of something else")
+
+
+def _check_file(where: dict[str, Any]) -> None:
+    is_place = isinstance(where["at"], list) and all(
+        isinstance(part, str | int) for part in where["at"]
+    )
+    is_named = isinstance(where["name"], str) and _MEDIA_TYPE.fullmatch(where["media_type"])
+    if not (is_place and is_named):
+        raise ValueError("a file without a place, a media type or a name")

@@ -43,12 +43,12 @@ class CustomPreparer:
             return BadInput("this model takes inputs as its schema says", field="input")
         values, files = dict(value.values), []
         for place, file in zip(value.places, value.files, strict=True):
-            if file.media_type == JSON_TYPE and self._is_value(place):
-                values[str(place.at[0])] = msgspec.json.decode(file.data or b"null")
-            else:
-                files.append(PreparedFile(place.at, place.name, file.data or b""))
+            # Large JSON is read by the class's process, since reading it takes long.
+            is_json = file.media_type == JSON_TYPE and self._is_value(place)
+            data = file.data or (b"null" if is_json else b"")
+            files.append(PreparedFile(place.at, place.name, data, is_json))
         prepared = PreparedCustom(
-            key=self._key_of(values),
+            key=self._key_of(values, files),
             length=1,
             values=values,
             files=files,
@@ -67,11 +67,14 @@ class CustomPreparer:
         shape = self._properties.get(str(place.at[0]), {})
         return len(place.at) == 1 and shape.get("format") != FILE_FORMAT
 
-    def _key_of(self, values: Mapping[str, Any]) -> str:
+    def _key_of(self, values: Mapping[str, Any], files: Sequence[PreparedFile]) -> str:
         """What the items of a batch have in common: the value of one input, or nothing."""
         if self._key is None:
             return ""
         value = values.get(self._key, self._properties[self._key].get("default"))
+        for file in files:
+            if file.is_json and file.at == [self._key]:
+                value = msgspec.json.decode(file.data)
         written = json.dumps(value, sort_keys=True)
         if len(written) <= MAX_KEY_CHARS:
             return written

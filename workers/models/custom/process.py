@@ -23,7 +23,12 @@ from workers.models.custom.limits import (
     usual_memory_bytes,
 )
 from workers.models.custom.printed import HiddenValues, PrintedOutput
-from workers.models.custom.runner.frames import Frame, FrameReader, encode_frame
+from workers.models.custom.runner.frames import (
+    MAX_ANSWER_JSON_BYTES,
+    Frame,
+    FrameReader,
+    encode_frame,
+)
 from workers.models.custom.scratch import Scratch
 
 KILL_AFTER_S = 2.0
@@ -181,7 +186,7 @@ class RunnerProcess:
             self.pidfd = os.pidfd_open(self._process.pid)
         self._hidden = HiddenValues(hidden)
         self.printed = PrintedOutput(output, shows, self._hidden)
-        self._reader = FrameReader()
+        self._reader = FrameReader(MAX_ANSWER_JSON_BYTES)
         self._outgoing = bytearray()
         self.killed_for = ""
         """Why we killed it."""

@@ -65,6 +65,9 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
         status = runner.close()
     if frame is None:
         raise ModelFailed(f"the process of the model {end_of(status)}")
+    if frame.message.get("is_packed"):
+        written, *blobs = frame.blobs
+        frame = Frame(frame.message | {"output": json.loads(written)}, blobs)
     print(frame.message.get("log", ""), end="", file=sys.stderr)
     if "batch_error" in frame.message:
         raise ModelFailed(frame.message["batch_error"])

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -15,6 +16,7 @@ from shared.tasks.custom import CustomResult
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import compute, entry_of, output_of, prepared, write_class
 from tests.workers.models.custom.started import STEP_S, StartClass, StartedClass
+from workers.models.base import PreparedFile
 
 NAMES_FILES = """
 class Predictor(BasePredictor):
@@ -188,3 +190,45 @@ def runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+MAX_ANSWER_CPU_S = 0.5
+LARGE = """
+class Predictor(BasePredictor):
+    def predict(self, count: int, given: list[dict] = []) -> list[Any]:
+        return [{"a": 1, "b": [0.5]}] * count + given
+"""
+
+
+@pytest.mark.slow(about_s=20)
+@pytest.mark.parametrize("method", ["predict", "predict_batch"])
+def test_large_json_takes_little_of_the_io_process(
+    tmp_path: Path, start_class: StartClass, method: str
+) -> None:
+    """It is neither read nor written there. Reading 4 MiB of small objects takes a second."""
+    body = LARGE
+    if method == "predict_batch":
+        body = """
+        class Given(BaseModel):
+            count: int
+            given: Optional[list[dict]] = None
+
+        class Predictor(BasePredictor):
+            def predict_batch(self, inputs: list[Given]) -> list[Any]:
+                return [[{"a": 1, "b": [0.5]}] * one.count + (one.given or [])
+                        for one in inputs]
+        """
+    model = start_class(write_class(tmp_path, body))
+    objects = [{"a": 1, "b": [0.5]}] * 200_000
+    written = msgspec.json.encode(objects)
+    file = PreparedFile(["given"], "given.json", written, is_json=True)
+    for given in ({"count": 200_000}, {"count": 0, "given": None}):
+        item = prepared(given, [file] if "given" in given else [])
+        began_cpu_s = time.process_time()
+        if method == "predict_batch":
+            result = model.run(item).outcomes[0]
+        else:
+            result = compute(model, item.values, item.files).results[0]
+        assert time.process_time() - began_cpu_s < MAX_ANSWER_CPU_S
+        assert isinstance(result, CustomResult), result
+        assert result.unpacked().output == objects[:1] * (given["count"] or len(objects))

@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 
 HEADER = struct.Struct("<I")
 MAX_JSON_BYTES = 40 * 1024 * 1024
-"""Two outputs of the maximum size fit into one frame."""
+"""Two outputs of the maximum size fit into one frame to a process that compares them."""
+MAX_ANSWER_JSON_BYTES = 8 * 1024 * 1024
+"""JSON of one frame from a process. Larger outputs are blobs."""
+MAX_INLINE_BYTES = 1024 * 1024
+"""JSON of an output in the JSON of its frame. A larger one is a blob that no worker reads."""
+MAX_OUTPUT_BYTES = 16 * 1024 * 1024
+"""Maximum size of an output as JSON, without its files. A large one is stored as a file."""
 MAX_BLOBS_BYTES = 256 * 1024 * 1024
 MAX_BLOBS = 16_384
 """The files of two outputs of the maximum size, and those of any input, are fewer."""
@@ -37,16 +43,26 @@ def encode_frame(message: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
             in UTF-8 does not have, or is too large.
     """
     whole = message | {"blobs": [len(one) for one in blobs]}
-    encoded = json.dumps(whole, allow_nan=False, ensure_ascii=False).encode()
+    encoded = encode_json(whole)
     if len(encoded) > MAX_JSON_BYTES:
         raise ValueError(f"a message of {len(encoded)} bytes; at most {MAX_JSON_BYTES} are allowed")
     return b"".join((HEADER.pack(len(encoded)), encoded, *blobs))
 
 
+def encode_json(value: Any) -> bytes:
+    """JSON in UTF-8.
+
+    Raises:
+        ValueError: it has NaN, an infinite number or half of a surrogate pair.
+    """
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
+
+
 class FrameReader:
     """Puts frames together from the pieces that a socket gives."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_json_bytes: int = MAX_JSON_BYTES) -> None:
+        self._max_json_bytes = max_json_bytes
         self._data = bytearray()
         self._begun: tuple[dict[str, Any], list[int]] | None = None
         """The message whose blobs are missing, and their lengths."""
@@ -81,7 +97,7 @@ class FrameReader:
         if len(self._data) < HEADER.size:
             return None
         (length,) = HEADER.unpack_from(self._data)
-        if length > MAX_JSON_BYTES:
+        if length > self._max_json_bytes:
             raise ValueError(f"a message of {length} bytes")
         begin = HEADER.size + length
         if len(self._data) < begin:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import inspect
+import json
 import operator
 import os
 import resource
@@ -40,13 +41,15 @@ from workers.models.custom.runner.batch_form import METHOD
 from workers.models.custom.runner.cog_import import adt, cog
 from workers.models.custom.runner.frames import (
     BATCH,
+    MAX_INLINE_BYTES,
+    MAX_OUTPUT_BYTES,
     Frame,
     FrameReader,
     encode_frame,
+    encode_json,
     read_frame,
 )
 from workers.models.custom.runner.outputs import (
-    MAX_OUTPUT_BYTES,
     MAX_STREAMED_BYTES,
     OutputEncoder,
     WrongOutput,
@@ -220,6 +223,9 @@ class _Prediction:
         for at, path in self._written_files():
             _put(values, at, self._file_of(at, path))
         try:
+            for where, data in self._received():
+                if where.get("is_json"):
+                    _put(values, where["at"], json.loads(data))
             return check_values(self._signature, values)
         except (ValueError, TypeError) as error:
             raise WrongInput(str(error)) from error
@@ -236,14 +242,18 @@ class _Prediction:
         """Writes the files that came. Yields the place and the path of each."""
         if self._frame.blobs:
             self._folder = Path(tempfile.mkdtemp(prefix="prediction-"))
-        for number, (where, data) in enumerate(
-            zip(self._frame.message["files"], self._frame.blobs, strict=True)
-        ):
+        for number, (where, data) in enumerate(self._received()):
+            if where.get("is_json"):
+                continue
             assert self._folder is not None, "made above; this is a bug"
             path = self._folder / str(number) / (Path(where["name"]).name or "file")
             path.parent.mkdir()
             path.write_bytes(data)
             yield where["at"], path
+
+    def _received(self) -> Iterator[tuple[dict[str, Any], bytes]]:
+        """The files that came, and large values, with their places."""
+        return zip(self._frame.message["files"], self._frame.blobs, strict=True)
 
     def _file_of(self, at: list[str | int], path: Path) -> Any:
         """A file as the class asks for it: its path, or an open file."""
@@ -282,10 +292,15 @@ class _Prediction:
             "files": self.encoder.files,
             "metrics": self.scope.metrics.nested(),
         }
+        blobs = self.encoder.blobs
         try:
-            if len(encode_frame({"output": output})) > MAX_OUTPUT_BYTES:
+            written = encode_json(output)
+            if len(written) > MAX_OUTPUT_BYTES:
                 raise WrongOutput(f"output: at most {MAX_OUTPUT_BYTES} bytes of JSON are allowed")
-            return encode_frame(message, self.encoder.blobs)
+            if len(written) > MAX_INLINE_BYTES and not self._signature.output.streams:
+                message |= {"output": None, "is_packed": True}
+                blobs = [written, *blobs]
+            return encode_frame(message, blobs)
         except ValueError as error:
             raise WrongOutput(f"output: {error}") from error
 

@@ -26,8 +26,6 @@ MAX_FILES = 512
 """Maximum files in one output, for example windows of hours of sound."""
 MAX_FILES_BYTES = 192 * 1024 * 1024
 """Maximum size of all files of an output together."""
-MAX_OUTPUT_BYTES = 16 * 1024 * 1024
-"""Maximum size of an output as JSON, without its files. A large one is stored as a file."""
 MAX_STREAMED_BYTES = 1024 * 1024
 """Maximum size of a streamed output as JSON. Its readers get it from Redis."""
 MAX_DEPTH = 120
