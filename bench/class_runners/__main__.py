@@ -128,13 +128,16 @@ async def run_all(fixture: Fixture, kind: str, python: str) -> list[Outcome]:
         folder = Path(copied) / "src"
         await asyncio.to_thread(shutil.copytree, fixture.folder, folder, symlinks=True)
         interface: ModelInterface | None = None
+        runner: ClassRunner
         if kind == "penstock":
             try:
                 interface = await asyncio.to_thread(check, folder)
             except PenstockError as error:
                 reason = error.message.removeprefix(f"{folder}: ")
                 return [Outcome("not loaded", error=reason)] * len(fixture.requests)
-        runner = create_runner(fixture, folder, kind, python, interface)
+            runner = PenstockRunner(folder, interface)
+        else:
+            runner = create_runner(fixture, folder, kind, python)
         try:
             failure = await runner.start()
             return [
@@ -176,17 +179,8 @@ def wrong_input(interface: ModelInterface, request: Request) -> str:
     return ""
 
 
-def create_runner(
-    fixture: Fixture, folder: Path, kind: str, python: str, interface: ModelInterface | None
-) -> ClassRunner:
-    """Creates one of the ways to run a class."""
-    if kind == "penstock":
-        return PenstockRunner(
-            folder,
-            python=python,
-            environment=fixture.environment,
-            batches=interface is not None and interface.batches,
-        )
+def create_runner(fixture: Fixture, folder: Path, kind: str, python: str) -> ClassRunner:
+    """Creates one of the ways of Cog to run a class."""
     create = CogServer if kind == "cog-server" else CogWorker
     more = {"streams": fixture.streams} if kind == "cog-server" else {}
     if kind == "wrapped-worker":

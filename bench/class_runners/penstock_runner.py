@@ -1,20 +1,32 @@
-"""Penstock's own runner, driven directly: the process that a worker starts for a class."""
+"""Penstock: a class behind the client that a worker's pool drives."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.class_runners.outcome import Outcome, Request, describe_file, put
-from workers.models.custom.process import RunnerProcess, end_of
-from workers.models.custom.runner.frames import Frame
+import msgspec
+
+from bench.class_runners.outcome import Outcome, Request, data_of, describe_file, put
+from shared.blob import Blob
+from shared.catalog import Model
+from shared.errors import BadInput, Canceled, PenstockError
+from shared.messages import PrintedLogs
+from shared.model_interface import ModelInterface
+from shared.tasks import Result
+from shared.tasks.custom import CustomResult, FilePlace, StreamedElement, read_elements
+from workers.models.base import PreparedCustom, PreparedFile
+from workers.models.custom.client import ClassClient
+from workers.models.reports import ItemEnded, Pieces, StepMessage
 
 START_LIMIT_S = 60.0
 PREDICT_LIMIT_S = 30.0
+DIED = "the process of the "
+"""How the error of a prediction begins whose process has ended."""
 
 
 class _Running:
@@ -22,144 +34,171 @@ class _Running:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.began_s = time.monotonic()
-        self.pieces: list[Any] = []
-        self.has_files = False
-        """True if pieces have files, which the last frame does not repeat."""
+        self.text = ""
+        """Its pieces, as its stream has them."""
+        self.texts: list[str] = []
+        self.files: dict[str, bytes] = {}
+        """Files of pieces that are too large for its stream, by digest."""
         self.pieces_s: list[float] = []
         self.ended: asyncio.Future[Outcome] = loop.create_future()
 
+    def resolve(self, outcome: Outcome) -> None:
+        """Ends the prediction, unless it has ended."""
+        if not self.ended.done():
+            self.ended.set_result(outcome)
+
 
 class PenstockRunner:
-    """A class in its runner process, driven from the event loop as a worker does.
+    """A class in its process, as a worker runs it.
 
     Args:
-        python: the interpreter that has the class's packages.
-        batches: True for a class with `predict_batch`. Each prediction is a batch of its own.
+        folder: of the class.
+        interface: its inputs and output.
     """
 
-    def __init__(
-        self, folder: Path, *, python: str, environment: Mapping[str, str], batches: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, interface: ModelInterface) -> None:
         self._folder = folder
-        self._python = python
-        self._environment = environment
-        self._batches = batches
-        self._process: RunnerProcess | None = None
+        self._interface = interface
+        self._client: ClassClient | None = None
+        self._run: asyncio.Task[None] | None = None
         self._running: dict[int, _Running] = {}
-        self._sent: set[int] = set()
-        self._is_shared = False
-        """True while what the process prints may belong to several predictions."""
-        self._count = 0
-        self._loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[str] = self._loop.create_future()
+        """By slot of the current run."""
 
     @property
     def pids(self) -> list[int]:
-        """Process ID of the runner."""
-        return [] if self._process is None else [self._process.pid]
+        """Process ID of the class."""
+        return [] if self._client is None else [self._client.pid]
 
     async def start(self) -> str:
         """Loads and sets up the class."""
-        self._process = RunnerProcess(
-            self._folder, python=self._python, environment=self._environment
+        entry = Model.model_validate(
+            {
+                "name": "compared",
+                "task": "custom",
+                "source": f"local:{self._folder}",
+                "interface": self._interface,
+            }
         )
-        self._loop.add_reader(self._process.fileno(), self._on_readable, self._process)
-        self._loop.add_reader(self._process.pidfd, self._on_end, self._process)
         try:
-            return await asyncio.wait_for(self._ready, START_LIMIT_S)
-        except TimeoutError:
-            return f"not ready in {START_LIMIT_S:g} s"
+            self._client = await ClassClient.start(
+                entry, self._folder, "cpu", 1, START_LIMIT_S, _keep_all
+            )
+        except PenstockError as error:
+            return error.message.removeprefix(f"{self._folder}: ")
+        return ""
 
     async def predict(self, request: Request) -> Outcome:
         """Sends one prediction, and waits for its end."""
-        self._count += 1
-        number, running = self._count, _Running(self._loop)
-        self._running[number] = running
-        files = [{"at": file.at, "name": file.name} for file in request.files]
-        message = {
-            "id": number,
-            "input": _without_nulls(request),
-            "files": files,
-            "context": dict(request.context),
-        }
-        process = self._process
-        assert process is not None, "it is started before"
-        self._send(process, message, [file.data for file in request.files])
-        canceling = None
+        assert self._client is not None, "it is started before"
+        running = _Running(asyncio.get_running_loop())
+        item = PreparedCustom(
+            key="",
+            length=1,
+            values=_without_nulls(request),
+            files=[
+                PreparedFile(at=file.at, name=file.name, data=file.data) for file in request.files
+            ],
+            is_streamed=True,
+            context=dict(request.context),
+        )
+        if self._interface.batches:
+            return await self._predict_batch(item, running)
+        slot = await self._admit(self._client, item, running)
         if request.cancel_after_s is not None:
-            canceling = self._loop.call_later(request.cancel_after_s, process.cancel, number)
+            asyncio.get_running_loop().call_later(request.cancel_after_s, self._client.drop, [slot])
         try:
             outcome = await asyncio.wait_for(running.ended, PREDICT_LIMIT_S)
         except TimeoutError:
             outcome = Outcome("too late")
-        if canceling is not None:
-            canceling.cancel()
         return outcome._replace(seconds=time.monotonic() - running.began_s)
 
     async def stop(self) -> None:
-        """Kills the runner and removes its files."""
-        if self._process is not None:
-            self._process.kill("it is not needed anymore")
-            self._on_end(self._process)
+        """Ends the process."""
+        if self._run is not None:
+            self._run.cancel()
+            await asyncio.gather(self._run, return_exceptions=True)
+        if self._client is not None:
+            await self._client.close()
 
-    def _on_readable(self, runner: RunnerProcess) -> None:
-        may_come = runner.read()
-        for frame in runner.take_frames():
-            self._handle(runner, frame)
-        if not may_come:
-            self._on_end(runner)
+    async def _predict_batch(self, item: PreparedCustom, running: _Running) -> Outcome:
+        assert self._client is not None, "it is started before"
+        try:
+            done = await self._client.run([item], PREDICT_LIMIT_S, None)
+        except PenstockError as error:
+            return Outcome("died", error=error.message)
+        logs = done.logs.get(0, PrintedLogs())
+        outcome = self._outcome_of(running, done.outcomes[0], logs)
+        return outcome._replace(seconds=time.monotonic() - running.began_s)
 
-    def _on_end(self, runner: RunnerProcess) -> None:
-        """The process has ended: what it was computing has died."""
-        if self._process is not runner:
-            return
-        self._process = None
-        self._loop.remove_reader(runner.fileno())
-        self._loop.remove_reader(runner.pidfd)
-        while runner.may_read() and runner.read():
-            for frame in runner.take_frames():
-                self._handle(runner, frame)
-        printed = runner.printed.take().text
-        self._end_all(f"the process {end_of(runner.close())}", printed)
+    async def _admit(self, client: ClassClient, item: PreparedCustom, running: _Running) -> int:
+        """Adds an item to the run, or begins another run with it. Returns its slot."""
+        while self._run is not None and not self._run.done():
+            if (slot := client.admit([item])) is not None:
+                self._running[slot] = running
+                return slot
+            await asyncio.sleep(0)
+        self._running = {0: running}
+        self._run = asyncio.create_task(self._run_steps(client, item))
+        return 0
 
-    def _send(self, runner: RunnerProcess, message: dict[str, Any], blobs: list[bytes]) -> None:
-        self._is_shared = bool(self._sent)
-        if not self._is_shared:
-            runner.printed.take()
-        self._sent.add(message["id"])
-        batch = [({"batch": 1}, ())] if self._batches else []
-        runner.send_all([*batch, (message, blobs)])
-        if runner.flush():
-            self._loop.add_writer(runner.fileno(), self._on_writable, runner)
+    async def _run_steps(self, client: ClassClient, item: PreparedCustom) -> None:
+        try:
+            await client.run_steps([item], PREDICT_LIMIT_S, self._on_message)
+        except PenstockError as error:
+            for running in self._running.values():
+                running.resolve(Outcome("died", error=error.message))
 
-    def _on_writable(self, runner: RunnerProcess) -> None:
-        if not runner.flush():
-            self._loop.remove_writer(runner.fileno())
+    def _on_message(self, message: StepMessage) -> None:
+        if isinstance(message, Pieces):
+            for slot, chunk in message.chunks.items():
+                running = self._running[slot]
+                running.texts += chunk.pieces
+                running.text += chunk.text
+                running.pieces_s += [time.monotonic() - running.began_s] * len(chunk.pieces)
+            for slot, files in message.files.items():
+                self._running[slot].files |= {one.file.digest: one.data for one in files}
+        elif isinstance(message, ItemEnded):
+            running = self._running[message.slot]
+            logs = message.done.logs.get(0, PrintedLogs())
+            running.resolve(self._outcome_of(running, message.done.outcomes[0], logs))
 
-    def _handle(self, runner: RunnerProcess, frame: Frame) -> None:
-        message, now_s = frame.message, time.monotonic()
-        if "ready" in message or "failed" in message:
-            _resolve(self._ready, message.get("failed", ""))
-            return
-        number = message.get("id", next(iter(self._running), 0))
-        running = self._running[number]
-        if "piece" in message:
-            running.pieces.append(_with_files(frame, "piece"))
-            running.has_files |= bool(frame.blobs)
-            running.pieces_s.append(now_s - running.began_s)
-            return
-        del self._running[number]
-        printed = runner.printed.take().text
-        logs = ("" if self._is_shared else printed) + str(message.get("log", ""))
-        self._sent.discard(number)
-        self._is_shared = self._is_shared and bool(self._sent)
-        outcome = _outcome_of(frame, running)._replace(logs=logs)
-        _resolve(running.ended, outcome)
+    def _outcome_of(
+        self, running: _Running, result: Result | PenstockError, logs: PrintedLogs
+    ) -> Outcome:
+        shown = Outcome("", pieces_s=running.pieces_s, logs=logs.text)
+        if isinstance(result, CustomResult):
+            result = result.unpacked()
+            output = _with_files(result.output, result.places, result.files)
+            pieces = output if self._interface.streams else []
+            # The last pieces come with the result.
+            late = [time.monotonic() - running.began_s] * (len(pieces) - len(running.pieces_s))
+            return shown._replace(
+                status="succeeded",
+                output=output,
+                pieces=pieces,
+                pieces_s=running.pieces_s + late,
+                metrics=result.metrics,
+            )
+        assert isinstance(result, PenstockError), f"a class has no {type(result).__name__}"
+        if isinstance(result, Canceled):  # what its caller has read is known to a worker only
+            return shown._replace(status="canceled")
+        status = "died" if result.message.startswith(DIED) else "failed"
+        status = "refused" if isinstance(result, BadInput) else status
+        pieces = self._pieces_of(running)
+        return shown._replace(
+            status=status, output=pieces or None, pieces=pieces, error=result.message
+        )
 
-    def _end_all(self, words: str, printed: str) -> None:
-        _resolve(self._ready, words)
-        for running in self._running.values():
-            _resolve(running.ended, Outcome("died", error=words, logs=printed))
+    def _pieces_of(self, running: _Running) -> Sequence[Any]:
+        """The pieces of a prediction that failed."""
+        if self._interface.streams == "text":
+            return running.texts
+        return [_described(one, running.files) for one in read_elements(running.text)]
+
+
+async def _keep_all() -> bool:
+    """Evicts nothing: no other model runs."""
+    return False
 
 
 def _without_nulls(request: Request) -> dict[str, Any]:
@@ -169,27 +208,16 @@ def _without_nulls(request: Request) -> dict[str, Any]:
     return {name: one for name, one in values.items() if one is not None or name in with_files}
 
 
-def _outcome_of(frame: Frame, running: _Running) -> Outcome:
-    message = frame.message
-    shown = Outcome("", pieces=running.pieces, pieces_s=running.pieces_s)
-    if error := message.get("error") or message.get("batch_error"):
-        status = {"input": "refused", "canceled": "canceled"}.get(message["kind"], "failed")
-        # A caller that cancels gets no error text, whatever the class raised.
-        is_canceled = status == "canceled"  # and what its caller has read is known to a worker only
-        output = None if is_canceled else running.pieces or None
-        return shown._replace(status=status, output=output, error="" if is_canceled else str(error))
-    output = running.pieces if running.has_files else _with_files(frame, "output")
-    return shown._replace(status="succeeded", output=output, metrics=message["metrics"])
-
-
-def _with_files(frame: Frame, field: str) -> Any:
-    whole = {"value": frame.message[field]}
-    for where, data in zip(frame.message["files"], frame.blobs, strict=True):
-        at = where["at"][1:] if field == "piece" else where["at"]
-        put(whole, ["value", *at], describe_file(data, where["name"]))
+def _with_files(output: Any, places: Sequence[FilePlace], files: Sequence[Blob]) -> Any:
+    whole = {"value": msgspec.json.decode(msgspec.json.encode(output))}
+    for place, file in zip(places, files, strict=True):
+        put(whole, ["value", *place.at], describe_file(file.data or b"", place.name))
     return whole["value"]
 
 
-def _resolve(future: asyncio.Future[Any], value: Any) -> None:
-    if not future.done():
-        future.set_result(value)
+def _described(element: StreamedElement, files: dict[str, bytes]) -> Any:
+    whole = {"value": element.value}
+    for file in element.files:
+        data = data_of(file.uri) if file.uri else files[file.digest]
+        put(whole, ["value", *file.at], describe_file(data))
+    return whole["value"]

@@ -16,6 +16,7 @@ from bench.class_runners.outcome import ClassRunner
 from bench.class_runners.penstock_runner import PenstockRunner
 from bench.class_runners.probes import PROBES, Probe
 from infra.text_table import table
+from workers.models.custom.checking import inspect_folder
 
 PROBE_LIMIT_S = 60.0
 
@@ -23,7 +24,7 @@ PROBE_LIMIT_S = 60.0
 def create(kind: str, folder: Path, concurrency: int = 1) -> ClassRunner:
     """Creates one of the ways to run the class in predict.py."""
     if kind == "penstock":
-        return PenstockRunner(folder, python=sys.executable, environment={})
+        return PenstockRunner(folder, inspect_folder(folder).interface)
     return CogWorker(
         folder,
         "predict.py:Predictor",
@@ -34,15 +35,18 @@ def create(kind: str, folder: Path, concurrency: int = 1) -> ClassRunner:
     )
 
 
-def write_class(folder: str, source: str) -> None:
-    """Writes predict.py."""
+def write_class(folder: str, source: str, concurrency: int = 1) -> None:
+    """Writes predict.py, and cog.yaml if predictions may run at once."""
     Path(folder, "predict.py").write_text(source, encoding="utf-8")
+    if concurrency > 1:
+        settings = f"predict: predict.py:Predictor\nconcurrency: {{max: {concurrency}}}\n"
+        Path(folder, "cog.yaml").write_text(settings, encoding="utf-8")
 
 
 async def run_probe(kind: str, probe: Probe) -> str:
     """Returns what is wrong, or an empty text."""
     with tempfile.TemporaryDirectory(prefix="class-") as folder:
-        write_class(folder, probe.source)
+        write_class(folder, probe.source, probe.concurrency)
         runner = create(kind, Path(folder), probe.concurrency)
         try:
             failure = await runner.start()
@@ -83,8 +87,8 @@ async def measure_kind(kind: str) -> list[Measured]:
 
         async def start(source: str) -> tuple[ClassRunner, float]:
             write_class(folder, source)
-            began_s = time.monotonic()
             runner = create(kind, Path(folder))
+            began_s = time.monotonic()
             if failure := await runner.start():
                 raise RuntimeError(f"{kind}: {failure}")
             return runner, time.monotonic() - began_s
