@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from tests.infra.deploy.dockerfiles import image
 from tests.infra.deploy.test_compose import FOLDER, filled, variables
 from tests.infra.running_up import MINI, SMALLEST, catalog
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
+from workers.models.custom.checking import inspect_folder, write_interface
 
 pytestmark = pytest.mark.slow(about_s=25)
 
@@ -38,11 +40,11 @@ OF_IMAGES = {"API_IMAGE": "api", "FUNCTIONS_IMAGE": "functions", "SERVERS_IMAGE"
 class Machine:
     """The services by name, each as a process that is not started."""
 
-    def __init__(self, folder: Path, redis_url: str) -> None:
+    def __init__(self, folder: Path, redis_url: str, models_file: Path, model: str) -> None:
         self.folder = folder
         self.ports = {name: free_port() for name in ("pubsub", "bigquery", "functions", "api")}
         self.health_port = free_port()
-        given = variables("images.env", "example.env") | {"MODELS": "mini"}
+        given = variables("images.env", "example.env") | {"MODELS": model}
         text = (FOLDER / "compose.yaml").read_text(encoding="utf-8")
         self._services: dict[str, Any] = filled(yaml.safe_load(text), given)["services"]
         self._images = {given[name]: dockerfile for name, dockerfile in OF_IMAGES.items()}
@@ -51,7 +53,7 @@ class Machine:
             "pubsub:8085": f"127.0.0.1:{self.ports['pubsub']}",
             "bigquery:9050": f"127.0.0.1:{self.ports['bigquery']}",
             "functions:8080": f"127.0.0.1:{self.ports['functions']}",
-            "/etc/penstock/models.yaml": str(catalog(folder, MINI)),
+            "/etc/penstock/models.yaml": str(models_file),
             "/var/lib/penstock": str(folder / "lib"),
             "/var/cache/penstock": str(folder / "cache"),
             "0.0.0.0": "127.0.0.1",
@@ -66,6 +68,13 @@ class Machine:
         port = str(self.ports.get(name, ""))
         here = [port if word in ("8080", "8085", "9050") else self._here(word) for word in words]
         return [*PROGRAMS[here[0]], *here[1:]]
+
+    def health_check(self, name: str) -> dict[str, Any]:
+        """The health check of a service, with its command for this machine."""
+        found = dict(self._services[name]["healthcheck"])
+        _, *words = found.pop("test")
+        words = [word.replace(":8081", f":{self.health_port}") for word in words]
+        return found | {"command": [*PROGRAMS[words[0]], *words[1:]]}
 
     def environment(self, name: str, **more: str) -> dict[str, str]:
         """The variables of a service: of its image, of the file, and `more`."""
@@ -122,7 +131,7 @@ def ask(url: str, headers: Mapping[str, str]) -> int:
 
 @pytest.fixture
 def machine(tmp_path: Path, redis_url: str) -> Machine:
-    return Machine(tmp_path, redis_url)
+    return Machine(tmp_path, redis_url, catalog(tmp_path, MINI), "mini")
 
 
 def test_commands_and_settings_work_together(machine: Machine) -> None:
@@ -155,3 +164,65 @@ def test_commands_and_settings_work_together(machine: Machine) -> None:
         assert ask(url, {"Authorization": f"Bearer {key}"}) == 200
         assert ask(url, {}) == 401
         assert batches.is_running
+
+
+SETUP_S = 200
+SLOW = f"""
+import time
+from cog import BasePredictor
+
+class Predictor(BasePredictor):
+    def setup(self) -> None:
+        time.sleep({SETUP_S})
+
+    def predict(self, text: str) -> str:
+        return text[::-1]
+"""
+
+
+@pytest.fixture
+def machine_of_class(tmp_path: Path, redis_url: str) -> Machine:
+    folder = tmp_path / "slow"
+    folder.mkdir()
+    (folder / "predict.py").write_text(SLOW)
+    write_interface(folder, inspect_folder(folder).interface)
+    entry = {"name": "slow", "task": "custom", "source": f"local:{folder}", "startup_s": 300}
+    models_file = tmp_path / "models.yaml"
+    models_file.write_text(json.dumps({"models": [entry]}))
+    return Machine(tmp_path, redis_url, models_file, "slow")
+
+
+@pytest.mark.slow(about_s=230)
+@pytest.mark.skipif(sys.platform != "linux", reason="custom classes run on Linux")
+def test_a_worker_stays_healthy_while_its_class_takes_200_s_to_set_up(
+    machine_of_class: Machine,
+) -> None:
+    """Docker counts a failure after `start_period`, or as soon as a check has succeeded."""
+    machine = machine_of_class
+    check = machine.health_check("worker-cpu")
+    failures, has_succeeded, began_s = 0, False, time.monotonic()
+    with ExitStack() as running:
+        for name in ("pubsub", "bigquery"):
+            server = running.enter_context(machine.process(name))
+            server.wait_ready(partial(listens, machine.ports[name]), START_LIMIT_S)
+        machine.run("provision")
+        worker = running.enter_context(
+            machine.process("worker-cpu", PENSTOCK_HEALTH_PORT=str(machine.health_port), **SMALLEST)
+        )
+        while not answers(machine.health_port, "/readyz"):
+            assert worker.is_running, worker.last_words()
+            assert time.monotonic() - began_s < SETUP_S + START_LIMIT_S
+            is_right = subprocess.run(check["command"], capture_output=True).returncode == 0
+            has_succeeded |= is_right
+            is_late = time.monotonic() - began_s > seconds(check, "start_period")
+            failures = failures + 1 if not is_right and (has_succeeded or is_late) else 0
+            assert failures < check["retries"], "Docker calls the worker unhealthy"
+            time.sleep(seconds(check, "interval"))
+        assert has_succeeded
+        assert time.monotonic() - began_s > SETUP_S
+        assert worker.is_running
+
+
+def seconds(check: dict[str, Any], field: str) -> float:
+    """A time of a health check. All are written in seconds."""
+    return float(str(check[field]).removesuffix("s"))
