@@ -19,7 +19,7 @@ from shared.tasks import Result
 from shared.tasks.custom import CustomResult
 from workers.models.base import Prepared, PreparedCustom
 from workers.models.client import ModelProcessDied
-from workers.models.custom.class_process import ClassProcess, Ended
+from workers.models.custom.class_process import ClassProcess, Ended, NotSetUp
 from workers.models.custom.predictions import (
     MALFORMED,
     NO_ANSWER,
@@ -74,7 +74,7 @@ class ClassBatch:
         started_at_s = time.time()
         try:
             await self._compute(range(len(self._items)), timeout_s)
-        except Canceled as error:
+        except (Canceled, NotSetUp) as error:
             for slot in range(len(self._items)):
                 self._results.setdefault(slot, Failure.from_error(error))
         return BatchResult(
@@ -126,7 +126,7 @@ class ClassBatch:
             finally:
                 took_s = time.perf_counter() - began_s
                 self._computed_s += took_s
-        except (Canceled, ModelProcessDied):
+        except (Canceled, ModelProcessDied, NotSetUp):
             raise
         except PenstockError as error:
             self._has_failed = True
@@ -149,7 +149,7 @@ class ClassBatch:
 
         Raises:
             Canceled: nobody waits for the batch any more.
-            ModelFailed: it could not be set up.
+            NotSetUp: it could not be set up.
         """
         process = self._process
         while True:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from shared.catalog import Model
 from shared.catalog_entry import MAX_STARTUP_S
-from shared.concurrency import backoff
+from shared.concurrency import jittered
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from shared.messages import PrintedLogs
 from shared.model_interface import ModelInterface
@@ -34,7 +34,8 @@ from workers.models.custom.sources import Sources, read_sources
 from workers.models.custom.variables import EntryVariables, variables_of
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 60.0
-"""Between two starts of a class whose `setup` fails after it had been set up once."""
+"""Before the next start of a class whose `setup` fails after it had been set up once. The pause
+doubles with each failure."""
 GPU_LOST = "AcceleratorError: CUDA error: "
 """How an error of torch begins after which its process computes nothing more on the GPU. No input
 of a caller can make an error begin like this."""
@@ -44,6 +45,10 @@ child that it left may send without end."""
 USED_UP = "nobody is to fail for what earlier predictions left in memory or on disk"
 
 log = logging.getLogger(__name__)
+
+
+class NotSetUp(ModelFailed):
+    """The class could not be set up again. No item is to blame."""
 
 
 class Ended(NamedTuple):
@@ -102,10 +107,10 @@ class ClassProcess:
         self._starting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._kills: dict[int, asyncio.TimerHandle] = {}
-        self._pauses = backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
+        self._pause_s = FIRST_PAUSE_S
         self._start_at_s = 0.0
         """No start before that: the last `setup` failed."""
-        self._failure: PenstockError | None = None
+        self._failure: NotSetUp | None = None
         self._reason = ""
         """Why the last set-up failed, as callers may read it once its paths are removed."""
         self._sources_of_runner: Sources
@@ -177,7 +182,7 @@ class ClassProcess:
             self._starting = asyncio.create_task(self._start_again())
             self._starting.add_done_callback(self._on_started)
 
-    def take_failure(self) -> PenstockError | None:
+    def take_failure(self) -> NotSetUp | None:
         """Returns why the last set-up failed, once."""
         failure, self._failure = self._failure, None
         return failure
@@ -198,11 +203,12 @@ class ClassProcess:
                     raise
                 await self._set_up(self._limit_s)
         except PenstockError as error:
-            self._start_at_s = time.monotonic() + next(self._pauses)
+            self._start_at_s = time.monotonic() + jittered(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
             facts = {"model": self._entry.name, "reason": error.message}
             log.error("a class could not be set up again", extra=facts)
             reason = f": {self.paths.remove(self._reason)}" if self._reason else ""
-            self._failure = ModelFailed(f"the model could not be set up again{reason}")
+            self._failure = NotSetUp(f"the model could not be set up again{reason}")
 
     def _on_started(self, task: asyncio.Task[None]) -> None:
         self._starting = None
@@ -210,7 +216,7 @@ class ClassProcess:
             return
         if (error := task.exception()) is not None:
             log.error("a class could not be started again", exc_info=error)
-            self._failure = ModelFailed("the model could not be set up again")
+            self._failure = NotSetUp("the model could not be set up again")
         self._on_change()
 
     async def _set_up(self, limit_s: float) -> Frame:
@@ -274,7 +280,7 @@ class ClassProcess:
 
     def _note_ready(self, runner: RunnerProcess, began_s: float) -> None:
         self.setup_s, self.set_up_at_s = time.monotonic() - began_s, time.time()
-        self._pauses, self._start_at_s = backoff(FIRST_PAUSE_S, MAX_PAUSE_S), 0.0
+        self._pause_s, self._start_at_s = FIRST_PAUSE_S, 0.0
         if not self.unconfined:
             for one in runner.unconfined or ():
                 facts = {"model": self._entry.name, "reason": one}

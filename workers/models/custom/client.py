@@ -102,8 +102,19 @@ class ClassClient:
         on_previews: OnPreviews | None = None,
     ) -> BatchResult:
         """As ProcessClient. `timeout_s` is for each call of the class."""
+        run = ClassBatch(self._process, self._interface, batch)
+        # The turn ends with the batch, not with the caller: the class may still compute it.
+        running = asyncio.ensure_future(self._run_batch(run, timeout_s))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            run.cancel()
+            running.add_done_callback(lambda done: done.cancelled() or done.exception())
+            raise
+
+    async def _run_batch(self, run: ClassBatch, timeout_s: float) -> BatchResult:
         async with self._turn:
-            self._run = run = ClassBatch(self._process, self._interface, batch)
+            self._run = run
             try:
                 return await run.run(timeout_s)
             except PenstockError:

@@ -34,7 +34,9 @@ MAX_OUTSIDE = 10_000
 MIN_DISK_BYTES = 16 * 1024 * 1024
 """The least bound that a full disk gives: a class may write nothing and be served all the same."""
 COUNT_SHARE, USUAL_COUNT_SHARE = 0.1, 0.01
-"""Of the time, at most, in which files are counted: if the disk fills, and otherwise."""
+"""Maximum share of the time in which files are counted: if the disk fills, and otherwise."""
+MAX_REST_S = 30.0
+"""Longest time between two counts, as long as they take no more than COUNT_SHARE."""
 END_LIMIT_S = 2.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PROC = Path("/proc")
@@ -179,12 +181,12 @@ class DiskUse:
         self._scratch = scratch
         self.devices = {scratch.stat().st_dev}
         """Of its files: that of its view of the class's folder may be another one."""
-        self._free_bytes = _free_bytes(scratch)
+        self._free_bytes, self._free_files = _free_room(scratch)
         self.limit_bytes = min(most_bytes, max(self._free_bytes // 2, MIN_DISK_BYTES))
         self._outside: dict[str, tuple[int, int]] = {}
         """By path: device and number of each file that it was seen to write elsewhere."""
         self._before_bytes, _ = self._below_scratch(set())
-        self._bytes = 0
+        self._bytes = self._entries = 0
         self._first_bytes: int | None = None
         self._counted_s = self._took_s = 0.0
         self._turn = threading.Lock()
@@ -194,13 +196,22 @@ class DiskUse:
         return self.has_lost_much() and self._rested_s() >= self._took_s / COUNT_SHARE
 
     def has_lost_much(self) -> bool:
-        """True if the disk has less room than at the last count by half of what it may yet take."""
-        lost_bytes = self._free_bytes - _free_bytes(self._scratch)
-        return lost_bytes > (self.limit_bytes - self._bytes) / 2
+        """True if the disk has less room than at the last count by half of what it may yet take.
+
+        Room is bytes and files. Some file systems do not count free files (Btrfs).
+        """
+        free_bytes, free_files = _free_room(self._scratch)
+        lost_bytes, lost_files = self._free_bytes - free_bytes, self._free_files - free_files
+        return (
+            lost_bytes > (self.limit_bytes - self._bytes) / 2
+            or lost_files > (MAX_ENTRIES - self._entries) / 2
+        )
 
     def is_due(self) -> bool:
         """True if it is time to count again."""
-        return self.may_be_above() or self._rested_s() >= self._took_s / USUAL_COUNT_SHARE
+        usual_s = min(self._took_s / USUAL_COUNT_SHARE, MAX_REST_S)
+        is_usual = self._rested_s() >= max(usual_s, self._took_s / COUNT_SHARE)
+        return is_usual or self.may_be_above()
 
     def _rested_s(self) -> float:
         return time.monotonic() - self._counted_s
@@ -213,7 +224,7 @@ class DiskUse:
         """
         with self._turn:
             began_s = time.monotonic()
-            self._free_bytes = _free_bytes(self._scratch)
+            self._free_bytes, self._free_files = _free_room(self._scratch)
             counted: set[tuple[int, int]] = set()
             size_bytes, reason = self._below_scratch(counted)
             size_bytes += sum(self._open_bytes(pid, counted) for pid in family)
@@ -248,13 +259,14 @@ class DiskUse:
         return self._bytes - first_bytes > (self.limit_bytes - first_bytes) / 2
 
     def _below_scratch(self, counted: set[tuple[int, int]]) -> tuple[int, str]:
-        waiting, entries, size_bytes = [str(self._scratch)], 0, 0
+        waiting, size_bytes = [str(self._scratch)], 0
+        self._entries = 0
         while waiting:
             try:
                 with os.scandir(waiting.pop()) as folder:
                     for entry in folder:
-                        entries += 1
-                        if entries > MAX_ENTRIES:
+                        self._entries += 1
+                        if self._entries > MAX_ENTRIES:
                             return size_bytes, f"it has more than {MAX_ENTRIES} files"
                         with contextlib.suppress(FileNotFoundError):
                             status = entry.stat(follow_symlinks=False)
@@ -297,9 +309,10 @@ class DiskUse:
         return size_bytes
 
 
-def _free_bytes(folder: Path) -> int:
+def _free_room(folder: Path) -> tuple[int, int]:
+    """Free bytes and free files of the disk."""
     system = os.statvfs(folder)
-    return system.f_bavail * system.f_frsize
+    return system.f_bavail * system.f_frsize, system.f_favail
 
 
 def _counted_bytes(status: os.stat_result, counted: set[tuple[int, int]]) -> int:

@@ -121,6 +121,37 @@ async def compute(client: ClassClient, **values: Any) -> object:
     return result.output if isinstance(result, CustomResult) else result
 
 
+ECHOES_BATCHES = """
+class Given(BaseModel):
+    text: str
+
+class Predictor(BasePredictor):
+    def predict_batch(self, inputs: list[Given]) -> list[str]:
+        if inputs[0].text == "slow":
+            time.sleep(60)
+        return [one.text for one in inputs]
+"""
+
+
+async def test_a_batch_whose_caller_is_canceled_ends_before_the_next(
+    start: StartClient,
+) -> None:
+    client = await start(ECHOES_BATCHES)
+    pid = client.pid
+    for moment in ("before it is sent", "while it is computed"):
+        calling = asyncio.create_task(
+            client.run([prepared({"text": "slow"}), prepared({"text": "b"})], WAIT_LIMIT_S, None)
+        )
+        await asyncio.sleep(0 if moment == "before it is sent" else 0.5)
+        calling.cancel()
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            done = await client.run([prepared({"text": "next"})], WAIT_LIMIT_S, None)
+        (result,) = done.outcomes
+        assert isinstance(result, CustomResult), result
+        assert result.output == "next"
+    assert client.pid == pid, "it was interrupted, not killed"
+
+
 @pytest.mark.parametrize("first", ["text 0", "exit"])
 async def test_items_admitted_at_an_end_join_the_run(client: ClassClient, first: str) -> None:
     """As a worker admits them: when it hears that an item has ended, well or with its process."""

@@ -139,6 +139,19 @@ def test_a_folder_that_cant_be_read_is_named(
     assert disk.count(set()) == "it has a folder that can't be read: File name too long"
 
 
+def test_many_new_files_are_counted_at_once(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the last count took: the disk has fewer free files."""
+    monkeypatch.setattr(limits, "MAX_ENTRIES", 1000)
+    disk = DiskUse(scratch, 4 * MIB)
+    if not os.statvfs(scratch).f_favail:
+        pytest.skip("this file system does not count free files")
+    disk.count(set())
+    assert not disk.has_lost_much()
+    for number in range(1001):
+        (scratch / str(number)).touch()
+    assert disk.has_lost_much()
+
+
 def test_files_are_bounded_by_their_number(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_ENTRIES", 8)
     disk = DiskUse(scratch, 4 * MIB)

@@ -490,6 +490,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "the error of an exception whose `str` fails": (
             "test_forms.py::test_an_error_ends_its_prediction_and_not_the_model",
         ),
+        "`healthcheck()` decides": ("test_notes.py::test_methods_of_the_author_are_left_alone",),
         "parts of a line that several": (
             "test_concurrent_prints.py::test_parts_of_lines_are_not_mixed_as_by_cog",
         ),

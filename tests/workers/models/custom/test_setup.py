@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from shared.tasks.custom import CustomResult
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import compute, entry_of, output_of, prepared, write_class
 from tests.workers.models.custom.started import OperatorsLog, StartClass, StartedClass
+from workers.models.custom.class_process import FIRST_PAUSE_S
 
 LOADS = """
 class Predictor(BasePredictor):
@@ -112,7 +114,7 @@ class One:
 class Predictor(BasePredictor):
     def setup(self) -> None:
         beside = pathlib.Path({str(folder.parent)!r})
-        print("setting up")
+        print("setting up at", time.monotonic())
         if (beside / "hangs").exists():
             time.sleep(600)
         if (beside / "broken").exists():
@@ -149,7 +151,14 @@ def test_a_class_that_cant_be_set_up_again_is_tried_until_it_can(
     assert output_of(compute(model, {"a": 2})) == 2
     assert output_of(compute(model, {"a": 3})) == 3
     model.close()
-    assert operators_log.look().count("setting up") == 4, "once for each of the first three"
+    _, failed_s, again_s, done_s = set_up_at_s(operators_log)
+    assert again_s - failed_s >= FIRST_PAUSE_S * 0.9
+    assert done_s - again_s >= 2 * FIRST_PAUSE_S * 0.9
+
+
+def set_up_at_s(log: OperatorsLog) -> list[float]:
+    """When each `setup` of `breaks_later` began."""
+    return [float(found) for found in re.findall(r"setting up at ([\d.]+)\n", log.look())]
 
 
 @pytest.mark.slow(about_s=5)
@@ -175,14 +184,18 @@ def test_a_later_setup_has_the_limit_of_its_entry(outside: Path, start_class: St
 
 
 @pytest.mark.slow(about_s=5)
-def test_batches_wait_for_the_next_try_as_well(outside: Path, start_class: StartClass) -> None:
+def test_batches_wait_for_the_next_try_as_well(
+    outside: Path, start_class: StartClass, operators_log: OperatorsLog
+) -> None:
     model = start_class(breaks_later(outside / "class", PREDICT_BATCH))
     (ended,) = model.run(prepared({"a": -1})).outcomes
     assert isinstance(ended, ModelFailed)
     (outside / "broken").touch()
-    (failed,) = model.run(prepared({"a": 1})).outcomes
-    assert isinstance(failed, ModelFailed)
-    assert "no weights just now" in failed.message
+    failures = model.run(*[prepared({"a": number}) for number in range(4)]).outcomes
+    for failed in failures:
+        assert isinstance(failed, ModelFailed)
+        assert "no weights just now" in failed.message
+    assert len(set_up_at_s(operators_log)) == 2, "one try for the whole batch"
     (outside / "broken").unlink()
     (done,) = model.run(prepared({"a": 5})).outcomes
     assert isinstance(done, CustomResult)

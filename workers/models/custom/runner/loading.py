@@ -92,7 +92,9 @@ def _load_target(target: Any, name: str, module: ModuleType, settings: dict[str,
             f"cog.yaml: concurrency.max: {METHOD} computes one batch at a time; leave it out"
         )
     if callable(getattr(target, "healthcheck", None)):
-        notes.append("healthcheck is not called: a worker watches the process of the class itself")
+        notes.append(
+            "healthcheck is not called: nothing asks for its answer; a class that exits is set up again"
+        )
     weigh = _method(predictor, "work", 1, int, notes)
     is_close = _method(predictor, "is_close", 2, bool, notes)
     element = form.element if form is not None else None
