@@ -93,7 +93,8 @@ def _load_target(target: Any, name: str, module: ModuleType, settings: dict[str,
         )
     if callable(getattr(target, "healthcheck", None)):
         notes.append(
-            "healthcheck is not called: nothing asks for its answer; a class that exits is set up again"
+            "healthcheck is not called: nothing asks for its answer; a class that exits is "
+            "set up again"
         )
     weigh = _method(predictor, "work", 1, int, notes)
     is_close = _method(predictor, "is_close", 2, bool, notes)
