@@ -102,8 +102,9 @@ class ClassClient:
         on_previews: OnPreviews | None = None,
     ) -> BatchResult:
         """As ProcessClient. `timeout_s` is for each call of the class."""
-        run = ClassBatch(self._process, self._interface, batch)
         # The turn ends with the batch, not with the caller: the class may still compute it.
+        await self._turn.acquire()
+        self._run = run = ClassBatch(self._process, self._interface, batch)
         running = asyncio.ensure_future(self._run_batch(run, timeout_s))
         try:
             return await asyncio.shield(running)
@@ -113,16 +114,15 @@ class ClassClient:
             raise
 
     async def _run_batch(self, run: ClassBatch, timeout_s: float) -> BatchResult:
-        async with self._turn:
-            self._run = run
-            try:
-                return await run.run(timeout_s)
-            except PenstockError:
-                raise
-            except Exception as error:
-                raise await self._die(error) from error
-            finally:
-                self._run = None
+        try:
+            return await run.run(timeout_s)
+        except PenstockError:
+            raise
+        except Exception as error:
+            raise await self._die(error) from error
+        finally:
+            self._run = None
+            self._turn.release()
 
     async def run_steps(
         self,
