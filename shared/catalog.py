@@ -80,6 +80,8 @@ class Model(CatalogEntry):
 
     @model_validator(mode="after")
     def _can_be_served(self) -> Self:
+        if self.engine not in self.definition.engines:
+            raise ValueError(f"{self.definition.noun} has no engine; leave it out")
         if self.precision not in self.definition.precisions:
             known = ", ".join(self.definition.precisions)
             raise ValueError(

@@ -353,6 +353,9 @@ class CatalogEntry(EntryPart):
     """The library that computes. `auto`: the fastest within the tolerance. Image models need torch.
 
     `vllm` is for text models, if vLLM is installed."""
+    engine: Literal["auto", "llama.cpp"] = "auto"
+    """What computes a text model. `llama.cpp`: its own server, in a process of its own, which reads
+    GGUF files. `auto`: the library that `backend` names."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
     """`auto`: the fastest that the tolerance allows. For images, the best for the device.
 

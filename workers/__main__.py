@@ -152,6 +152,7 @@ async def _prepare(
         model.revision,
         settings.models_dir,
         weights_dir=settings.weights_dir,
+        open_gguf=WORKER_TASKS[model.task].open_gguf(model),
     )
     await asyncio.to_thread(WORKER_TASKS[model.task].provide, model, folder)
     if not WORKER_TASKS[model.task].measures_backends(model):

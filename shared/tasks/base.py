@@ -185,6 +185,8 @@ class Task(ABC):
     """The unit of its work: the field of its results that is charged."""
     precisions: ClassVar[tuple[str, ...]] = ("auto", "fp32", "bf16", "fp16", "int8")
     """The precisions that its models can be computed in."""
+    engines: ClassVar[tuple[str, ...]] = ("auto",)
+    """What can compute its models, beside the libraries that `backend` names."""
     stores_blobs: ClassVar[bool] = False
     """True if large inputs and results go to the object store."""
     compares_images: ClassVar[bool] = False

@@ -305,6 +305,7 @@ class GenerationTask(Task):
     gen_ai_operation = "chat"
     unit = "tokens"
     precisions: ClassVar = ("auto", "fp32", "bf16", "fp16", "int4")
+    engines: ClassVar = ("auto", "llama.cpp")
     has_context = True
     shares_weights = True
     first_guesses: ClassVar = FirstGuesses(item_s=2.0, gap_s=0.05, batch_s=2.0)
@@ -317,10 +318,23 @@ class GenerationTask(Task):
             raise ValueError("precision int4 needs backend torch or auto")
         if entry.backend == "vllm" and entry.generation.lookup_tokens:
             raise ValueError("generation.lookup_tokens needs backend torch or auto")
+        if entry.engine != "auto":
+            self._check_engine(entry)
         if entry.batch.max_tokens is None:
             raise ValueError(f"{self.noun} needs batch.max_tokens")
         if entry.batch.max_tokens < entry.generation.context_tokens:
             raise ValueError("batch.max_tokens holds at least generation.context_tokens")
+
+    def _check_engine(self, entry: CatalogEntry) -> None:
+        if entry.backend != "auto":
+            raise ValueError(f"backend: engine {entry.engine} has none; leave it out")
+        if entry.precision != "auto":
+            raise ValueError(
+                f"precision: engine {entry.engine} computes what is in the file; leave it out, and "
+                "choose a file of another quantization"
+            )
+        if entry.generation.lookup_tokens:
+            raise ValueError(f"generation.lookup_tokens: engine {entry.engine} has none")
 
     def budget(self, entry: CatalogEntry) -> int:
         """Tokens whose keys and values are kept at a time."""

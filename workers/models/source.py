@@ -23,7 +23,7 @@ from obstore.store import GCSStore, ObjectStore
 
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.stores.objects import GoogleCredentials
-from workers.models.generation.gguf import converted
+from workers.models.generation.gguf import OpenGguf, converted
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ def _size(path: Path) -> int | None:
 
 
 OpenBucket = Callable[[str], ObjectStore]
+_GGUF = ".gguf"
 DOWNLOAD_LIMIT = timedelta(hours=1)
 """The limit for one file, from request to last byte.
 
@@ -102,20 +103,22 @@ def resolve(
     *,
     weights_dir: Path | None = None,
     open_bucket: OpenBucket = open_gcs_bucket,
+    open_gguf: OpenGguf = converted,
 ) -> Path:
     """The folder with the model's files, downloaded first if necessary, which may take minutes.
 
     Args:
         source: `package:IMPORT.NAME/sub/path` (a folder in an installed package), `local:PATH`
-            (either may be a GGUF file, which is converted once, see
-            workers/models/generation/gguf.py), `hf:ORG/NAME` (the Hugging Face hub, or its cache on
-            this machine) or `gs://BUCKET/PREFIX`.
+            (either may be a GGUF file, see workers/models/generation/gguf.py), `hf:ORG/NAME` (the
+            Hugging Face hub, or its cache on this machine), `hf:ORG/NAME/FILE.gguf` or
+            `gs://BUCKET/PREFIX`.
         revision: branch, tag or commit of a hub repository. The copy of a bucket is kept under this
             name.
         cache_dir: where copies of buckets and converted files are kept.
         weights_dir: where copies of hub repositories are mounted (workers/models/source.py). A
             complete one is used as it is.
         open_bucket: opens a bucket by its name.
+        open_gguf: makes the folder of a GGUF file.
 
     Raises:
         ConfigurationError: the source does not exist.
@@ -123,9 +126,12 @@ def resolve(
     """
     kind, _, rest = source.partition(":")
     if kind == "package":
-        return _existing(_in_package(source, rest), source, cache_dir)
+        return _existing(_in_package(source, rest), source, cache_dir, open_gguf)
     if kind == "local":
-        return _existing(Path(rest).expanduser(), source, cache_dir)
+        return _existing(Path(rest).expanduser(), source, cache_dir, open_gguf)
+    if kind == "hf" and rest.endswith(_GGUF):
+        file = resolve_file(source, revision, cache_dir, weights_dir=weights_dir)
+        return open_gguf(file, cache_dir)
     if kind == "hf":
         copy = find_copy(weights_dir, rest, revision) if weights_dir else None
         return copy or _from_hub(rest, revision)
@@ -196,9 +202,9 @@ def _in_package(source: str, rest: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations))) / below
 
 
-def _existing(folder: Path, source: str, cache_dir: Path) -> Path:
-    if folder.suffix == ".gguf" and folder.is_file():
-        return converted(folder, cache_dir)
+def _existing(folder: Path, source: str, cache_dir: Path, open_gguf: OpenGguf) -> Path:
+    if folder.suffix == _GGUF and folder.is_file():
+        return open_gguf(folder, cache_dir)
     if not folder.is_dir():
         raise _no_such(source, f"{folder} is not a folder")
     return folder.resolve()

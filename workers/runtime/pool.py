@@ -127,7 +127,7 @@ class ModelPool(ProcessPool):
     ) -> None:
         targets = _devices(device, processes, threads)
         numbers = range(len(models))
-        foreign = [one for one in numbers if _task_of(models[one]).has_own_process]
+        foreign = [one for one in numbers if _has_own_process(models[one])]
         own = [one for one in numbers if one not in foreign]
         ours = None
         if own:
@@ -151,6 +151,10 @@ class ModelPool(ProcessPool):
 
 def _task_of(model: HostedModel) -> WorkerTask:
     return WORKER_TASKS[model.entry.task]
+
+
+def _has_own_process(model: HostedModel) -> bool:
+    return _task_of(model).has_own_process(model.entry)
 
 
 def _describe(model: HostedModel) -> list[str]:

@@ -12,6 +12,7 @@ from shared.catalog import Model
 from workers.models.backend import Backend
 from workers.models.base import IsClose, LoadedModel, Preparer
 from workers.models.client import StartClient
+from workers.models.generation.gguf import OpenGguf, converted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +70,12 @@ class WorkerTask(ABC):
         """
         return True
 
-    has_own_process: ClassVar[bool] = False
-    """True if each of its models runs in a process that is not ours (`start_own_process`)."""
+    def has_own_process(self, entry: Model) -> bool:
+        """Returns True if this model runs in a process that is not ours (`start_own_process`).
+
+        By default: no.
+        """
+        return False
 
     def start_own_process(
         self, entry: Model, folder: Path, resources: Resources, timeout_s: float
@@ -112,6 +117,10 @@ class WorkerTask(ABC):
         By default: none.
         """
         return ()
+
+    def open_gguf(self, entry: Model) -> OpenGguf:
+        """What makes a folder of a source that is a GGUF file. By default: one for torch."""
+        return converted
 
     @abstractmethod
     def preparer(self, entry: Model, folder: Path) -> Preparer:

@@ -17,13 +17,16 @@ class CustomWorker(WorkerTask):
     """Preparing an input copies its files at most, unless the class weighs it."""
 
     optimizer = "custom"
-    has_own_process = True
     variants = ()
     variant_prefix = "custom"
 
     def usual_variants(self, *, has_gpu: bool, cuts: bool) -> tuple[str, ...]:
         """None: a class is computed as it is."""
         return ()
+
+    def has_own_process(self, entry: Model) -> bool:
+        """All of them."""
+        return True
 
     def computes_steps(self, entry: Model, folder: Path) -> bool:
         """All that compute no batches: between two steps, predictions are canceled and admitted."""

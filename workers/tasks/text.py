@@ -1,11 +1,14 @@
-"""Text models: causal language models in torch, step by step."""
+"""Text models: causal language models in torch or in an engine of its own, step by step."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from shared.catalog import Model
 from workers.models.base import LoadedModel, Preparer
+from workers.models.client import StartClient
+from workers.models.generation.gguf import OpenGguf, converted, described
 from workers.tasks.base import Resources, WorkerTask
 
 
@@ -27,6 +30,22 @@ class GenerationWorker(WorkerTask):
     def prepares_on_thread(self, entry: Model) -> bool:
         """Yes."""
         return True
+
+    def has_own_process(self, entry: Model) -> bool:
+        """If an engine computes it."""
+        return entry.engine != "auto"
+
+    def start_own_process(
+        self, entry: Model, folder: Path, resources: Resources, timeout_s: float
+    ) -> StartClient:
+        """The engine."""
+        from workers.models.engines.client import EngineClient
+
+        return partial(EngineClient.start, entry, folder, resources.threads, timeout_s)
+
+    def open_gguf(self, entry: Model) -> OpenGguf:
+        """An engine reads the file itself."""
+        return converted if entry.engine == "auto" else described
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:
         """A chat template and a tokenizer."""

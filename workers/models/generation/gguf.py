@@ -1,25 +1,34 @@
 """Turns a GGUF file into a folder as on the Hugging Face hub, once.
 
-`python -m workers.models.generation.gguf SOURCE FOLDER` does so manually. 4-bit weights become
-floats. They stay as exact as they were: what quantization lost does not come back.
+For torch its weights become floats. They stay as exact as they were: what quantization lost does
+not come back. An engine reads the file itself: the folder has a link to it, its tokenizer and its
+chat template.
+
+`python -m workers.models.generation.gguf SOURCE FOLDER [converted|described]` does so manually.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from shared.errors import ConfigurationError
 
 MAX_S = 900.0
 """Seconds for one file. One of 98 MB takes about 10 s on two cores."""
+OpenGguf = Callable[[Path, Path], Path]
+"""From a GGUF file and the folder of what is kept to a folder of the model."""
 _FORMAT = 1
 """Increased when the folders get another content."""
 _PARTIAL = ".making-"
@@ -27,25 +36,44 @@ _NEEDED = ("config.json", "tokenizer.json")
 
 
 def converted(path: Path, cache_dir: Path) -> Path:
-    """The folder of a GGUF file below `cache_dir`, which is made first if necessary.
-
-    A folder under its own name is whole: it is made under another name and renamed. What a killed
-    conversion left is removed by the next one.
+    """The folder of a GGUF file for torch, below `cache_dir`. It is made first if necessary.
 
     Raises:
         ConfigurationError: the file can't be read, or the `gguf` package is missing.
     """
+    return _made(path, cache_dir, "converted")
+
+
+def described(path: Path, cache_dir: Path) -> Path:
+    """The folder of a GGUF file for an engine, below `cache_dir`. It is made first if necessary.
+
+    Raises:
+        ConfigurationError: the file can't be read, or the `gguf` package is missing.
+    """
+    return _made(path, cache_dir, "described")
+
+
+def _made(path: Path, cache_dir: Path, form: str) -> Path:
+    """The folder of a GGUF file in one of both forms.
+
+    A folder under its own name is whole: it is made under another name and renamed. What a killed
+    process left is removed by the next one.
+    """
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     # The process that converts has another working directory.
-    folder = cache_dir.resolve() / "gguf" / f"{path.stem}-{digest}-{_FORMAT}"
+    folder = (
+        cache_dir.resolve()
+        / "gguf"
+        / (f"{path.stem}-{digest}-{_FORMAT}" + (f"-{form}" if form != "converted" else ""))
+    )
     if _is_whole(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder.parent)
     partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=folder.parent))
     try:
-        _convert_apart(path.resolve(), partial)
+        _convert_apart(path.resolve(), partial, form)
         if not _is_whole(partial):
             raise ConfigurationError(f"{path}: it did not become a model", field="source")
         _publish(partial, folder)
@@ -55,7 +83,8 @@ def converted(path: Path, cache_dir: Path) -> Path:
 
 
 def _is_whole(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in _NEEDED) and any(folder.glob("*.safetensors"))
+    weights = (*folder.glob("*.safetensors"), *folder.glob("*.gguf"))
+    return bool(weights) and all((folder / name).is_file() for name in _NEEDED)
 
 
 def _publish(partial: Path, folder: Path) -> None:
@@ -80,12 +109,12 @@ def _remove_abandoned(parent: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _convert_apart(path: Path, folder: Path) -> None:
+def _convert_apart(path: Path, folder: Path, form: str) -> None:
     """Converts in a process of its own, because the I/O process never imports torch.
 
     The process ends with this one, also if this one is killed: its standard input ends then.
     """
-    words = [sys.executable, "-m", "workers.models.generation.gguf", str(path), str(folder)]
+    words = [sys.executable, "-m", "workers.models.generation.gguf", str(path), str(folder), form]
     root = Path(__file__).resolve().parents[3]
     reading, writing = os.pipe()
     try:
@@ -126,6 +155,37 @@ def convert(path: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def describe(path: Path, folder: Path) -> None:
+    """Writes the tokenizer and the template of a GGUF file into `folder`, with a link to it."""
+    from gguf import GGUFReader
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    fields = GGUFReader(path).fields
+    tokens = [bytes(fields[_TOKENS].parts[at]).decode() for at in fields[_TOKENS].data]
+    ends = {tokens.index(name) for name in _ENDS if name in tokens}
+    ends |= {int(fields[name].contents()) for name in _END_IDS if name in fields}
+    config: dict[str, Any] = {"vocab_size": len(tokens), "eos_token_id": sorted(ends)}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(
+        path.parent, gguf_file=path.name, local_files_only=True
+    )
+    tokenizer.save_pretrained(folder)
+    for part in sorted(path.parent.glob(_PART.sub("-*-of-", path.name, count=1))):
+        (folder / part.name).symlink_to(part)
+
+
+_TOKENS = "tokenizer.ggml.tokens"
+_END_IDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+_ENDS = (
+    *("<|endoftext|>", "<|im_end|>", "<|end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
+    *("<end_of_turn>", "<end_of_utterance>", "<|return|>", "<|call|>", "<EOT>", "<eos>", "</s>"),
+)
+"""Tokens that end a text for llama.cpp, whatever the file says (src/llama-vocab.cpp there)."""
+_PART = re.compile(r"-\d{5}-of-")
+
+
 def _end_with_parent(folder: Path) -> None:
     """Waits for the end of standard input. Then removes the folder, and ends this process."""
     # Not sys.stdin, whose lock the interpreter wants at its end.
@@ -136,11 +196,14 @@ def _end_with_parent(folder: Path) -> None:
 
 
 def main() -> None:
-    """Converts the file that the first argument names into the folder that the second names."""
+    """Makes the folder that the second argument names of the file that the first names."""
     path, folder = Path(sys.argv[1]), Path(sys.argv[2])
     if folder.name.startswith(_PARTIAL):
         threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
-    convert(path, folder)
+    if sys.argv[3:] == ["described"]:
+        describe(path, folder)
+    else:
+        convert(path, folder)
 
 
 if __name__ == "__main__":

@@ -247,6 +247,7 @@ class PromptPreparer:
 
     def __init__(self, entry: Model, folder: Path) -> None:
         self._context_tokens = entry.generation.context_tokens
+        self._engine = entry.engine
         self._vocabulary = Vocabulary(folder)
         self._template = _read_template(self._vocabulary)
         self._read: dict[tuple[str, bool], GrammarSchema | str] = {}
@@ -278,6 +279,12 @@ class PromptPreparer:
                 field=value.schema_field,
             )
         self._check_vocabulary(value.logit_bias, "logit_bias")
+        if value.is_echoed and value.logprobs >= 0 and self._engine != "auto":
+            raise BadInput(
+                f"echo: engine {self._engine} of this model tells no log probabilities of prompts; "
+                "leave out echo or logprobs",
+                field="echo",
+            )
         return PreparedPrompt(
             key="",
             length=len(ids) + max_tokens,

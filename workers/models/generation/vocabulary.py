@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from shared.errors import ConfigurationError
 
-_WHITESPACE = r"(\n(\t{0,8}|[ ]{0,40})|[ ]{0,2})"
+WHITESPACE = r"(\n(\t{0,8}|[ ]{0,40})|[ ]{0,2})"
 """Between the parts of JSON: a new line with its indent, or up to two spaces. A model that repeats
 itself would write line after line until its tokens end. A schema may have another one.
 """
@@ -108,6 +108,11 @@ class Vocabulary:
         return self.token_bytes(token) or self.special.get(token, "").encode()
 
     @cached_property
+    def plain_token(self) -> int:
+        """A token of whole characters."""
+        return next(one for one in range(self.size) if self.token_bytes(one).isalpha())
+
+    @cached_property
     def digits(self) -> NDArray[np.bool_]:
         """A mask of the tokens that begin with a digit, [size] bool."""
         return np.array([self.token_bytes(one)[:1].isdigit() for one in range(self.size)])
@@ -139,7 +144,7 @@ class Vocabulary:
     def _make_matcher(self, json_schema: str) -> LLMatcher:
         try:
             grammar = LLMatcher.grammar_from_json_schema(
-                json_schema, defaults={"whitespace_pattern": _WHITESPACE}
+                json_schema, defaults={"whitespace_pattern": WHITESPACE}
             )
         except (TypeError, KeyError) as error:
             raise ValueError(f"the schema is not a JSON object: {error}") from error

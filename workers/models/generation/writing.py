@@ -327,6 +327,21 @@ class Writing:
             raise self._cannot_follow()
         return self._without_digits(allowed) if self._number.is_full else allowed
 
+    @property
+    def must_end_number(self) -> bool:
+        """Whether the JSON ends with a number that is too long, which a grammar does not know."""
+        return self._matcher is not None and self._number.is_full
+
+    def allowed(self) -> npt.NDArray[np.bool_] | None:
+        """A mask of the tokens that the schema allows next, [vocabulary] bool. None: all.
+
+        Raises:
+            BadInput: the schema can't be followed.
+        """
+        if self._matcher is None:
+            return None
+        return np.isfinite(self._allowed(np.zeros(self._vocabulary.size, np.float32)))
+
     def _without_digits(self, allowed: Row) -> Row:
         """Masks digits to end a long number. If it can't end yet, as 0.000 above 0, masks zeros."""
         for unwanted in (self._vocabulary.digits, self._vocabulary.zeros):
@@ -359,15 +374,27 @@ class Writing:
             self._number.read(self._text[known:])
         ended = token in self._vocabulary.ends
         if ended or len(self.ids) >= self._item.max_tokens:
-            self._text += self._characters.decode(b"", final=True)
-            self.finish = "stop" if ended else "length"
-            if ended and self._item.checked_schema:
-                self._check_whole()
+            self._finish("stop" if ended else "length")
         stopped = self._stops.find(self._text, known)
         if stopped is not None:
             at, self._stop_sequence = stopped
             self._text = self._text[:at]
             self.finish = "stop"
+
+    def end(self) -> None:
+        """Ends the text where it is: an engine knows more tokens that end one.
+
+        Raises:
+            SchemaNotMatched: the text does not match the schema.
+        """
+        if self.finish is None:
+            self._finish("stop")
+
+    def _finish(self, reason: FinishReason) -> None:
+        self._text += self._characters.decode(b"", final=True)
+        self.finish = reason
+        if reason == "stop" and self._item.checked_schema:
+            self._check_whole()
 
     def _check_whole(self) -> None:
         reason = why_not_matched(self._text, self._item.checked_schema)

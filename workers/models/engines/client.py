@@ -1,0 +1,227 @@
+"""The client of an engine, as the pool drives it: no model process is in between."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
+
+from shared.catalog import Model
+from shared.errors import ConfigurationError, ModelFailed, PenstockError
+from workers.models.base import Prepared, PreparedPrompt
+from workers.models.client import (
+    MakeRoom,
+    OnPreviews,
+    OnProgress,
+    OnStepMessage,
+)
+from workers.models.engines.llama_cpp import settings_of
+from workers.models.engines.process import EngineProcess
+from workers.models.engines.steps import Engine, EngineSteps
+from workers.models.generation.vocabulary import Vocabulary
+from workers.models.reports import (
+    BatchResult,
+    Failure,
+    ItemEnded,
+    Ready,
+    ResidencyReport,
+    StepMessage,
+    StepsEnded,
+)
+from workers.models.step_shares import StepRoom
+
+WARMUP_LIMIT_S = 300.0
+_PAGE_BYTES = 4096
+
+
+class EngineClient:
+    """An engine, as ProcessClient. It is started again when it was evicted.
+
+    Args:
+        entry: of the catalog.
+        folder: of the model.
+        threads: that it computes with on a CPU.
+        timeout_s: until it is ready.
+    """
+
+    def __init__(self, entry: Model, folder: Path, threads: int, timeout_s: float) -> None:
+        self._entry = entry
+        self._folder = folder
+        self._threads = threads
+        self._timeout_s = timeout_s
+        self._vocabulary = Vocabulary(folder)
+        self._room = StepRoom(entry)
+        self._turn = asyncio.Semaphore(1)
+        self._run: EngineSteps | None = None
+        self._engine: Engine | None = None
+        self._started = asyncio.Event()
+        """Set while there is an engine."""
+        self.facts = Ready("cpu", 0.0, 0.0, 0)
+        self.residency = ResidencyReport([])
+
+    @classmethod
+    async def start(
+        cls, entry: Model, folder: Path, threads: int, timeout_s: float, make_room: MakeRoom
+    ) -> Self:
+        """Starts the engine of a model and waits until it has written its first token.
+
+        Raises:
+            ConfigurationError: it can't compute this model.
+            ModelFailed: it was not ready in time.
+        """
+        client = cls(entry, folder, threads, timeout_s)
+        try:
+            load_s, warmup_s = await client._open()
+        except BaseException:
+            await client.close()
+            raise
+        client.facts = Ready("cpu", load_s, warmup_s, client.memory_bytes)
+        return client
+
+    async def _open(self) -> tuple[float, float]:
+        """Starts an engine. Returns the seconds of its load, and those of its first token."""
+        began_s = time.monotonic()
+        settings = settings_of(self._entry, self._folder, self._threads)
+        key = secrets.token_urlsafe(32)
+        process = await EngineProcess.start(settings, key, self._threads, self._timeout_s)
+        self._engine = Engine(
+            process,
+            self._vocabulary,
+            self._entry.batch.max_items,
+            self._entry.generation.chunk_tokens,
+            shares_with_all=self._entry.cache.scope == "global",
+        )
+        loaded_s = time.monotonic()
+        await self._warm_up(self._engine)
+        took_s = loaded_s - began_s
+        self.residency = ResidencyReport(
+            [0], {0: round(took_s, 6)}, {0: self.memory_bytes}, loads=1, switch_s=took_s
+        )
+        self._started.set()
+        return took_s, time.monotonic() - loaded_s
+
+    async def _warm_up(self, engine: Engine) -> None:
+        """Writes a token, whose log probability is a number if the model is whole.
+
+        Raises:
+            ConfigurationError: the model computes no numbers.
+        """
+        outcomes: list[StepMessage] = []
+        ids = min(self._vocabulary.ends).to_bytes(4, "little")
+        item = PreparedPrompt(key="", length=2, ids=ids, max_tokens=1, seed=0, logprobs=1)
+        await EngineSteps(engine, self._room, 0, outcomes.append).run([item], WARMUP_LIMIT_S)
+        await asyncio.sleep(0)
+        for one in outcomes:
+            if isinstance(one, ItemEnded) and isinstance(one.done.results[0], Failure):
+                raise ConfigurationError(
+                    f"{self._folder}: {one.done.results[0].message}", field="source"
+                )
+
+    @property
+    def pid(self) -> int:
+        """As ProcessClient."""
+        return 0 if self._engine is None else self._engine.process.pid
+
+    @property
+    def memory_bytes(self) -> int:
+        """As ProcessClient."""
+        if self._engine is None:
+            return 0
+        try:
+            pages = Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1]
+        except (OSError, IndexError):
+            return 0
+        return int(pages) * _PAGE_BYTES
+
+    async def run(
+        self,
+        batch: Sequence[Prepared],
+        timeout_s: float,
+        on_step: OnProgress | None,
+        model: int = 0,
+        on_previews: OnPreviews | None = None,
+    ) -> BatchResult:
+        """Refuses: texts are written step by step."""
+        raise ModelFailed("a text model computes in steps; this is a bug")
+
+    async def run_steps(
+        self,
+        batch: Sequence[Prepared],
+        timeout_s: float,
+        on_message: OnStepMessage,
+        model: int = 0,
+    ) -> StepsEnded:
+        """As ProcessClient."""
+        async with self._turn:
+            switched = None
+            if self._engine is None:
+                try:
+                    await self._open()
+                except PenstockError as error:
+                    return StepsEnded(0, Failure.from_error(error))
+                switched = self.residency
+            assert self._engine is not None, "it was opened; this is a bug"
+            self._run = EngineSteps(self._engine, self._room, self.memory_bytes, on_message)
+            try:
+                await self._run.run(batch, timeout_s)
+            finally:
+                self._run = None
+        return StepsEnded(0, None, switched)
+
+    def admit(self, items: Sequence[Prepared]) -> int | None:
+        """As ProcessClient."""
+        return None if self._run is None else self._run.admit(items)
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """As ProcessClient."""
+        if self._run is not None:
+            self._run.drop(slots)
+
+    def preempt(self, slots: Sequence[int]) -> None:
+        """As ProcessClient."""
+        if self._run is not None:
+            self._run.preempt(slots)
+
+    def cancel(self) -> None:
+        """Nothing: its items are dropped one by one."""
+
+    def watch(self, slots: Sequence[int]) -> None:
+        """Nothing: a text has no previews."""
+
+    async def evict(self, models: Sequence[int]) -> None:
+        """Ends the engine between two runs. It is started again when it is used."""
+        async with self._turn:
+            engine, self._engine = self._engine, None
+            self._started.clear()
+            if engine is not None:
+                await engine.process.end()
+            known = self.residency
+            self.residency = ResidencyReport([], known.load_s, known.size_bytes, evictions=1)
+
+    async def serve(self, on_end: Callable[[], None]) -> str:
+        """As ProcessClient."""
+        status, lines = 0, ""
+        try:
+            while True:
+                await self._started.wait()
+                engine = self._engine
+                assert engine is not None, "it has started; this is a bug"
+                status = await engine.process.wait()
+                if self._engine is engine:
+                    lines = engine.process.last_lines()
+                    break
+        finally:
+            on_end()
+            if self._run is not None:
+                self._run.fail(f"the engine ended (status {status})")
+            await self.close()
+        return f"the engine ended (status {status}){lines}"
+
+    async def close(self) -> None:
+        """Ends the engine."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.process.end()

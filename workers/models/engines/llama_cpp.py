@@ -1,0 +1,219 @@
+"""llama.cpp's requests and replies (tools/server/README.md in its repository, `POST /completion`).
+
+Each field is sent: its defaults change what is asked for (`top_k` 40, `min_p` 0.05, the temperature
+last). It gets token ids only. Its own templates, and texts, turn `<|im_end|>` within a message of a
+caller into a control token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shared.catalog import Model
+from shared.errors import ConfigurationError, ModelFailed, PenstockError
+from workers.models.base import OutOfMemory, PreparedPrompt
+from workers.models.generation.vocabulary import WHITESPACE
+
+PATH = "/completion"
+_ORDER = ("penalties", "temperature", "top_k", "top_p", "min_p")
+"""As transformers has them. The bias comes before all of them."""
+_NEUTRAL = {
+    "typical_p": 1.0,
+    "top_n_sigma": -1.0,
+    "xtc_probability": 0.0,
+    "dry_multiplier": 0.0,
+    "dynatemp_range": 0.0,
+    "mirostat": 0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "ignore_eos": False,
+    "stop": [],
+}
+_FIELDS = (
+    *("tokens", "content", "tokens_predicted", "stop", "stop_type", "timings"),
+    "completion_probabilities",
+)
+"""Of a whole reply, and of the last event of a stream, which would have the prompt besides."""
+_SEEDS = 2**32 - 1
+"""The last one of 32 bits means a random seed."""
+_FULL = "Context size has been exceeded"
+
+
+def settings_of(entry: Model, folder: Path, threads: int) -> dict[str, Any]:
+    """What workers/models/engines/llama_program.py is started with, but for the socket and the key.
+
+    Raises:
+        ConfigurationError: the folder has no GGUF file.
+    """
+    slots = entry.batch.max_items
+    return {
+        "model": str(weights_in(folder)),
+        "slots": slots,
+        "cache_tokens": entry.budget,
+        # A step has room for a part of a prompt, and a token of each text.
+        "batch_tokens": entry.generation.chunk_tokens + slots,
+        "threads": threads,
+    }
+
+
+def weights_in(folder: Path) -> Path:
+    """The GGUF file of a folder, or the first part of one.
+
+    Raises:
+        ConfigurationError: it has none, or several.
+    """
+    files = sorted(one for one in folder.glob("*.gguf") if not one.name.startswith("mmproj"))
+    firsts = [one for one in files if "-of-" not in one.name or "-00001-of-" in one.name]
+    if len(firsts) == 1:
+        return firsts[0]
+    if firsts:
+        names = ", ".join(one.name for one in firsts)
+        raise ConfigurationError(
+            f"{folder}: it has {len(firsts)} GGUF files ({names}); name one of them as the source",
+            field="source",
+        )
+    raise ConfigurationError(
+        f"{folder}: engine llama.cpp reads GGUF files, and there is none; give a GGUF file of this "
+        "model as the source, or leave out engine",
+        field="source",
+    )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of the engine: tokens to read, and how many to write after them.
+
+    `keeps`: whether the slot keeps what it has computed of the same tokens. `bias`: added to the
+    logits of tokens. `is_free`: whether the engine does without the grammar.
+    """
+
+    ids: Sequence[int]
+    slot: int
+    keeps: bool
+    tokens: int = 0
+    is_streamed: bool = False
+    bias: Mapping[int, float] | None = None
+    is_free: bool = True
+
+
+def request_of(item: PreparedPrompt, asked: Asked) -> dict[str, Any]:
+    """The body of a request."""
+    # The same numbers are not used again behind what was written before.
+    seed = np.random.SeedSequence((item.seed, len(asked.ids))).generate_state(1)[0]
+    grammar = "" if asked.is_free or not item.json_schema else _grammar(item.json_schema)
+    bias = item.logit_bias if asked.bias is None else asked.bias
+    return {
+        **_NEUTRAL,
+        "prompt": asked.ids,
+        "id_slot": asked.slot,
+        "cache_prompt": asked.keeps,
+        "n_predict": asked.tokens,
+        "stream": asked.is_streamed,
+        "return_progress": asked.is_streamed,
+        "return_tokens": True,
+        "response_fields": _FIELDS,
+        "samplers": _ORDER,
+        "temperature": item.temperature,
+        "top_k": item.top_k,
+        "top_p": item.top_p,
+        "min_p": item.min_p,
+        "repeat_penalty": item.repetition_penalty,
+        # Of the prompt and the text, all tokens.
+        "repeat_last_n": item.length if item.repetition_penalty != 1 else 0,
+        "logit_bias": list(bias.items()),
+        "seed": int(seed) % _SEEDS,
+        "n_probs": max(1, item.logprobs) if item.logprobs >= 0 else 0,
+        "grammar": grammar,
+    }
+
+
+def _grammar(json_schema: str) -> str:
+    """The schema for llguidance, which is also what follows it here."""
+    schema = json.loads(json_schema)
+    options = {"whitespace_pattern": WHITESPACE} | schema.get("x-guidance", {})
+    return "%llguidance {}\nstart: %json " + json.dumps(schema | {"x-guidance": options})
+
+
+class Progress(msgspec.Struct):
+    """How much of a prompt was read. `cache`: tokens that the slot had."""
+
+    cache: int = 0
+
+
+class Timings(msgspec.Struct):
+    """`cache_n`: tokens of the prompt that the slot had."""
+
+    cache_n: int = 0
+
+
+class Chance(msgspec.Struct):
+    """The log probability of a token."""
+
+    id: int
+    logprob: float
+
+
+class Chosen(Chance):
+    """The same with those of the likeliest ones."""
+
+    top_logprobs: list[Chance] = []
+
+
+class Fault(msgspec.Struct):
+    """Why there is no reply."""
+
+    message: str = ""
+
+
+class Reply(msgspec.Struct):
+    """A reply, or an event of a stream."""
+
+    tokens: list[int] = []
+    content: str = ""
+    tokens_predicted: int = 0
+    """All so far, with those that a stream left out."""
+    stop: bool = False
+    stop_type: str = ""
+    completion_probabilities: list[Chosen] = []
+    prompt_progress: Progress | None = None
+    timings: Timings | None = None
+    error: Fault | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Tokens of the prompt that the slot had. None: it does not say."""
+        if self.prompt_progress is not None:
+            return self.prompt_progress.cache
+        return None if self.timings is None else self.timings.cache_n
+
+
+_decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+
+
+def decode_reply(body: bytes | bytearray) -> Reply:
+    """Decodes a reply, or the data of an event.
+
+    Raises:
+        PenstockError: it says why it has none, or it is malformed.
+    """
+    try:
+        reply = _decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ModelFailed("the engine computed no numbers for this text") from error
+    if reply.error is not None:
+        raise _error_of(reply.error.message)
+    return reply
+
+
+def _error_of(message: str) -> PenstockError:
+    if _FULL in message:
+        return OutOfMemory("the engine has too little memory for all texts")
+    # Its message may have words of the request.
+    return ModelFailed("the engine refused the text, or failed on it")

@@ -1,0 +1,186 @@
+"""The process of an engine: its server, the folder of its socket, its key, and its HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+
+from shared.errors import ConfigurationError, ModelFailed
+from workers.models.engines import llama_program
+
+SOCKETS = "/tmp"
+"""Where custom classes have a folder of their own instead (workers/models/custom/runner)."""
+SPINS = "1000"
+"""How often a thread looks for the others of its step before it sleeps. By default it looks for as
+long as the system lets it run: where other programs take the cores too, a token took 8 s instead of
+0.04 s."""
+END_LIMIT_S = 5.0
+CONNECT_LIMIT_S = 30.0
+MAX_LINES = 40
+MAX_LINE_CHARS = 200
+_PASSED_ON = ("PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "STARTED_BY")
+"""All that it gets of our environment. It has no key, address or token of ours."""
+_SAFE = re.compile(r"[\d.]+ [EW] +(srv|slot|que|init|load)\b|GGML_ASSERT|.*\.cpp:\d+: ")
+"""Lines of a server that is ready, as operators may read them: none of these has a prompt."""
+
+log = logging.getLogger(__name__)
+
+
+class EngineProcess:
+    """A server that is ready.
+
+    Args:
+        process: the program.
+        folder: of its socket.
+        key: that its HTTP asks for.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, folder: Path, key: str) -> None:
+        self._process = process
+        self._folder = folder
+        self._key = key
+        self._lines: deque[str] = deque(maxlen=MAX_LINES)
+        self._reading: asyncio.Task[None] | None = None
+        self._http: aiohttp.ClientSession | None = None
+
+    @classmethod
+    async def start(
+        cls, settings: Mapping[str, Any], key: str, threads: int, timeout_s: float
+    ) -> Self:
+        """Starts a server with these settings and waits until it is ready.
+
+        Raises:
+            ConfigurationError: it can't compute this model, or is not installed.
+            ModelFailed: it was not ready in time.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="penstock-engine-", dir=SOCKETS))
+        socket = folder / "http.sock"
+        environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        waiting = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": SPINS}
+        environment |= {"OMP_NUM_THREADS": str(threads), **waiting}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-B", llama_program.__file__),
+                env=environment,
+                cwd=folder,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+            )
+        except BaseException as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise ModelFailed(f"the engine could not be started: {error}") from error
+            raise
+        server = cls(process, folder, key)
+        try:
+            await server._open({**settings, "socket": str(socket), "key": key}, timeout_s)
+        except BaseException:
+            await server.end()
+            raise
+        return server
+
+    async def _open(self, settings: Mapping[str, Any], timeout_s: float) -> None:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None, "it is a pipe; this is a bug"
+        assert stdout is not None, "it is a pipe; this is a bug"
+        stdin.write(msgspec.json.encode(settings) + b"\n")
+        is_ready = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                while line := await _read_line(stdout):
+                    if line == llama_program.READY:
+                        is_ready = True
+                        break
+                    self._lines.append(line)
+        except TimeoutError as error:
+            reason = f"the engine was not ready after {timeout_s:g} s{self.last_lines()}"
+            raise ModelFailed(reason) from error
+        if not is_ready:
+            raise ConfigurationError(
+                f"the engine can't compute this model{self.last_lines()}", field="source"
+            )
+        self._lines.clear()
+        self._reading = asyncio.create_task(self._read_lines(stdout))
+        self._http = aiohttp.ClientSession(
+            "http://engine",
+            # Connections are not kept: the server closes them while they are taken up again.
+            connector=aiohttp.UnixConnector(settings["socket"], limit=0, force_close=True),
+            headers={"Authorization": f"Bearer {self._key}"},
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_LIMIT_S),
+            json_serialize=lambda body: msgspec.json.encode(body).decode(),
+        )
+
+    async def _read_lines(self, stdout: asyncio.StreamReader) -> None:
+        while (line := await _read_line(stdout)) is not None:
+            if _SAFE.match(line):
+                self._lines.append(line)
+                log.warning("the engine printed", extra={"line": line})
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def last_lines(self) -> str:
+        """What it printed last, for operators."""
+        return "".join(f"\n{line}" for line in self._lines)
+
+    @asynccontextmanager
+    async def post(
+        self, path: str, body: Mapping[str, Any]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Sends a request. Leaving before the answer has ended stops what it computes."""
+        assert self._http is not None, "it is ready; this is a bug"
+        async with self._http.post(path, json=body) as response:
+            yield response
+
+    async def wait(self) -> int:
+        """Waits until it has ended. Returns its exit status."""
+        return await self._process.wait()
+
+    async def end(self) -> None:
+        """Ends it, and removes its folder."""
+        if self._http is not None:
+            await self._http.close()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            async with asyncio.timeout(END_LIMIT_S):
+                await self._process.wait()
+        except TimeoutError:
+            self.kill()
+            await self._process.wait()
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    def kill(self) -> None:
+        """Kills it."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+
+async def _read_line(stream: asyncio.StreamReader) -> str | None:
+    """The next line, shortened. None: it has ended."""
+    while True:
+        try:
+            line = await stream.readline()
+        except ValueError:  # it is longer than the buffer, which was dropped
+            continue
+        return line.decode(errors="replace").rstrip()[:MAX_LINE_CHARS] if line else None

@@ -1,0 +1,129 @@
+"""The slots of an engine, and whose turn it is to have a part of a prompt read.
+
+An engine keeps the keys and values of what a slot computed last. A generation gets the free slot of
+its owner that begins most like it. A slot that was another owner's starts without them: how long a
+prompt takes would tell what others have asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class EngineSlot:
+    """A slot. `ids`: the tokens whose keys and values it may have. `owner`: None: nobody yet."""
+
+    number: int
+    owner: str | None = None
+    ids: Sequence[int] = ()
+    is_busy: bool = False
+    freed: int = 0
+
+
+class EngineSlots:
+    """The slots of an engine.
+
+    Args:
+        count: how many.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._slots = [EngineSlot(number) for number in range(count)]
+        self._frees = itertools.count(1)
+
+    def take(self, owner: str, ids: Sequence[int]) -> tuple[EngineSlot, int]:
+        """Takes a slot for a generation. Returns it, and how many of `ids` it has read.
+
+        Args:
+            owner: whose it is. Empty: it shares nothing.
+            ids: the tokens that the generation begins with.
+        """
+        free = [one for one in self._slots if not one.is_busy]
+        own = [one for one in free if owner and one.owner == owner]
+        best = max(own, key=lambda one: _common(one.ids, ids), default=None)
+        if best is None or (not _common(best.ids, ids) and len(own) < len(free)):
+            best = min(free, key=lambda one: (one.owner is not None, one.freed))
+        known = _common(best.ids, ids) if owner and best.owner == owner else 0
+        best.owner, best.is_busy = owner, True
+        return best, known
+
+    def free(self, slot: EngineSlot, ids: Sequence[int]) -> None:
+        """Gives a slot back, which has computed these tokens."""
+        slot.is_busy, slot.ids, slot.freed = False, ids, next(self._frees)
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    length = min(len(first), len(second))
+    return next((at for at in range(length) if first[at] != second[at]), length)
+
+
+@dataclass(eq=False)
+class ReadingTurn:
+    """A part of a prompt that waits, or is being read."""
+
+    turns: ReadingTurns
+    owner: str
+    tokens: int
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    is_over: bool = False
+
+    def end(self) -> None:
+        """Lets the next one begin. A second call does nothing."""
+        if not self.is_over:
+            self.is_over = True
+            self.turns.end(self)
+
+
+class ReadingTurns:
+    """Bounds the tokens of prompts that an engine reads at a time, of owners in turns.
+
+    In order of arrival alone a short prompt would wait for all the long ones of another owner, and
+    an engine reads what it has in an order of its own.
+
+    Args:
+        most: tokens at a time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._reading = 0
+        self._waiting: list[ReadingTurn] = []
+        self._last: dict[str, int] = {}
+        """When each owner read last, counted in parts."""
+
+    async def begin(self, owner: str, tokens: int) -> ReadingTurn:
+        """Waits until this many tokens of an owner may be read, at most `most` of them."""
+        turn = ReadingTurn(self, owner, min(tokens, self._most))
+        self._waiting.append(turn)
+        self._admit()
+        try:
+            await turn.ready.wait()
+        except asyncio.CancelledError:
+            turn.end()
+            raise
+        return turn
+
+    def end(self, turn: ReadingTurn) -> None:
+        """Takes note that a part was read, or is not to be read."""
+        if turn in self._waiting:
+            self._waiting.remove(turn)
+        else:
+            self._reading -= turn.tokens
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting:
+            first = min(self._waiting, key=lambda one: self._last.get(one.owner, 0))
+            if self._reading + first.tokens > self._most:
+                return
+            self._waiting.remove(first)
+            self._reading += first.tokens
+            self._last[first.owner] = max(self._last.values(), default=0) + 1
+            first.ready.set()
+        if not self._reading:
+            self._last.clear()

@@ -1,0 +1,282 @@
+"""The texts that an engine writes at a time: admitted, reported, dropped, interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import aiohttp
+
+from shared.errors import Canceled, ModelFailed, PenstockError
+from shared.tasks.text import TokenChunk
+from workers.models.base import OutOfMemory, Prepared, PreparedPrompt
+from workers.models.client import ModelProcessDied, OnStepMessage
+from workers.models.engines.generation import EngineGeneration
+from workers.models.engines.process import EngineProcess
+from workers.models.engines.slots import EngineSlots, ReadingTurns
+from workers.models.generation.vocabulary import Vocabulary
+from workers.models.reports import Chunks, ItemEnded, Preempted, Spare, StepMessage
+from workers.models.step_shares import StepRoom, StepShares
+
+CHUNKS_EVERY_S = 0.05
+"""At most 20 events a second reach the readers of a text."""
+SPARE_EVERY_S = 0.5
+
+
+class Engine:
+    """An engine that is ready, with what is known of its slots.
+
+    Args:
+        process: its server.
+        vocabulary: of its model.
+        slots: how many texts it writes at a time.
+        part_tokens: of prompts that it reads at a time.
+        shares_with_all: whether all owners share what was read of equal beginnings.
+    """
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        vocabulary: Vocabulary,
+        slots: int,
+        part_tokens: int,
+        *,
+        shares_with_all: bool,
+    ) -> None:
+        self.process = process
+        self.vocabulary = vocabulary
+        self.part_tokens = part_tokens
+        self.shares_with_all = shares_with_all
+        self.slots = EngineSlots(slots)
+        self.turns = ReadingTurns(part_tokens)
+        self.places = asyncio.Semaphore(slots)
+        self.loaded_at_s = time.time()
+
+    async def compute(self, generation: EngineGeneration, run: EngineSteps) -> None:
+        """Reads and writes one text, once a slot is free."""
+        async with self.places:
+            await generation.compute(
+                self.process, self.slots, self.turns, self.part_tokens, run.note_work
+            )
+
+
+class EngineSteps:
+    """One run of an engine, until no text is left.
+
+    Args:
+        engine: that computes.
+        room: of the model in this process.
+        memory_bytes: resident memory of the engine.
+        on_message: called with what comes of the items, never within a call of this.
+    """
+
+    def __init__(
+        self, engine: Engine, room: StepRoom, memory_bytes: int, on_message: OnStepMessage
+    ) -> None:
+        self._engine = engine
+        self._memory_bytes = memory_bytes
+        self._on_message = on_message
+        self._shares = StepShares(room)
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._items: dict[int, EngineGeneration] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._slots = 0
+        """The items that have been admitted so far."""
+        self._step: dict[int, int] = {}
+        """The tokens that the current step has computed, by slot."""
+        self._step_began_s = self._alive_s = time.monotonic()
+        self._reported_s = self._spare_reported_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._fault: Exception | None = None
+
+    async def run(self, batch: Sequence[Prepared], timeout_s: float) -> None:
+        """Computes items until none is left.
+
+        Raises:
+            ModelProcessDied: the engine has died, or gave no sign of life for `timeout_s`.
+        """
+        self.admit(batch)
+        try:
+            while self._items:
+                self._changed.clear()
+                if self._fault is not None:
+                    raise self._fault
+                await self._wait(timeout_s)
+                if not self._items:
+                    await asyncio.sleep(0)  # the last messages are delivered, and more admitted
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
+            self._report_chunks()
+            self._items.clear()
+
+    async def _wait(self, timeout_s: float) -> None:
+        until_s = self._alive_s + timeout_s
+        try:
+            async with asyncio.timeout(max(0.0, until_s - time.monotonic())):
+                await self._changed.wait()
+        except TimeoutError as error:
+            if self._alive_s + timeout_s <= time.monotonic():
+                self._engine.process.kill()
+                reason = f"the engine gave no sign of life for {timeout_s:g} s"
+                raise ModelProcessDied(reason) from error
+
+    def admit(self, items: Sequence[Prepared]) -> int:
+        """Adds items. Returns the slot of the first."""
+        first, self._slots = self._slots, self._slots + len(items)
+        if not self._items:
+            self._step_began_s = self._alive_s = time.monotonic()
+        for slot, item in enumerate(items, first):
+            try:
+                generation = self._open(slot, item)
+            except PenstockError as error:
+                self._report_end(slot, error)
+                continue
+            self._shares.add(slot, item.room or item.length)
+            self._items[slot] = generation
+            task = asyncio.create_task(self._engine.compute(generation, self))
+            self._tasks[slot] = task
+            task.add_done_callback(partial(self._on_done, slot))
+        self._changed.set()
+        return first
+
+    def _open(self, slot: int, item: Prepared) -> EngineGeneration:
+        if not isinstance(item, PreparedPrompt):
+            raise ModelFailed(f"a text model can't compute {type(item).__name__}")
+        if self._engine.shares_with_all:
+            item.owner = "*"
+        # The other choices of a request cost what they would if they shared the prompt's slot.
+        is_read = any(
+            one.item.owner == item.owner and one.item.ids == item.ids
+            for one in self._items.values()
+            if item.owner
+        )
+        generation = EngineGeneration(slot, item, self._engine.vocabulary)
+        if is_read:
+            generation.share_prompt()
+        return generation
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Stops items that are still in. They fail as canceled."""
+        for slot in slots:
+            if self._remove(slot) is not None:
+                self._report_end(slot, Canceled())
+
+    def preempt(self, slots: Sequence[int]) -> None:
+        """Interrupts items that are still in. They come back with what they have written."""
+        chunks: dict[int, TokenChunk] = {}
+        removed = []
+        for slot in slots:
+            generation = self._remove(slot)
+            if generation is None:
+                continue
+            removed.append(slot)
+            if (chunk := generation.chunk()) is not None:
+                chunks[slot] = chunk
+            self._shares.remove(slot)
+        self._report(Preempted(0, removed, chunks))
+
+    def _remove(self, slot: int) -> EngineGeneration | None:
+        """Removes an item, and stops what is computed of it."""
+        generation = self._items.pop(slot, None)
+        if generation is not None:
+            self._charge()
+            self._tasks[slot].cancel()
+            self._changed.set()
+        return generation
+
+    def fail(self, reason: str) -> None:
+        """The engine has died."""
+        self._fault = self._fault or ModelProcessDied(reason)
+        self._changed.set()
+
+    def note_work(self, slot: int, tokens: int) -> None:
+        """Takes note of tokens that the engine has read or written of an item.
+
+        A step of the engine computes each item once. So the second time that one comes, the step
+        before is over.
+        """
+        self._alive_s = time.monotonic()
+        if slot in self._step:
+            self._charge()
+        self._step[slot] = tokens
+        if self._timer is None:
+            wait_s = max(0.0, self._reported_s + CHUNKS_EVERY_S - self._alive_s)
+            self._timer = self._loop.call_later(wait_s, self._on_timer)
+
+    def _charge(self) -> None:
+        now_s = time.monotonic()
+        work, self._step = sum(self._step.values()), {}
+        self._shares.charge(now_s - self._step_began_s, work=work)
+        self._step_began_s = now_s
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._report_chunks()
+        if self._reported_s - self._spare_reported_s >= SPARE_EVERY_S:
+            self._report_spare()
+
+    def _on_done(self, slot: int, task: asyncio.Task[None]) -> None:
+        del self._tasks[slot]
+        generation = self._items.get(slot)
+        if task.cancelled() or generation is None:
+            if not task.cancelled():
+                task.exception()  # it was dropped meanwhile
+            return
+        error = task.exception()
+        if isinstance(error, aiohttp.ClientError | OSError):
+            self.fail(f"the engine hung up: {type(error).__name__}")
+            return
+        if isinstance(error, OutOfMemory) and len(self._items) > 1:
+            self.preempt([slot])
+            return
+        self._charge()
+        if error is not None:
+            self._report_chunks()  # a result has them, a failure does not
+            if not isinstance(error, Exception):
+                raise error
+        del self._items[slot]
+        self._report_end(slot, error or generation)
+        self._changed.set()
+
+    def _report_end(self, slot: int, outcome: Exception | EngineGeneration) -> None:
+        self._report_spare()
+        done = self._shares.end(
+            slot,
+            outcome if isinstance(outcome, Exception) else outcome.result(),
+            memory_bytes=self._memory_bytes,
+            loaded_at_s=self._engine.loaded_at_s,
+        )
+        self._report(ItemEnded(0, slot, done))
+
+    def _report_spare(self) -> None:
+        self._spare_reported_s = time.monotonic()
+        if spare_s := self._shares.take_spare_s():
+            self._report(Spare(0, spare_s))
+
+    def _report_chunks(self) -> None:
+        self._reported_s = time.monotonic()
+        chunks = {
+            slot: chunk
+            for slot, generation in self._items.items()
+            if generation.item.is_streamed and (chunk := generation.chunk()) is not None
+        }
+        if chunks:
+            self._report(Chunks(0, chunks))
+
+    def _report(self, message: StepMessage) -> None:
+        # Not at once: the caller of `admit` knows the slots of its items only when it returns.
+        self._loop.call_soon(self._deliver, message)
+
+    def _deliver(self, message: StepMessage) -> None:
+        try:
+            self._on_message(message)
+        except Exception as error:
+            # Whatever it is, it ends the run: nobody else would see it.
+            self._fault = self._fault or error
+            self._changed.set()
