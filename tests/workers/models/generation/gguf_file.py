@@ -1,0 +1,88 @@
+"""The tiny Llama of tiny.py as a GGUF file, as llama.cpp's own script converts one."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from gguf import GGUFWriter, TokenType
+from safetensors.numpy import load_file
+
+_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def write_gguf(folder: Path) -> Path:
+    """Writes model.gguf beside the safetensors of a folder. Returns its path."""
+    config = json.loads((folder / "config.json").read_text())
+    path = folder / "model.gguf"
+    writer = GGUFWriter(path, "llama")
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config["vocab_size"])
+    _add_tokenizer(writer, folder)
+    for name, weights in load_file(folder / "model.safetensors").items():
+        writer.add_tensor(_name_of(name), _in_order(name, weights, heads, kv_heads))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_tokenizer(writer: GGUFWriter, folder: Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    special = {one["id"] for one in tokenizer["added_tokens"]}
+    ids = tokenizer["model"]["vocab"]
+    tokens = sorted(ids, key=lambda one: int(ids[one]))
+    merges = [
+        one if isinstance(one, str) else " ".join(one) for one in tokenizer["model"]["merges"]
+    ]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    kinds = [TokenType.CONTROL if at in special else TokenType.NORMAL for at in range(len(tokens))]
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(0)
+    writer.add_add_bos_token(False)
+
+
+def _name_of(name: str) -> str:
+    if name == "model.embed_tokens.weight":
+        return "token_embd.weight"
+    if name == "model.norm.weight":
+        return "output_norm.weight"
+    if name == "lm_head.weight":
+        return "output.weight"
+    _, _, block, inner = name.split(".", 3)
+    return f"blk.{block}.{_NAMES[inner.removesuffix('.weight')]}.weight"
+
+
+def _in_order(
+    name: str, weights: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]", heads: int, kv: int
+) -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]]":
+    """Queries and keys in the order in which llama.cpp rotates them: neighbors, not halves."""
+    count = heads if "q_proj" in name else kv if "k_proj" in name else 0
+    if not count:
+        return weights
+    rows, columns = weights.shape
+    parts = weights.reshape(count, 2, rows // count // 2, columns)
+    return np.ascontiguousarray(parts.swapaxes(1, 2).reshape(rows, columns))

@@ -1,0 +1,367 @@
+"""llama.cpp as the engine of a text model, in a pool as a worker has one."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared.errors import BadInput, ConfigurationError
+from shared.tasks.text import GenerationInput, TokenChunk
+from tests.limits import WAIT_LIMIT_S
+from tests.workers.models.generation import tiny
+from workers.models.base import PreparedPrompt
+from workers.models.client import ModelProcessDied
+from workers.models.generation.prompts import PromptPreparer
+from workers.models.generation.vocabulary import Vocabulary
+from workers.models.reports import Chunks, Failure, ItemEnded, Preempted, StepMessage
+from workers.runtime.pool import HostedModel, ModelPool
+from workers.runtime.pooled_process import PooledProcess
+
+pytestmark = [
+    pytest.mark.slow(about_s=60),
+    pytest.mark.anyio,
+    pytest.mark.skipif(
+        importlib.util.find_spec("xllamacpp") is None, reason="the extra `text` is not installed"
+    ),
+]
+
+IDS = list(range(5, 45))
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "string", "maxLength": 9}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def weights(folder: Path) -> Path:
+    from tests.workers.models.generation.gguf_file import write_gguf
+
+    write_gguf(folder)
+    return folder
+
+
+def entry(**changes: Any) -> Any:
+    return tiny.entry(engine="llama.cpp", precision="auto", **changes)
+
+
+@asynccontextmanager
+async def opened(folder: Path, **changes: Any) -> AsyncIterator[PooledProcess]:
+    models = [HostedModel(entry(**changes), folder)]
+    async with ModelPool(models, device="cpu", processes=1, start_timeout_s=WAIT_LIMIT_S) as pool:
+        yield pool.processes[0]
+
+
+@pytest.fixture
+async def engine(weights: Path) -> AsyncIterator[PooledProcess]:
+    async with opened(weights) as process:
+        yield process
+
+
+class Told:
+    """What comes of the items of a run."""
+
+    def __init__(self) -> None:
+        self.results: dict[int, Any] = {}
+        self.chunks: dict[int, list[TokenChunk]] = {}
+        self.preempted: list[int] = []
+        self.changed = asyncio.Event()
+
+    def __call__(self, message: StepMessage) -> None:
+        if isinstance(message, ItemEnded):
+            self.results[message.slot] = message.done.results[0]
+        elif isinstance(message, Chunks | Preempted):
+            for slot, chunk in message.chunks.items():
+                self.chunks.setdefault(slot, []).append(chunk)
+        if isinstance(message, Preempted):
+            self.preempted += message.slots
+        self.changed.set()
+
+    async def until(self, slot: int, tokens: int) -> None:
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while sum(len(chunk.ids) for chunk in self.chunks.get(slot, ())) < tokens:
+                self.changed.clear()
+                await self.changed.wait()
+
+
+async def run(engine: PooledProcess, *items: PreparedPrompt) -> list[Any]:
+    """The outcomes of items that are admitted together."""
+    told = Told()
+    await engine.run_steps(items, timeout_s=WAIT_LIMIT_S, on_message=told)
+    return [told.results[slot] for slot in range(len(items))]
+
+
+def later(item: PreparedPrompt, chunks: Sequence[TokenChunk]) -> PreparedPrompt:
+    """The item as another worker gets it."""
+    return msgspec.structs.replace(
+        item,
+        written_ids=tiny.packed([token for chunk in chunks for token in chunk.ids]),
+        written_text="".join(chunk.text for chunk in chunks),
+        written_cached_tokens=chunks[0].cached_tokens,
+        written_logprobs=[one for chunk in chunks for one in chunk.logprobs],
+    )
+
+
+async def test_it_writes_what_transformers_writes(
+    engine: PooledProcess, folder: Path, reference: tiny.Generate
+) -> None:
+    wanted, _ = reference(IDS, 20)
+    text = Vocabulary(folder)
+    outcomes = await run(engine, *[tiny.prompt(IDS[at:], 20) for at in (0, 0, 3)])
+    plain = b"".join(map(text.token_bytes, wanted)).decode(errors="replace")
+    assert [one.text for one in outcomes[:2]] == [plain, plain]
+    assert outcomes[0].output_tokens == len(wanted)
+
+
+async def test_log_probabilities_are_those_of_the_model_whole_characters_or_not(
+    engine: PooledProcess, reference: tiny.Generate
+) -> None:
+    """Its tokens are bytes, most of which are no characters."""
+    wanted, chances = reference(IDS, 12)
+    (result,) = await run(engine, tiny.prompt(IDS, 12, logprobs=2))
+    assert len(result.logprobs) == len(wanted)
+    for at, (token, told) in enumerate(zip(wanted, result.logprobs, strict=True)):
+        assert told.logprob == pytest.approx(float(chances[at][token]), abs=0.05)
+        assert len(told.top) == 2
+        assert told.top[0].logprob == pytest.approx(float(chances[at].max()), abs=0.05)
+
+
+@pytest.mark.parametrize("logprobs", [-1, 0])
+async def test_a_schema_is_followed_and_goes_on_behind_what_was_written(
+    engine: PooledProcess, logprobs: int
+) -> None:
+    item = tiny.prompt(
+        IDS,
+        90,
+        json_schema=json.dumps(SCHEMA),
+        is_streamed=True,
+        temperature=1.0,
+        logprobs=logprobs,
+        seed=5,
+    )
+    told = Told()
+    running = asyncio.create_task(engine.run_steps([item], timeout_s=WAIT_LIMIT_S, on_message=told))
+    await told.until(0, 3)
+    engine.preempt([0])
+    await running
+    if 0 in told.results:
+        pytest.skip("it was over sooner")
+    assert told.preempted == [0]
+    (result,) = await run(engine, later(item, told.chunks[0]))
+    begun = "".join(chunk.text for chunk in told.chunks[0])
+    assert begun
+    assert result.text.startswith(begun)
+    if result.finish_reason == "stop":
+        assert set(json.loads(result.text)) == {"a", "b"}
+    if logprobs >= 0:
+        assert len(result.logprobs) >= result.output_tokens - 1
+
+
+async def test_penalties_count_what_was_written_only(
+    engine: PooledProcess, reference: tiny.Generate
+) -> None:
+    """The first token is in the prompt, and written all the same."""
+    wanted, _ = reference(IDS, 1)
+    prompt = [*IDS, *wanted, *IDS]
+    (plain,) = await run(engine, tiny.prompt(prompt, 1))
+    (first,) = await run(engine, tiny.prompt(prompt, 1, presence_penalty=2.0))
+    assert first.text == plain.text
+    (often,) = await run(engine, tiny.prompt([7], 30))
+    (less,) = await run(engine, tiny.prompt([7], 30, frequency_penalty=2.0, presence_penalty=2.0))
+    assert often.text != less.text
+
+
+async def test_only_the_owner_of_a_prompt_finds_it_read(engine: PooledProcess) -> None:
+    mine = tiny.prompt(IDS, 4, owner="a")
+    theirs = tiny.prompt(IDS, 4, owner="b")
+    assert [one.cached_tokens for one in await run(engine, mine)] == [0]
+    assert [one.cached_tokens for one in await run(engine, theirs)] == [0]
+    assert [one.cached_tokens for one in await run(engine, mine)] == [len(IDS) - 1]
+    for _ in range(6):  # all slots have been somebody's
+        (result,) = await run(engine, tiny.prompt(IDS, 2, owner="c"))
+    assert result.cached_tokens == len(IDS) - 1
+    (nobodys,) = await run(engine, tiny.prompt(IDS, 2))
+    assert nobodys.cached_tokens == 0
+
+
+async def test_other_choices_of_a_prompt_count_as_cached(engine: PooledProcess) -> None:
+    item = tiny.prompt(IDS, 6, owner="a", temperature=1.0)
+    other = msgspec.structs.replace(item, seed=9)
+    first, second = await run(engine, item, other)
+    assert (first.cached_tokens, second.cached_tokens) == (0, len(IDS) - 1)
+
+
+async def test_long_prompts_of_one_owner_hold_a_short_one_up_for_one_part(
+    weights: Path,
+) -> None:
+    """Each has nine parts. In order of arrival the short one would be the last."""
+    generation = {"context_tokens": 200, "default_tokens": 8, "longest_tokens": 20}
+    many = {"max_tokens": 1000, "max_items": 5}
+    changes = {"generation": generation | {"chunk_tokens": 16}, "batch": many}
+    async with opened(weights, **changes) as engine:
+        long = [tiny.prompt([5 + at] * 144, 2, owner="noisy", is_streamed=True) for at in range(4)]
+        quiet = tiny.prompt([60] * 10, 2, owner="quiet", is_streamed=True)
+        ended: list[int] = []
+
+        def note(message: StepMessage) -> None:
+            if isinstance(message, ItemEnded):
+                ended.append(message.slot)
+
+        await engine.run_steps([*long, quiet], timeout_s=WAIT_LIMIT_S, on_message=note)
+    assert ended[0] == 4
+
+
+async def test_all_of_the_budget_is_of_use_whatever_the_slots_have_kept(weights: Path) -> None:
+    changes = {"batch": {"max_tokens": 640, "max_items": 4}}
+    async with opened(weights, **changes) as engine:
+        for number in range(6):
+            items = [
+                tiny.prompt([5 + number + at] * 140, 20, owner=f"{number}{at}") for at in range(4)
+            ]
+            outcomes = await run(engine, *items)
+            assert not [one for one in outcomes if isinstance(one, Failure)]
+
+
+async def test_a_dropped_text_frees_its_slot(weights: Path) -> None:
+    changes = {"batch": {"max_tokens": 160, "max_items": 1}}
+    async with opened(weights, **changes) as engine:
+        told = Told()
+        running = asyncio.create_task(
+            engine.run_steps(
+                [tiny.prompt(IDS, 100, is_streamed=True, logit_bias={0: -100.0})],
+                timeout_s=WAIT_LIMIT_S,
+                on_message=told,
+            )
+        )
+        await told.until(0, 2)
+        engine.drop([0])
+        slot = engine.admit([tiny.prompt(IDS, 3)])
+        await running
+        assert told.results[0].code == "canceled"
+        assert slot is not None
+        assert told.results[slot].output_tokens == 3
+
+
+async def test_an_engine_that_dies_gives_its_texts_back_and_is_started_again(
+    engine: PooledProcess,
+) -> None:
+    told = Told()
+    item = tiny.prompt(IDS, 100, is_streamed=True, logit_bias={0: -100.0})
+    running = asyncio.create_task(engine.run_steps([item], timeout_s=WAIT_LIMIT_S, on_message=told))
+    await told.until(0, 2)
+    pid = engine.pid
+    assert pid
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ModelProcessDied):
+        await running
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        await engine.ready()
+    assert engine.pid != pid
+    (result,) = await run(engine, later(item, told.chunks[0]))
+    assert result.text.startswith("".join(chunk.text for chunk in told.chunks[0]))
+    assert result.output_tokens == 100
+
+
+async def test_a_model_of_no_numbers_is_refused(folder: Path, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    from tests.workers.models.generation.gguf_file import write_gguf
+
+    tiny.write_folder(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"][:] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    write_gguf(tmp_path)
+    with pytest.raises(ConfigurationError, match="no numbers"):
+        async with opened(tmp_path):
+            pass
+
+
+async def test_a_folder_without_a_gguf_file_is_refused_with_what_to_give(tmp_path: Path) -> None:
+    tiny.write_folder(tmp_path)
+    with pytest.raises(ConfigurationError, match="give a GGUF file of this model"):
+        async with opened(tmp_path):
+            pass
+
+
+def test_what_it_cannot_do_is_refused_by_name(folder: Path) -> None:
+    echo = GenerationInput(2, 1, prompt="a", is_echoed=True, logprobs=0)
+    (refused,) = PromptPreparer(entry(), folder).prepare([echo])
+    assert isinstance(refused, BadInput)
+    assert refused.field == "echo"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"backend": "torch"}, "backend: engine llama.cpp has none"),
+        ({"precision": "int4"}, "precision: engine llama.cpp computes what is in the file"),
+    ],
+)
+def test_entries_say_what_an_engine_decides_itself(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        tiny.entry(**{"engine": "llama.cpp", "precision": "auto"} | changes)
+
+
+async def test_nobody_else_reaches_it_and_it_knows_nothing_of_ours(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PENSTOCK_SECRET", "a-secret-of-ours")
+    caplog.set_level(logging.DEBUG)
+    async with opened(weights) as engine:
+        process = Path(f"/proc/{engine.pid}")
+        await run(engine, tiny.prompt(IDS, 4))
+        if os.geteuid() == 0:  # others may not read it at all
+            assert b"a-secret-of-ours" not in (process / "environ").read_bytes()
+        command = (process / "cmdline").read_bytes()
+        assert command.split(b"\0")[3].endswith(b"llama_program.py")
+        assert command.count(b"\0") == 4
+        (socket,) = Path("/tmp").glob("penstock-engine-*/http.sock")
+        assert socket.parent.stat().st_mode & 0o777 == 0o700
+        reader, writer = await asyncio.open_unix_connection(socket)
+        writer.write(b"GET /slots HTTP/1.0\r\n\r\n")
+        assert b" 401 " in await reader.readline()
+        writer.close()
+    assert not socket.parent.exists()
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from tests.workers.models.generation.test_llama_cpp import opened
+
+async def main():
+    async with opened(Path(sys.argv[1])) as engine:
+        print(engine.pid, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_it_ends_with_its_parent(weights: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(weights)], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        pidfd = os.pidfd_open(pid)
+        parent.kill()
+    import select
+
+    assert select.select([pidfd], [], [], WAIT_LIMIT_S)[0], "it runs without its parent"
+    os.close(pidfd)
