@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 
-def generation_catalog(name: str, folder: Path, **changes: dict[str, Any]) -> str:
+def generation_catalog(
+    name: str, folder: Path, engine: str = "auto", **changes: dict[str, Any]
+) -> str:
     """A catalog, as a file has it.
 
     Args:
+        engine: that computes it.
         changes: fields of `batch`, `generation`, `deadline`, `price` or `cache`.
     """
     parts: dict[str, dict[str, Any]] = {
@@ -25,5 +28,7 @@ def generation_catalog(name: str, folder: Path, **changes: dict[str, Any]) -> st
     }
     for part, change in changes.items():
         parts[part] = parts.get(part, {}) | change
-    entry = {"name": name, "task": "text", "source": f"local:{folder}", "precision": "fp32"}
+    precision = "fp32" if engine == "auto" else "auto"
+    entry = {"name": name, "task": "text", "source": f"local:{folder}", "precision": precision}
+    entry["engine"] = engine
     return json.dumps({"models": [entry | parts]})  # which is YAML, too

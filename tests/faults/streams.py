@@ -21,6 +21,7 @@ import aiohttp
 
 from tests.faults.world import APIS, WORKERS, World
 from workers.models.custom.runner.confinement import NAME as CLASS_NAME
+from workers.models.engines import llama_program
 from workers.runtime.template import MODEL_PROCESS_NAME
 
 PROMPTS = 32
@@ -32,7 +33,11 @@ PAUSE_S = 0.1
 """Between two tries to reach an instance."""
 TURNS = (APIS[0], WORKERS[0], APIS[1], WORKERS[1])
 """Who is killed, one after the other."""
-PROCESS_NAMES = {"model": MODEL_PROCESS_NAME, "class": CLASS_NAME.decode()}
+PROCESS_NAMES = {
+    "model": MODEL_PROCESS_NAME,
+    "class": CLASS_NAME.decode(),
+    "engine": llama_program.NAME,
+}
 
 
 @dataclass
@@ -232,7 +237,8 @@ async def kill_in_turn(
 ) -> list[Kill]:
     """Kills API instances and workers in turn, and starts each again, while `goes_on`.
 
-    `model of` and `class of` a worker are processes below it, which it starts again itself.
+    `model of`, `class of` and `engine of` a worker are processes below it, which it starts again
+    itself.
     """
     done: list[Kill] = []
     next_s = time.monotonic()
@@ -275,6 +281,7 @@ async def read_while_killing(
     kills: int,
     every_s: float,
     say: Callable[[str], None],
+    turns: Sequence[str] = TURNS,
 ) -> StreamFindings:
     """Reads `streams` texts, and goes on reading until so many kills are done.
 
@@ -283,8 +290,9 @@ async def read_while_killing(
         streams: at least so many texts.
         kills: of API instances and workers, in turn.
         say: gets a line for each.
+        turns: who is killed.
     """
     await readers.run(0, lambda: False)  # the texts as they must be
-    killing = asyncio.create_task(kill_in_turn(world, kills, every_s, say))
+    killing = asyncio.create_task(kill_in_turn(world, kills, every_s, say, turns))
     differing = await readers.run(streams, lambda: not killing.done())
     return StreamFindings(readers.read, await killing, differing)

@@ -17,6 +17,7 @@ from tests.faults.generation_catalog import generation_catalog
 from tests.faults.world import APIS, World
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.generation import tiny
+from tests.workers.models.generation.gguf_file import write_gguf
 
 pytestmark = pytest.mark.slow(about_s=20)
 
@@ -59,12 +60,19 @@ def load(world: World, *words: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
-def test_ledger_and_rows_agree_to_the_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["auto", "llama.cpp"])
+def test_ledger_and_rows_agree_to_the_token(tmp_path: Path, engine: str) -> None:
     folder, trace, ledger = tmp_path / "model", tmp_path / "trace.csv", tmp_path / "ledger.jsonl"
     folder.mkdir()
     tiny.write_folder(folder)
+    if engine != "auto":
+        pytest.importorskip("xllamacpp")
+        write_gguf(folder)
     trace.write_text(TRACE)
-    served = (MODEL, generation_catalog(MODEL, folder, price=PRICE, cache={"scope": "global"}))
+    served = (
+        MODEL,
+        generation_catalog(MODEL, folder, engine, price=PRICE, cache={"scope": "global"}),
+    )
     with World(tmp_path, workers=1, served=served) as world:
         words = ["--url", world.url(APIS[0]), "--trace", str(trace), "--ledger", str(ledger)]
         status, sent = load(world, *words)

@@ -15,7 +15,9 @@ import threading
 from typing import Any
 
 READY = "the engine is ready"
-_PR_SET_DUMPABLE = 4
+NAME = "penstock-engine"
+"""Of its process, as tools list it."""
+_PR_SET_DUMPABLE, _PR_SET_NAME = 4, 15
 _QUIET = 1
 """Errors only. The next level prints prompts."""
 
@@ -23,7 +25,9 @@ _QUIET = 1
 def main() -> None:
     """Serves until standard input ends."""
     # Others of the same user, such as custom classes, may not read its memory.
-    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    system = ctypes.CDLL(None)
+    system.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    system.prctl(_PR_SET_NAME, NAME.encode(), 0, 0, 0)
     settings = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_parent, args=(settings["socket"],), daemon=True).start()
     try:
