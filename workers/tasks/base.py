@@ -10,9 +10,8 @@ from typing import ClassVar
 
 from shared.catalog import Model
 from workers.models.backend import Backend
-from workers.models.base import IsClose, LoadedModel, Preparer
+from workers.models.base import IsClose, LoadedModel, OpenGguf, Preparer
 from workers.models.client import StartClient
-from workers.models.generation.gguf import OpenGguf, converted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +117,9 @@ class WorkerTask(ABC):
         """
         return ()
 
-    def open_gguf(self, entry: Model) -> OpenGguf:
-        """What makes a folder of a source that is a GGUF file. By default: one for torch."""
-        return converted
+    def open_gguf(self, entry: Model) -> OpenGguf | None:
+        """What makes a folder of a source that is a GGUF file. None, the default: one for torch."""
+        return None
 
     @abstractmethod
     def preparer(self, entry: Model, folder: Path) -> Preparer:

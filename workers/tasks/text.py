@@ -6,9 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from shared.catalog import Model
-from workers.models.base import LoadedModel, Preparer
+from workers.models.base import LoadedModel, OpenGguf, Preparer
 from workers.models.client import StartClient
-from workers.models.generation.gguf import OpenGguf, converted, described
 from workers.tasks.base import Resources, WorkerTask
 
 
@@ -43,9 +42,11 @@ class GenerationWorker(WorkerTask):
 
         return partial(EngineClient.start, entry, folder, resources.threads, timeout_s)
 
-    def open_gguf(self, entry: Model) -> OpenGguf:
+    def open_gguf(self, entry: Model) -> OpenGguf | None:
         """An engine reads the file itself."""
-        return converted if entry.engine == "auto" else described
+        from workers.models.generation.gguf import described
+
+        return None if entry.engine == "auto" else described
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:
         """A chat template and a tokenizer."""

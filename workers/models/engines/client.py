@@ -14,6 +14,7 @@ from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from workers.models.base import Prepared, PreparedPrompt
 from workers.models.client import (
     MakeRoom,
+    ModelProcessDied,
     OnPreviews,
     OnProgress,
     OnStepMessage,
@@ -59,6 +60,8 @@ class EngineClient:
         self._engine: Engine | None = None
         self._started = asyncio.Event()
         """Set while there is an engine."""
+        self._ended = asyncio.Event()
+        """Set once the pool knows that the engine has ended."""
         self.facts = Ready("cpu", 0.0, 0.0, 0)
         self.residency = ResidencyReport([])
 
@@ -95,6 +98,12 @@ class EngineClient:
             shares_with_all=self._entry.cache.scope == "global",
         )
         loaded_s = time.monotonic()
+        most, wanted = await process.context_tokens(), self._entry.generation.context_tokens
+        if most < wanted:
+            raise ConfigurationError(
+                f"generation.context_tokens: {wanted}, and the model reads {most} tokens at most",
+                field="generation.context_tokens",
+            )
         await self._warm_up(self._engine)
         took_s = loaded_s - began_s
         self.residency = ResidencyReport(
@@ -163,10 +172,16 @@ class EngineClient:
                 except PenstockError as error:
                     return StepsEnded(0, Failure.from_error(error))
                 switched = self.residency
-            assert self._engine is not None, "it was opened; this is a bug"
-            self._run = EngineSteps(self._engine, self._room, self.memory_bytes, on_message)
+            engine = self._engine
+            assert engine is not None, "it was opened; this is a bug"
+            self._run = EngineSteps(engine, self._room, self.memory_bytes, on_message)
             try:
                 await self._run.run(batch, timeout_s)
+            except ModelProcessDied:
+                # Nobody is to use it again before it was started again.
+                engine.process.kill()
+                await self._ended.wait()
+                raise
             finally:
                 self._run = None
         return StepsEnded(0, None, switched)
@@ -215,6 +230,7 @@ class EngineClient:
                     break
         finally:
             on_end()
+            self._ended.set()
             if self._run is not None:
                 self._run.fail(f"the engine ended (status {status})")
             await self.close()

@@ -24,15 +24,15 @@ from shared.tasks.text import TokenChunk
 from workers.models.base import PreparedPrompt
 from workers.models.engines.llama_cpp import PATH, Asked, Chosen, Reply, decode_reply, request_of
 from workers.models.engines.process import EngineProcess
-from workers.models.engines.slots import EngineSlots, ReadingTurn, ReadingTurns
+from workers.models.engines.slots import EngineSlots, ReadingPermit, ReadingPermits
 from workers.models.generation.vocabulary import Vocabulary
 from workers.models.generation.writing import IDS, NO_NUMBERS, Writing
 
 PIECE_TOKENS = 8
 """Written at a time, if the engine chooses among all tokens."""
-_ALLOWED_BIAS = 100.0
+_ALLOWED_BIAS = 1000.0
 """Added to the logits of all tokens that are allowed, if they are few. So no other is chosen, and
-their chances among each other stay."""
+their chances among each other stay (to 1e-4)."""
 _EXCLUDED_BIAS = -1e9
 _FORCING = 1e4
 _LOOKED_UP = 256
@@ -62,7 +62,7 @@ class EngineGeneration:
         self._asked_at = 0
         """Tokens that were written before the current request."""
         self._has_lost = False
-        """Whether a stream has left out tokens that can't be told."""
+        """Whether a stream has left out tokens that can't be told, or broken the schema."""
 
     @property
     def cached_tokens(self) -> int:
@@ -97,7 +97,7 @@ class EngineGeneration:
         self,
         engine: EngineProcess,
         slots: EngineSlots,
-        turns: ReadingTurns,
+        permits: ReadingPermits,
         part_tokens: int,
         on_work: OnWork,
     ) -> None:
@@ -106,7 +106,7 @@ class EngineGeneration:
         Args:
             engine: that computes.
             slots: of the engine, of which one is free.
-            turns: of reading.
+            permits: to read.
             part_tokens: of the prompt that are read at a time.
             on_work: called after each part that was read, and each token.
 
@@ -117,29 +117,34 @@ class EngineGeneration:
         ids = self.ids
         place, known = slots.take(self.item.owner, ids)
         computed: Sequence[int] = ()
-        turn: ReadingTurn | None = None
+        permit: ReadingPermit | None = None
         try:
             asked = Asked(ids, place.number, keeps=bool(known))
             while True:
                 is_last = len(ids) - known <= part_tokens
                 end = len(ids) if is_last else known + part_tokens
-                turn = await turns.begin(self.item.owner, end - known)
+                permit = await permits.begin(self.item.owner, end - known)
                 if is_last:
                     break
                 reply = await self._ask(engine, replace(asked, ids=ids[:end]))
-                turn.end()
+                permit.end()
                 self._note_cached(reply)
                 on_work(self.slot, end - known)
                 known, asked, computed = end, replace(asked, keeps=True), ids[:end]
-            await self._write(engine, asked, turn, len(ids) - known, on_work)
+            await self._write(engine, asked, permit, len(ids) - known, on_work)
             computed = self.ids[:-1]
         finally:
-            if turn is not None:
-                turn.end()
+            if permit is not None:
+                permit.end()
             slots.free(place, computed)
 
     async def _write(
-        self, engine: EngineProcess, asked: Asked, turn: ReadingTurn, unread: int, on_work: OnWork
+        self,
+        engine: EngineProcess,
+        asked: Asked,
+        permit: ReadingPermit,
+        unread: int,
+        on_work: OnWork,
     ) -> None:
         while self.writing.finish is None:
             asked, self._asked_at = replace(asked, ids=self.ids), self._at
@@ -152,7 +157,7 @@ class EngineGeneration:
                     self._note_cached(reply)
                     if reply.prompt_progress is not None:
                         continue
-                    turn.end()
+                    permit.end()
                     on_work(self.slot, unread + len(reply.tokens))
                     unread = 0
                     self._take(reply)
@@ -263,6 +268,10 @@ class EngineGeneration:
         chances = reply.completion_probabilities
         for at, token in enumerate(self._whole(reply)):
             if self.writing.finish is not None:
+                return
+            if not self.writing.allows(token):
+                # Its grammar knows less of schemas than ours. The rest is written in pieces.
+                self._has_lost = True
                 return
             chosen = chances[at] if at < len(chances) else None
             row = None

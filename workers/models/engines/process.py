@@ -149,6 +149,20 @@ class EngineProcess:
         async with self._http.post(path, json=body) as response:
             yield response
 
+    async def context_tokens(self) -> int:
+        """The most tokens of a text with its prompt, as the server says.
+
+        Raises:
+            ModelFailed: it does not say.
+        """
+        assert self._http is not None, "it is ready; this is a bug"
+        try:
+            async with self._http.get("/props") as response:
+                props = await response.json()
+                return int(props["default_generation_settings"]["n_ctx"])
+        except (aiohttp.ClientError, ValueError, KeyError, TypeError) as error:
+            raise ModelFailed(f"the engine does not say how much it reads: {error!r}") from error
+
     async def wait(self) -> int:
         """Waits until it has ended. Returns its exit status."""
         return await self._process.wait()

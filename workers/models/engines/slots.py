@@ -1,4 +1,4 @@
-"""The slots of an engine, and whose turn it is to have a part of a prompt read.
+"""The slots of an engine, and which owner may have a part of a prompt read.
 
 An engine keeps the keys and values of what a slot computed last. A generation gets the free slot of
 its owner that begins most like it. A slot that was another owner's starts without them: how long a
@@ -63,10 +63,10 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 @dataclass(eq=False)
-class ReadingTurn:
+class ReadingPermit:
     """A part of a prompt that waits, or is being read."""
 
-    turns: ReadingTurns
+    permits: ReadingPermits
     owner: str
     tokens: int
     ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -76,10 +76,10 @@ class ReadingTurn:
         """Lets the next one begin. A second call does nothing."""
         if not self.is_over:
             self.is_over = True
-            self.turns.end(self)
+            self.permits.end(self)
 
 
-class ReadingTurns:
+class ReadingPermits:
     """Bounds the tokens of prompts that an engine reads at a time, of owners in turns.
 
     In order of arrival alone a short prompt would wait for all the long ones of another owner, and
@@ -92,28 +92,28 @@ class ReadingTurns:
     def __init__(self, most: int) -> None:
         self._most = most
         self._reading = 0
-        self._waiting: list[ReadingTurn] = []
+        self._waiting: list[ReadingPermit] = []
         self._last: dict[str, int] = {}
         """When each owner read last, counted in parts."""
 
-    async def begin(self, owner: str, tokens: int) -> ReadingTurn:
+    async def begin(self, owner: str, tokens: int) -> ReadingPermit:
         """Waits until this many tokens of an owner may be read, at most `most` of them."""
-        turn = ReadingTurn(self, owner, min(tokens, self._most))
-        self._waiting.append(turn)
+        permit = ReadingPermit(self, owner, min(tokens, self._most))
+        self._waiting.append(permit)
         self._admit()
         try:
-            await turn.ready.wait()
+            await permit.ready.wait()
         except asyncio.CancelledError:
-            turn.end()
+            permit.end()
             raise
-        return turn
+        return permit
 
-    def end(self, turn: ReadingTurn) -> None:
+    def end(self, permit: ReadingPermit) -> None:
         """Takes note that a part was read, or is not to be read."""
-        if turn in self._waiting:
-            self._waiting.remove(turn)
+        if permit in self._waiting:
+            self._waiting.remove(permit)
         else:
-            self._reading -= turn.tokens
+            self._reading -= permit.tokens
         self._admit()
 
     def _admit(self) -> None:

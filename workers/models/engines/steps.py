@@ -15,7 +15,7 @@ from workers.models.base import OutOfMemory, Prepared, PreparedPrompt
 from workers.models.client import ModelProcessDied, OnStepMessage
 from workers.models.engines.generation import EngineGeneration
 from workers.models.engines.process import EngineProcess
-from workers.models.engines.slots import EngineSlots, ReadingTurns
+from workers.models.engines.slots import EngineSlots, ReadingPermits
 from workers.models.generation.vocabulary import Vocabulary
 from workers.models.reports import Chunks, ItemEnded, Preempted, Spare, StepMessage
 from workers.models.step_shares import StepRoom, StepShares
@@ -50,7 +50,7 @@ class Engine:
         self.part_tokens = part_tokens
         self.shares_with_all = shares_with_all
         self.slots = EngineSlots(slots)
-        self.turns = ReadingTurns(part_tokens)
+        self.permits = ReadingPermits(part_tokens)
         self.places = asyncio.Semaphore(slots)
         self.loaded_at_s = time.time()
 
@@ -58,7 +58,7 @@ class Engine:
         """Reads and writes one text, once a slot is free."""
         async with self.places:
             await generation.compute(
-                self.process, self.slots, self.turns, self.part_tokens, run.note_work
+                self.process, self.slots, self.permits, self.part_tokens, run.note_work
             )
 
 

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ from shared.errors import ConfigurationError
 
 MAX_S = 900.0
 """Seconds for one file. One of 98 MB takes about 10 s on two cores."""
-OpenGguf = Callable[[Path, Path], Path]
-"""From a GGUF file and the folder of what is kept to a folder of the model."""
 _FORMAT = 1
 """Increased when the folders get another content."""
 _PARTIAL = ".making-"

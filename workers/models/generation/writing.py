@@ -332,6 +332,10 @@ class Writing:
         """Whether the JSON ends with a number that is too long, which a grammar does not know."""
         return self._matcher is not None and self._number.is_full
 
+    def allows(self, token: int) -> bool:
+        """Returns whether the schema allows a token next. It always does if there is none."""
+        return self._matcher is None or self._matcher.validate_tokens([token]) == 1
+
     def allowed(self) -> npt.NDArray[np.bool_] | None:
         """A mask of the tokens that the schema allows next, [vocabulary] bool. None: all.
 

@@ -20,13 +20,13 @@ _NAMES = {
 }
 
 
-def write_gguf(folder: Path) -> Path:
+def write_gguf(folder: Path, context_tokens: int = 8192) -> Path:
     """Writes model.gguf beside the safetensors of a folder. Returns its path."""
     config = json.loads((folder / "config.json").read_text())
     path = folder / "model.gguf"
     writer = GGUFWriter(path, "llama")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_context_length(context_tokens)
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
