@@ -245,7 +245,7 @@ def _document(app: FastAPI, catalog: Catalog) -> Described:
     )
     for body in (GenerationBody, EditForm, EditBody, VariationForm):
         schema = described["$defs"][body.__name__]
-        described["$defs"][body.__name__] = show_guides(schema, catalog.models)
+        described["$defs"][body.__name__] = show_guides(schema, catalog.of_task("image"))
     _, structs = msgspec.json.schema_components(_REPLIES, ref_template=SCHEMA_REF)
     page["components"] = {
         "schemas": {**described["$defs"], **structs},

@@ -346,11 +346,14 @@ class Catalog:
             longest_s=max((one.longest_s for one in every), default=Deadline().longest_s),
         )
 
+    def of_task(self, task: str) -> list[Model]:
+        """The models of `task`, in the order of the catalog."""
+        return [model for model in self.models if model.definition is TASKS[task]]
+
     def default(self, task: str) -> Model:
         """The first model of `task` in the catalog, for callers who name none."""
-        for model in self.models:
-            if model.definition is TASKS[task]:
-                return model
+        for model in self.of_task(task):
+            return model
         raise UnknownModel(f"no {task} model is served here", field="model")
 
     def serving(self, api: ServedApi, name: str | None) -> Model:

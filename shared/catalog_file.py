@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import ValidationError
@@ -16,6 +16,7 @@ from shared.catalog_entry import FlowEntry, Gpu, WorkersEntry
 from shared.errors import ConfigurationError
 from shared.flow_types import FlowError
 from shared.image_flow import check_steps
+from shared.image_interface import ImageInterface, read_image_interface
 from shared.kubernetes_names import slug
 from shared.model_interface import INTERFACE_FILE, read_interface
 from shared.tasks import TASKS
@@ -185,7 +186,7 @@ def _read_entry(path: Path, node: yaml.Node) -> Model:
     with _placed(path, node) as constructor:
         entry = constructor.construct_document(node)
         if isinstance(entry, dict):
-            entry = _with_interface(path, entry)
+            entry = _with_image_interface(path, _with_interface(path, entry))
         return Model.model_validate(entry, context=OF_CATALOG)
 
 
@@ -244,6 +245,56 @@ def _with_interface(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
             field="interface",
         )
     return {**entry, "interface": read_interface(file)}
+
+
+def _with_image_interface(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
+    """As `_with_interface`, for `image.interface`."""
+    image = entry.get("image")
+    if not isinstance(image, dict) or not isinstance(image.get("interface"), str):
+        return entry
+    file = path.parent / image["interface"]
+    interface = read_image_interface(file, str(entry.get("name")))
+    return {**entry, "image": {**image, "interface": interface}}
+
+
+class ImageEntry(NamedTuple):
+    """An entry without its interface, which may not be written yet."""
+
+    fields: dict[str, Any]
+    interface_file: Path | None
+    """None: the entry names none."""
+
+    def as_model(self, interface: ImageInterface | None = None) -> Model:
+        """Returns the entry as it is with an interface.
+
+        Raises:
+            ConfigurationError: a field is wrong.
+        """
+        image = self.fields["image"] | ({} if interface is None else {"interface": interface})
+        try:
+            return Model.model_validate({**self.fields, "image": image}, context=OF_CATALOG)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "entry"
+            raise ConfigurationError(f"{where}: {first['msg']}", field=where) from error
+
+
+def read_image_entry(path: Path, name: str) -> ImageEntry:
+    """Reads the entry of an image model.
+
+    Raises:
+        ConfigurationError: there is none of this name, or the file can't be read.
+    """
+    for node in _entries(path, _composed(path), "models"):
+        with _placed(path, node) as constructor:
+            entry = constructor.construct_document(node)
+        if not isinstance(entry, dict) or entry.get("name") != name or entry.get("task") != "image":
+            continue
+        image = dict(entry.get("image") or {})
+        file = image.pop("interface", None)
+        place = None if file is None else path.parent / str(file)
+        return ImageEntry({**entry, "image": image}, place)
+    raise ConfigurationError(f"{name}: it is neither a folder nor an image model in {path}")
 
 
 def _descend(node: yaml.Node, location: tuple[int | str, ...]) -> yaml.Node:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from functools import cached_property
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.entry_fields import FLOW_SOURCE, EntryPart, Positive, Revision, Source
+from shared.image_interface import ImageInterface
 
 MAX_ADAPTERS = 256
 """Of a model. An entry travels to model processes as an argument of a program."""
@@ -179,9 +181,14 @@ class ImageDefaults(EntryPart):
     """The largest width x height that may be asked for."""
     multiple: Positive = 8
     """Width and height are multiples of this (the VAE's scale)."""
+    interface: ImageInterface | None = None
+    """What the pipeline draws and accepts. In the file it is a path, from the catalog's folder, to
+    what `penstock models check` has written. The defaults above are then the pipeline's. None: the
+    API accepts all fields, and the worker refuses those that the pipeline lacks.
+    """
     join: Literal["auto", "never"] = "auto"
-    """True if images join a running batch between two steps. `auto`: if the pipeline is of
-    a family that can (docs/reference/image-models.md). `never`: batches run as a whole.
+    """`auto`: images join a running batch between two steps if the model is a pipeline of diffusers
+    (docs/reference/image-models.md). `never`: batches run as a whole.
     """
     compile: Literal["auto", "always", "never"] = "auto"
     """torch.compile of denoiser and VAE for the usual size. `auto`: on GPUs. `always`: on CPUs too.
@@ -207,6 +214,23 @@ class ImageDefaults(EntryPart):
     guidance_stop: float = Field(1.0, ge=0, le=1)
     """The part of the steps after which the negative prompt guides no longer, as `stop` of
     diffusers' guiders. Steps after it compute half (https://arxiv.org/abs/2404.07724)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_defaults_of_pipeline(cls, value: Any) -> Any:
+        interface = value.get("interface") if isinstance(value, dict) else None
+        if not isinstance(interface, ImageInterface):
+            return value
+        return {**interface.defaults.model_dump(), **value}
+
+    @property
+    def schedulers(self) -> tuple[str, ...]:
+        """The schedulers that requests may name."""
+        return SCHEDULER_NAMES if self.interface is None else self.interface.schedulers
+
+    def accepts(self, field: str) -> bool:
+        """Returns whether requests may have a field, as far as the interface is known."""
+        return self.interface is None or self.interface.accepts(field)
 
     @property
     def has_adapters(self) -> bool:

@@ -42,6 +42,7 @@ from shared.image_entry import (
     MAX_LORA_SCALE,
     MIN_LORA_SCALE,
 )
+from shared.image_interface import ImageMode, refuse_mode
 from shared.tasks.image import ControlInput, ImageInput, IpAdapterInput
 
 CONTROL_IMAGE = "control_image"
@@ -299,6 +300,37 @@ def check_guides(body: ImageFields, model: Model, *, files: Collection[str] = ()
     check_ip_adapter(body, model, has_picture=IP_ADAPTER_IMAGE in files)
 
 
+def check_accepted(
+    body: ImageFields, model: Model, mode: ImageMode, *, files: Collection[str] = ()
+) -> None:
+    """Validates that the pipeline of a model accepts the fields of a request.
+
+    Args:
+        body: of the request.
+        model: whose interface may be unknown here. Then its workers check the fields.
+        mode: task that the request is for.
+        files: the fields that came as files of a form.
+
+    Raises:
+        BadInput: the model lacks a field or the task.
+    """
+    interface = model.image.interface
+    if interface is None:
+        return
+    present = {name for name in body.model_fields_set if getattr(body, name) not in (None, "")}
+    for name in sorted({*present, *files}):
+        if not interface.accepts(name):
+            reason = f"{name}: {model.name} does not accept it; leave it out"
+            raise BadInput(reason, field=name)
+    if body.scheduler is not None and body.scheduler not in interface.schedulers:
+        known = ", ".join(interface.schedulers)
+        reason = f"scheduler: {model.name} accepts only {known}"
+        raise BadInput(reason, field="scheduler")
+    if reason := refuse_mode(mode, interface.tasks):
+        field = "mask" if mode == "mask" else "image"
+        raise BadInput(f"{field}: {reason}", field=field)
+
+
 async def with_guides(
     first: ImageInput,
     body: ImageFields,
@@ -330,7 +362,7 @@ async def with_guides(
 
 
 def show_guides(schema: dict[str, Any], models: Iterable[Model]) -> dict[str, Any]:
-    """Returns the JSON Schema of a body for these models: only what they take is in it."""
+    """Returns the JSON Schema of a body for these image models: only what they accept is in it."""
     known = list(models)
     controls = sorted({name for model in known for name in model.image.controls})
     ip_adapters = sorted({name for model in known for name in model.image.ip_adapters})
@@ -340,6 +372,12 @@ def show_guides(schema: dict[str, Any], models: Iterable[Model]) -> dict[str, An
             properties[fields[0]] = _named(properties[fields[0]], names)
         else:
             properties = {name: one for name, one in properties.items() if name not in fields}
+    for name in [*properties]:
+        if known and not any(model.image.accepts(name) for model in known):
+            del properties[name]
+    if known and all(model.image.interface for model in known):
+        schedulers = sorted({name for model in known for name in model.image.schedulers})
+        properties["scheduler"] = _named(properties["scheduler"], schedulers)
     return schema | {"properties": properties}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from fastapi import APIRouter
@@ -17,13 +17,14 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
-from api.bodies import _WHITE, Body, Option, null_is
+from api.bodies import _WHITE, Body, Option
 from api.errors import WrongField
 from api.http.openapi import inference_body, inference_responses, streamed
 from api.http.request import ApiRequest, open_request, while_connected
 from api.http.upload_form import closed_form
 from api.inputs.guides import (
     GUIDE_IMAGES,
+    check_accepted,
     check_guides,
     guide_urls,
     with_fetched_adapter,
@@ -45,8 +46,8 @@ from api.openai.images import (
 from api.tasks.image import (
     MAX_MASK_BLUR,
     USUAL_STRENGTH,
-    check_strength,
     first_image,
+    with_source,
 )
 from shared.catalog import Model
 from shared.errors import BadInput
@@ -117,8 +118,12 @@ class EditForm(ImageBody):
 
     model_config = ConfigDict(json_schema_extra=_as_edit_form)
 
-    strength: Annotated[float, null_is(USUAL_STRENGTH)] = Field(
-        USUAL_STRENGTH, gt=0, le=1, description="Extension: 1 ignores the source image."
+    usual_strength: ClassVar = USUAL_STRENGTH
+    strength: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description=f"Extension: 1 ignores the source image. Default: {USUAL_STRENGTH}.",
     )
     mask_blur: float | None = Field(
         None,
@@ -167,8 +172,12 @@ class VariationForm(ImageBody):
     model_config = ConfigDict(json_schema_extra=_as_variation_form)
 
     prompt: str = ""
-    strength: Annotated[float, null_is(VARIED_STRENGTH)] = Field(
-        VARIED_STRENGTH, gt=0, le=1, description="Extension: how much of the image may change."
+    usual_strength: ClassVar = VARIED_STRENGTH
+    strength: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description=f"Extension: how much of the image may change. Default: {VARIED_STRENGTH}.",
     )
 
     @field_validator("prompt")
@@ -279,14 +288,15 @@ async def _first_image(
     """Returns the first image of a request, which starts from its sources."""
     codec, deadline_s = call.dependencies.image_codec, call.answer_by_s(model)
     check_guides(body, model, files=sources.guides)
+    check_accepted(body, model, "image" if sources.mask is None else "mask")
     files = await _fetched(call, model, sources)
     await call.preparation(model).begin()
     source = await codec.prepare_source(
         files[IMAGE_URL], size_in(body, model), model.image, deadline_s, tenant=call.tenant
     )
     first = first_image(body, model, source.size)
-    check_strength(first.steps, body.strength)
-    first = msgspec.structs.replace(first, image=source.image, strength=body.strength)
+    strength = body.usual_strength if body.strength is None else body.strength
+    first = with_source(first, source.image, strength, model)
     if MASK_URL in files and isinstance(body, EditForm):
         blur, mask = body.mask_blur or 0.0, files[MASK_URL]
         prepared = await codec.prepare_mask(
@@ -359,6 +369,7 @@ async def vary_image(request: Request) -> Response:
     call.check_room(model, body.n)
     reading = _first_image(call, body, model, sources)
     first = await while_connected(request.receive, reading)
-    if body.guidance_scale is None and not body.negative_prompt:
+    is_asked = body.guidance_scale is not None or body.negative_prompt
+    if not is_asked and model.image.accepts("guidance_scale"):
         first = msgspec.structs.replace(first, guidance_scale=UNGUIDED)
     return await answer_with(call, body, model, first)

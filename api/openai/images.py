@@ -29,6 +29,7 @@ from api.http.upload_form import MAX_EDIT_FIELDS, form_asks_for_stream
 from api.inputs.guides import (
     GUIDE_IMAGES,
     ImageFields,
+    check_accepted,
     check_guides,
     guide_urls,
     with_fetched_adapter,
@@ -190,6 +191,7 @@ class GenerationsEndpoint(Endpoint):
             raise BadInput("stream: a batch streams nothing; leave it out", field="stream")
         model = model_of(body, catalog)
         check_guides(body, model)
+        check_accepted(body, model, "text")
         first = first_of(body, model)
         start = default_seed if body.seed is None else body.seed
         inputs: Sequence[Input] = consecutive(first, start, body.n)
@@ -326,6 +328,7 @@ async def create_images(request: Request) -> Response:
     body = await call.read_json(GenerationBody)
     model = model_for(call, body)
     check_guides(body, model)
+    check_accepted(body, model, "text")
     first = first_of(body, model)
     if _names_files(body, first):
         call.check_room(model, body.n)

@@ -17,6 +17,7 @@ from api.errors import WrongField
 from api.inputs.codec_protocol import UNPADDED, Padding
 from api.inputs.guides import (
     ImageFields,
+    check_accepted,
     check_guides,
     guide_urls,
     show_guides,
@@ -26,8 +27,10 @@ from api.inputs.guides import (
 from api.inputs.source_images import FetchedFile, ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs
 from shared.after_image import input_of
+from shared.blob import Blob
 from shared.catalog import Catalog, Model
 from shared.errors import BadInput, PenstockError
+from shared.image_interface import ImageMode
 from shared.messages import ItemOutcome, ReplyBody
 from shared.tasks import Input
 from shared.tasks.custom import CustomInput
@@ -147,12 +150,25 @@ def first_image(request: ImageFields, model: Model, size: tuple[int, int]) -> Im
     )
 
 
-def check_strength(steps: int, strength: float) -> None:
-    """Validates that a strength leaves at least one step.
+def with_source(first: ImageInput, image: Blob, strength: float, model: Model) -> ImageInput:
+    """Returns an image that starts from a source.
+
+    Args:
+        first: without the source.
+        image: the source.
+        strength: of the request or the default. Models that accept none edit the source as a whole.
+        model: that draws it.
 
     Raises:
-        BadInput: it leaves none.
+        BadInput: the strength leaves no step.
     """
+    if not model.image.accepts("strength"):
+        return msgspec.structs.replace(first, image=image)
+    _check_strength(first.steps, strength)
+    return msgspec.structs.replace(first, image=image, strength=strength)
+
+
+def _check_strength(steps: int, strength: float) -> None:
     if int(steps * strength) < 1:
         reason = f"{strength:g} of {steps} steps is less than one step"
         raise BadInput(f"strength: {reason}", field="strength")
@@ -237,6 +253,13 @@ class ImagePredictionInput(ImageFields):
         return value
 
     @property
+    def mode(self) -> ImageMode:
+        """What the image is drawn from."""
+        if self.mask is not None or self.padding is not None:
+            return "mask"
+        return "text" if self.image is None else "image"
+
+    @property
     def sides(self) -> Padding:
         """The padding to the left, above, to the right and below."""
         left, above, right, below = self.padding or UNPADDED
@@ -264,6 +287,8 @@ class ImageApi(ApiTask):
             del fields["lora_weights"], fields["lora_scale"]
         if model.image.upscale is None:
             del fields["upscale"]
+        if model.image.interface is not None and "text" not in model.image.interface.tasks:
+            schema["required"] = [*schema["required"], "image"]
         return schema
 
     async def read(
@@ -272,6 +297,7 @@ class ImageApi(ApiTask):
         """Returns one item for each image. They differ in their seeds."""
         parsed = ImagePredictionInput.model_validate(raw_input, strict=True)
         check_guides(parsed, model)
+        check_accepted(parsed, model, parsed.mode)
         size, shown = _size(parsed, model), raw_input
         if parsed.image is None and not guide_urls(parsed):
             first = first_image(parsed, model, size or (model.image.width, model.image.height))
@@ -329,8 +355,7 @@ async def _from_image(
     _check_padding(sides, size, model)
     source = await images.prepare(files["image"].data, size, model.image, caller, sides)
     first = first_image(parsed, model, source.size)
-    check_strength(first.steps, strength)
-    first = msgspec.structs.replace(first, image=source.image, strength=strength)
+    first = with_source(first, source.image, strength, model)
     if is_masked:
         data = files["mask"].data if "mask" in files else b""
         mask = await images.prepare_mask(data, source, parsed.mask_blur or 0.0, caller, sides)

@@ -35,6 +35,8 @@ from shared.loopback import exempt_loopback_from_proxies
 
 CUSTOM_MODELS = "workers.models.custom"
 """The program of the commands about custom models."""
+IMAGE_MODELS = "workers.models.image"
+"""The program of `models check` for image models."""
 OF_KEYS = frozenset({"keys", "tenants", "plans"})
 OF_OPERATORS = OF_KEYS | {
     *("report", "invoice", "run-daily", "budgets", "canary", "dead-letters", "models", "load"),
@@ -367,8 +369,9 @@ def install(context: typer.Context) -> None:
 
 @models.command(context_settings=_FORWARDED)
 def check(context: typer.Context) -> None:
-    """Inspect the class of a folder, and write its penstock.schema.json (FOLDER --if-changed)."""
-    _become(CUSTOM_MODELS, {}, ["check", *context.args])
+    """Try a model, and write what it accepts (FOLDER of a class, or NAME of an image model)."""
+    is_name = any(not word.startswith("-") and not Path(word).is_dir() for word in context.args)
+    _become(IMAGE_MODELS if is_name else CUSTOM_MODELS, {}, ["check", *context.args])
 
 
 @models.command(context_settings=_FORWARDED)

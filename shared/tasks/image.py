@@ -11,7 +11,6 @@ import msgspec
 
 from shared.blob import FILE_FORMAT, INLINE_LIMIT_BYTES, Blob
 from shared.catalog_entry import CatalogEntry
-from shared.diffusion_schedulers import SCHEDULER_NAMES
 from shared.errors import BadInput
 from shared.flow_types import StepSchema
 from shared.image_entry import MAX_LORA_SCALE, MIN_LORA_SCALE
@@ -290,7 +289,7 @@ def step_fields(entry: CatalogEntry) -> dict[str, Any]:
         adapters["lora_weights"] = {"type": "string", "enum": list(entry.image.adapters)}
         scales = {"minimum": MIN_LORA_SCALE, "maximum": MAX_LORA_SCALE}
         adapters["lora_scale"] = {"type": "number", **scales}
-    return adapters | {
+    fields = adapters | {
         "prompt": prompt | {"minLength": 1},
         "negative_prompt": prompt,
         "width": {"type": "integer", "minimum": entry.image.multiple},
@@ -302,8 +301,9 @@ def step_fields(entry: CatalogEntry) -> dict[str, Any]:
         },
         "guidance_scale": {"type": "number", "minimum": 0, "maximum": 100},
         "seed": {"type": "integer", "minimum": 0},
-        "scheduler": {"type": "string", "enum": list(SCHEDULER_NAMES)},
+        "scheduler": {"type": "string", "enum": list(entry.image.schedulers)},
     }
+    return {name: field for name, field in fields.items() if entry.image.accepts(name)}
 
 
 class ImageTask(Task):

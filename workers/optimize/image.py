@@ -102,8 +102,9 @@ class _Studio:
 
     def __init__(self, entry: Model, folder: Path, device: torch.device, plan: ImagePlan) -> None:
         self._usual = entry.image
-        pipelines = load_pipelines(folder, device, plan)
-        self.text_to_image, self._image_to_image = pipelines.for_text, pipelines.for_image
+        pipelines = load_pipelines(folder, device, plan).without_edits()
+        self.text_to_image = pipelines.main
+        self._image_to_image = pipelines.by_mode.get("image")
         # The VAE may be in fp32, which only an item's own pipeline knows.
         self._own = Interception(Hub()).own
         self.images = [self._draw(seed, prompt) for seed, prompt in enumerate(PROMPTS)]

@@ -170,7 +170,7 @@ def test_alphas_of_layers_count(
     catalog: Catalog, family: TinyPipeline, drawer: Drawer, tmp_path: Path
 ) -> None:
     """Those of kohya's files, also if they differ, which diffusers ignores in attention."""
-    layers = lora_files.chosen_layers(drawer.model._text_to_image, texts=True)
+    layers = lora_files.chosen_layers(drawer.model._main, texts=True)
     weights, alphas = lora_files.random_weights(layers, 3), (1.0, 2.0, 8.0)
     scaled = {
         name: (down, up * (alphas[number % 3] / 4))

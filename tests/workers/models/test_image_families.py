@@ -83,7 +83,7 @@ def stepped(tiny: TinyPipeline) -> SteppedImageModel:
 
 
 def module_of(tiny: TinyPipeline) -> str:
-    is_flux = isinstance(stepped(tiny)._text_to_image, diffusers.FluxPipeline)
+    is_flux = isinstance(stepped(tiny)._main, diffusers.FluxPipeline)
     return "flux" if is_flux else "stable_diffusion_3"
 
 
@@ -245,7 +245,7 @@ def test_prompts_are_encoded_once_and_their_lost_tokens_counted(flow: TinyPipeli
     model = stepped(flow)
     encoders = [
         value
-        for name, value in model._text_to_image.components.items()
+        for name, value in model._main.components.items()
         if name.startswith("text_encoder") and value is not None
     ]
     calls: list[int] = []
@@ -261,7 +261,7 @@ def test_prompts_are_encoded_once_and_their_lost_tokens_counted(flow: TinyPipeli
     assert len(calls) == prompts * len(encoders)
     for hook in hooks:
         hook.remove()
-    pipeline = model._text_to_image
+    pipeline = model._main
     tokenizer, most = (
         (pipeline.tokenizer_2, 512) if "flux" in module_of(flow) else (pipeline.tokenizer_3, 256)
     )
@@ -316,7 +316,7 @@ def test_compiled_sizes_are_filled_up(catalog: Catalog, flow: TinyPipeline) -> N
     with torch.compiler.set_stance("force_eager"):
         model.warmup()
         rows: list[int] = []
-        transformer = model._text_to_image.transformer
+        transformer = model._main.transformer
         forward = transformer.forward
 
         def counted(**named: Any) -> Any:
@@ -340,7 +340,7 @@ def test_steps_of_a_compiled_shape_run_nothing_eagerly(
     """Dynamo and its guards are real; the C++ compiler, which takes a minute, is left out."""
     torch._dynamo.reset()
     tiny = loaded(entry_of(catalog), flow.folder)
-    pipeline = stepped(tiny)._text_to_image
+    pipeline = stepped(tiny)._main
     # The VAE is that of all families; test_compilation.py compiles it.
     compile_parts(pipeline.transformer, diffusers.AutoencoderKL(), shapes=2, backend="aot_eager")
     joined(tiny, [OWN])
@@ -369,7 +369,7 @@ def test_int8_is_for_the_blocks_and_draws_nearly_the_same(
     error = np.square(mine - exact).mean()
     assert error > 0, "nothing was quantized"
     assert 10 * np.log10(255**2 / error) >= 30
-    for name, module in stepped(tiny)._text_to_image.transformer.named_modules():
+    for name, module in stepped(tiny)._main.transformer.named_modules():
         if isinstance(module, torch.nn.Linear):
             is_plain = type(module.weight) is torch.nn.Parameter
             assert is_plain == ("transformer_blocks" not in name or ".norm" in name), name
@@ -398,7 +398,7 @@ def test_a_folder_without_t5_draws_and_counts_the_tokens_of_clip(
     (mine,) = joined(tiny, [OWN])
     assert far(mine, plain(folder, OWN)) <= 1
     (result,) = joining(tiny.model, tiny.preparer, [msgspec.structs.replace(OWN, prompt="a " * 80)])
-    tokenizer = stepped(tiny)._text_to_image.tokenizer
+    tokenizer = stepped(tiny)._main.tokenizer
     assert result.truncated_tokens == 82 - tokenizer.model_max_length
 
 
@@ -459,7 +459,7 @@ def test_a_family_that_no_code_names_draws_as_plain_diffusers(
         ).images[0]
         assert far(mine, np.asarray(drawn).astype(int)) <= 1
     # The pipeline of diffusers 0.42.1 for masks looks for a setting that Chroma has not.
-    with pytest.raises(BadInput, match="takes no mask"):
+    with pytest.raises(BadInput, match="draws only from text or from an image"):
         stepped(tiny).admit(0, prepared(tiny.preparer, MASKED))
     with pytest.raises(BadInput, match="takes none; leave it out") as caught:
         stepped(tiny).admit(

@@ -1,6 +1,5 @@
 """Images that join others between two steps: their pixels are those of an image alone."""
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -232,8 +231,8 @@ def test_image_that_can_not_be_drawn_is_refused_alone(
     catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer
 ) -> None:
     model = own_model(catalog, tiny_folder)
-    model._pipelines = dataclasses.replace(model._pipelines, for_image=None)
-    model._options = OptionCheck(model._pipelines)
+    model._pipelines = model._pipelines.only(["text"])
+    model._options = OptionCheck(model._pipelines, TEXT.guidance_scale)
     model.admit(0, prepared(tiny_preparer, TEXT))
     with pytest.raises(BadInput) as caught:
         model.admit(1, prepared(tiny_preparer, FROM_IMAGE))
@@ -262,7 +261,7 @@ def test_compiled_sizes_are_filled_up(catalog: Catalog, family: TinyPipeline, al
     with torch.compiler.set_stance("force_eager"):
         model.warmup()
         rows: list[int] = []
-        unet = model._text_to_image.unet
+        unet = model._main.unet
         forward = unet.forward
 
         def counted(sample: torch.Tensor, *given: Any, **named: Any) -> Any:
@@ -294,7 +293,7 @@ def test_tasks_and_schedulers_mix_without_compiling_again(
     graphs = counters["stats"]["unique_graphs"]
     calls: list[int] = []
     # A compiled graph has no modules left that a hook could see; what runs eagerly passes here.
-    model._text_to_image.unet.conv_in.register_forward_hook(lambda *given: calls.append(1))
+    model._main.unet.conv_in.register_forward_hook(lambda *given: calls.append(1))
     mask = Blob("image/png", encode(np.full((64, 64, 3), 255, np.uint8)))
     guided = msgspec.structs.replace(TEXT, guidance_scale=3.0)
     from_image = msgspec.structs.replace(FROM_IMAGE, guidance_scale=3.0, steps=7)
@@ -316,7 +315,7 @@ def test_tasks_and_schedulers_mix_without_compiling_again(
 
 def only_rows(model: SteppedImageModel, monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
     """Lets the UNet run out of memory above a number of rows. Returns those of its calls."""
-    unet = model._text_to_image.unet
+    unet = model._main.unet
     forward, rows = type(unet).forward, list[int]()
 
     def small(sample: torch.Tensor, *given: Any, **named: Any) -> Any:
@@ -366,7 +365,7 @@ def test_image_of_nan_fails_alone(
     catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = own_model(catalog, tiny_folder)
-    unet = model._text_to_image.unet
+    unet = model._main.unet
     forward = unet.forward
 
     def spoiling(sample: torch.Tensor, *given: Any, **named: Any) -> Any:

@@ -72,7 +72,7 @@ class Drawing:
         self.model = model
         self.model.setup()
         if is_fused:
-            pipeline: Any = self.model._text_to_image
+            pipeline: Any = self.model._main
             pipeline.fuse_qkv_projections()
 
     def after(

@@ -81,8 +81,8 @@ def test_outer_layers_around_features_of_the_same_step_are_the_whole_unet(
 ) -> None:
     """Also with what a ControlNet adds, and with two rows for each image."""
     model = with_shortcuts(catalog, family.folder)
-    unet: Any = model._text_to_image.unet
-    cache = DeepCache(DeepCacheSettings(cache_branch_id=branch), model._text_to_image)
+    unet: Any = model._main.unet
+    cache = DeepCache(DeepCacheSettings(cache_branch_id=branch), model._main)
     noise = torch.Generator().manual_seed(1)
     channels, down = unet.config.in_channels, _residual_shapes(unet)
     arguments: dict[str, Any] = {

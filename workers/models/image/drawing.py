@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
+from shared.errors import ModelFailed
 from workers.models.base import PreparedImage
 from workers.models.image.guides import ControlStart, IpAdapterStart
+from workers.models.image.pipeline import guidance_name, parameters_of
 from workers.models.image.prompts import LostTokens
 from workers.models.image.resident_adapters import Applied
 from workers.models.image.vae import sources_on
 
+_NO_NEGATIVE: dict[str | None, str] = {"true_cfg_scale": " "}
+"""The negative prompt of items without one. These pipelines guide only if they get one, and their
+documentation uses a space."""
+_OF_THE_SIZE = {"use_resolution_binning": False, "_auto_resize": False}
+"""Makes pipelines draw the size of an item. Some draw the nearest one of a list otherwise, with
+more pixels than the item is charged for."""
 _FOUR_CHANNELS = 4
 """Of latents and UNets, for the pipelines of Stable Diffusion for masks."""
 
@@ -62,27 +68,43 @@ class Drawing:
         return {}
 
     def draw(self) -> torch.Tensor:
-        """Runs the pipeline. Returns an image [1, 3, height, width] from 0 to 1, on the device."""
+        """Runs the pipeline. Returns an image [1, 3, height, width] from 0 to 1, on the device.
+
+        Raises:
+            ModelFailed: the pipeline drew another size, which the charge would not be for.
+        """
         drawn: torch.Tensor = self.pipeline(**self._arguments())[0]
+        item = self.item
+        if drawn.shape[-2:] != (item.height, item.width):
+            size = f"{drawn.shape[-1]} x {drawn.shape[-2]}"
+            raise ModelFailed(f"the pipeline drew {size} instead of {item.width} x {item.height}")
         return drawn
 
     def _arguments(self) -> dict[str, Any]:
-        item = self.item
+        item, guidance = self.item, guidance_name(self.pipeline)
+        known = parameters_of(self.pipeline)
         arguments: dict[str, Any] = {
             "prompt": item.prompt,
-            "negative_prompt": item.negative_prompt or None,
+            "negative_prompt": item.negative_prompt or _NO_NEGATIVE.get(guidance),
             "height": item.height,
             "width": item.width,
             "num_inference_steps": item.steps,
-            "guidance_scale": item.guidance_scale,
             "guidance_rescale": item.guidance_rescale,
             "clip_skip": item.clip_skip or None,
             "generator": torch.Generator("cpu").manual_seed(item.seed),
             "output_type": "pt",
             "return_dict": False,
             "callback_on_step_end": self.after_step,
+            **_OF_THE_SIZE,
+            "max_area": self.pixels,
         }
-        if item.source is not None:
+        if guidance is not None:
+            arguments[guidance] = item.guidance_scale
+        if item.source is not None and item.strength is None:
+            # Pipelines that edit look at the size of an image.
+            size = item.width, item.height
+            arguments |= {"image": Image.frombytes("RGB", size, item.source), "strength": 1.0}
+        elif item.source is not None:
             device = self.pipeline.device
             arguments |= {"image": sources_on(device, [item]), "strength": item.strength}
         if item.mask is not None:
@@ -94,19 +116,8 @@ class Drawing:
                 # masked source for nothing, and takes random numbers for it.
                 size = item.height // scale, item.width // scale
                 arguments["masked_image_latents"] = torch.zeros(1, _FOUR_CHANNELS, *size)
-        known = parameters_of(self.pipeline)
         # What a pipeline lacks and an item asks for is refused before.
         return {name: value for name, value in arguments.items() if name in known}
-
-
-def parameters_of(pipeline: Any) -> Mapping[str, inspect.Parameter]:
-    """What a pipeline can be called with, by name."""
-    return _parameters_of(cast("Hashable", type(pipeline)))
-
-
-@lru_cache(maxsize=256)
-def _parameters_of(kind: Any) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(kind.__call__).parameters
 
 
 def _squares(item: PreparedImage, scale: int) -> torch.Tensor:

@@ -22,6 +22,7 @@ from shared.blob import Blob
 from shared.catalog import Model
 from shared.diffusion_schedulers import OWN_SCHEDULER, SCHEDULERS
 from shared.errors import BadInput, ConfigurationError, ModelFailed, PenstockError
+from shared.image_interface import ImageInterface, ImageMode
 from shared.settings import ModelSettings, read_settings
 from shared.tasks import Result
 from shared.tasks.image import ImageResult
@@ -33,9 +34,14 @@ from workers.models.image.drawing import Drawing, pasted
 from workers.models.image.folders_beside import control_folders, ip_adapter_files
 from workers.models.image.guides import Controls, IpAdapters
 from workers.models.image.hub import Hub
-from workers.models.image.options import OptionCheck
+from workers.models.image.options import OptionCheck, describe
 from workers.models.image.own_pipeline import Interception, state_of
-from workers.models.image.pipeline import denoiser_of, load_pipelines
+from workers.models.image.pipeline import (
+    LoadedPipelines,
+    denoiser_of,
+    load_pipelines,
+    parameters_of,
+)
 from workers.models.image.plan import capability_of, plan_for
 from workers.models.image.prompts import Prompts
 from workers.models.image.resident_adapters import ResidentAdapters
@@ -80,11 +86,10 @@ class ImageModel:
     def __init__(
         self, entry: Model, folder: Path, device: Device, *, warmup_limit_s: float = WARMUP_LIMIT_S
     ) -> None:
-        self._entry = entry
+        self.entry = entry
         self._folder = folder
         self._requested_device = device
         self._warmup_limit_s = warmup_limit_s
-        self._sizes = CompiledSizes(entry.image.width, entry.image.height)
         self._kernels: KernelStore | None = None
         self._drawings: dict[int, Drawing] = {}
         self._encoding: dict[int, tuple[PreparedImage, Future[Result | PenstockError]]] = {}
@@ -94,41 +99,102 @@ class ImageModel:
         """Loads the pipeline, of any class, without its safety checker.
 
         Raises:
-            ConfigurationError: the folder is not a text-to-image pipeline, it was trained with
-                masks or has adapters and can't step, it can't draw with the defaults of the entry,
-                or a required package is missing.
+            ConfigurationError: the folder is not a pipeline for images, it was trained with masks
+                or has adapters and can't step, it can't draw with the defaults of the entry, it
+                differs from the interface of the entry, or a required package is missing.
         """
-        image = self._entry.image
+        self.load()
+        self.use(self.entry)
+
+    def load(self) -> None:
+        """Loads the pipeline, which then waits for `use`.
+
+        Raises:
+            ConfigurationError: as `setup`.
+        """
+        image = self.entry.image
         if image.has_adapters and not self.takes_adapters:
             raise ConfigurationError(_NO_UNET.format(self._folder), field="image.adapters")
         self._device, self.device_name = self._requested_device.open()
-        self._plan = plan_for(self._entry, capability_of(self._device))
+        self._plan = plan_for(self.entry, capability_of(self._device))
         loaded = load_pipelines(self._folder, self._device, self._plan)
         self._pipelines = loaded.without(_BROKEN.get(self._folder, ()))
+
+    def use(self, entry: Model, *, is_trial: bool = False) -> None:
+        """Prepares to draw as an entry says, which has the same source.
+
+        Args:
+            entry: of the model.
+            is_trial: the warm-up leaves out tasks of the interface that fail.
+
+        Raises:
+            ConfigurationError: as `setup`.
+        """
+        self.entry = entry
+        self._is_trial = is_trial
+        self._sizes = CompiledSizes(entry.image.width, entry.image.height)
         self._check_entry()
+        self._pipelines = self._pipelines_for(entry.image.interface)
         if self._plan.is_compiled:
             folder = read_settings(ModelSettings).kernels_dir
-            self._kernels = KernelStore(folder, self._entry.name, self._device)
+            self._kernels = KernelStore(folder, self.entry.name, self._device)
             self._kernels.restore()
-        self._own_scheduler = self._text_to_image.scheduler
+        self._own_scheduler = self._main.scheduler
         self._unused_schedulers: dict[str, Any] = {}
         self._prompts = Prompts()
         self._set_up_hub()
-        self._options = OptionCheck(self._pipelines)
-        usual = self._usual_item(from_image=not self._pipelines.draws_text)
-        refusal = self._options.refusal(usual)
+        self._options = OptionCheck(self._pipelines, entry.image.guidance_scale)
+        refusal = self._options.refusal(self.usual_item())
         if refusal is not None:
-            reason = f"{self._folder} can't draw with the defaults of {self._entry.name}: {refusal}"
+            reason = f"{self._folder} can't draw with the defaults of {self.entry.name}: {refusal}"
             raise ConfigurationError(reason, field=f"image.{refusal.field}")
 
+    def _pipelines_for(self, interface: ImageInterface | None) -> LoadedPipelines:
+        """The pipelines for the tasks of an interface, or for those that need none.
+
+        Raises:
+            ConfigurationError: it is not that of the pipeline, or it is needed.
+        """
+        hint = f"run penstock models check {self.entry.name}"
+        field = "image.interface"
+        if interface is not None:
+            pipelines = self._pipelines.only(interface.tasks)
+            if difference := interface.difference(describe(pipelines)):
+                raise ConfigurationError(f"{field}: {difference}; {hint}", field=field)
+            return pipelines
+        pipelines = self._pipelines.without_edits()
+        if not pipelines.by_mode:
+            kind = type(self._main).__name__
+            reason = f"{kind} takes no strength, which the API has to know; {hint}"
+            raise ConfigurationError(f"{field}: {reason}", field=field)
+        return pipelines
+
     @property
-    def _text_to_image(self) -> Any:
-        return self._pipelines.for_text
+    def interface(self) -> ImageInterface:
+        """What it draws and accepts."""
+        return describe(self._pipelines)
+
+    @property
+    def has_callback(self) -> bool:
+        """Whether its pipelines report their steps, so that there are progress and previews."""
+        pipelines = self._pipelines.by_mode.values()
+        return all("callback_on_step_end" in parameters_of(one) for one in pipelines)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Size in memory of the weights of all parts."""
+        parts = self._main.components.values()
+        modules = [one for one in parts if isinstance(one, torch.nn.Module)]
+        return sum(weight.nbytes for one in modules for weight in one.parameters())
+
+    @property
+    def _main(self) -> Any:
+        return self._pipelines.main
 
     @property
     def runs_alone(self) -> bool:
         """Whether items are drawn one at a time."""
-        return _ALONE.get(type(self._text_to_image), False)
+        return _ALONE.get(type(self._main), False)
 
     def _check_entry(self) -> None:
         """Validates that the pipeline can draw what the entry says.
@@ -136,10 +202,10 @@ class ImageModel:
         Raises:
             ConfigurationError: it can't.
         """
-        image = self._entry.image
-        if image.has_adapters and not hasattr(self._text_to_image, "unet"):
+        image = self.entry.image
+        if image.has_adapters and not hasattr(self._main, "unet"):
             raise ConfigurationError(_NO_UNET.format(self._folder), field="image.adapters")
-        if self._pipelines.needs_mask and not self.draws_masks:
+        if [*self._pipelines.by_mode] == ["mask"] and not self.draws_masks:
             raise ConfigurationError(
                 f"{self._folder}: it draws within masks only, which needs image.join auto",
                 field="image.join",
@@ -153,10 +219,10 @@ class ImageModel:
                 )
 
     def _set_up_hub(self) -> None:
-        image, pipeline = self._entry.image, self._text_to_image
+        image, pipeline = self.entry.image, self._main
         self.adapters = ResidentAdapters(image, pipeline, self._device)
-        controls = control_folders(self._entry)
-        files = ip_adapter_files(self._entry)
+        controls = control_folders(self.entry)
+        files = ip_adapter_files(self.entry)
         self._ip_adapters = IpAdapters(files, pipeline, self._device, self._plan)
         batching = RowBatching(
             denoiser_of(pipeline),
@@ -185,45 +251,43 @@ class ImageModel:
                     extra={"batch_size": size},
                 )
                 break
-            items = [self._usual_item(from_image=not self._pipelines.draws_text)] * size
+            items = [self.usual_item()] * size
             self._warm(items)
             if self._plan.is_compiled:
                 call_began_s = time.monotonic()
                 self._warm(items)
                 seconds[size] = time.monotonic() - call_began_s
         self._sizes.seconds = seconds
-        if self._pipelines.draws_text:
-            self._try_counterparts()
+        self._try_other_tasks()
         if self._kernels is not None:
             self._kernels.keep()
 
-    def _try_counterparts(self) -> None:
+    def _try_other_tasks(self) -> None:
         """Draws from an image and within a mask. Leaves out a pipeline that can't."""
-        usual = self._usual_item(from_image=True)
-        whole = msgspec.structs.replace(usual, mask=b"\xff" * (usual.width * usual.height))
-        for item in [usual, *([whole] if self.draws_masks else [])]:
-            pipeline = self._pipelines.of(item)
-            if pipeline is None:
+        for mode in list(self._pipelines.by_mode)[1:]:
+            if mode == "mask" and not self.draws_masks:
                 continue
+            pipeline = self._pipelines.by_mode[mode]
             try:
-                self._warm([item])
+                self._warm([self.usual_item(mode)])
             except ModelFailed as error:
-                if isinstance(error, OutOfMemory):
+                has_promised = self.entry.image.interface is not None and not self._is_trial
+                if isinstance(error, OutOfMemory) or has_promised:
                     raise
                 _BROKEN.setdefault(self._folder, set()).add(type(pipeline))
                 name = type(pipeline).__name__
                 log.warning("pipeline left out", extra={"pipeline": name, "reason": str(error)})
         self._pipelines = self._pipelines.without(_BROKEN.get(self._folder, ()))
-        self._options = OptionCheck(self._pipelines)
+        self._options = OptionCheck(self._pipelines, self.entry.image.guidance_scale)
 
     def _find_out_if_alone(self) -> None:
         """Draws the first step of images, and looks at what their pipeline has changed.
 
         One has another number of rows, so that the hub sees which tensors have as many.
         """
-        pipeline = self._text_to_image
+        pipeline = self._main
         before, changes = state_of(pipeline), False
-        usual = self._usual_item(from_image=not self._pipelines.draws_text)
+        usual = self.usual_item()
         for guidance_scale in dict.fromkeys((usual.guidance_scale, 1.0)):
             item = msgspec.structs.replace(usual, guidance_scale=guidance_scale)
             with torch.inference_mode(), memory_errors():
@@ -238,10 +302,12 @@ class ImageModel:
                 extra={"pipeline": type(pipeline).__name__},
             )
 
-    def _usual_item(self, *, from_image: bool) -> PreparedImage:
-        usual = self._entry.image
-        is_masked = self._pipelines.needs_mask
+    def usual_item(self, mode: ImageMode | None = None) -> PreparedImage:
+        """An item of a task, or of the first task of the model, with the defaults of the entry."""
+        usual = self.entry.image
+        mode = mode or next(iter(self._pipelines.by_mode))
         pixels = usual.width * usual.height
+        is_edited = mode != "text"
         return PreparedImage(
             key="",
             length=pixels * _WARMUP_STEPS,
@@ -253,9 +319,9 @@ class ImageModel:
             guidance_scale=usual.guidance_scale,
             seed=0,
             scheduler=usual.scheduler,
-            strength=1.0 if from_image or is_masked else None,
-            source=bytes(3 * pixels) if from_image or is_masked else None,
-            mask=b"\xff" * pixels if is_masked else None,
+            strength=1.0 if is_edited and usual.accepts("strength") else None,
+            source=bytes(3 * pixels) if is_edited else None,
+            mask=b"\xff" * pixels if mode == "mask" else None,
         )
 
     def _warm(self, items: Sequence[PreparedImage]) -> None:
@@ -352,7 +418,7 @@ class ImageModel:
             return None
         with torch.inference_mode(), self.settled():
             item = drawing.item
-            return draw_preview(self._text_to_image, drawing.latents, item.width, item.height)
+            return draw_preview(self._main, drawing.latents, item.width, item.height)
 
     def progress(self) -> dict[int, tuple[int, int]]:
         """Returns the completed and total steps of each item."""

@@ -9,20 +9,39 @@ import diffusers
 
 from shared.diffusion_schedulers import OWN_SCHEDULER, SCHEDULER_NAMES
 from shared.errors import BadInput
+from shared.image_interface import ImageInterface, ImageUsuals, refuse_mode
 from workers.models.base import PreparedImage
-from workers.models.image.drawing import parameters_of
-from workers.models.image.pipeline import LoadedPipelines
+from workers.models.image.pipeline import (
+    LoadedPipelines,
+    denoiser_of,
+    guidance_name,
+    mode_of,
+    parameters_of,
+)
+
+_UNGUIDED = 1.0
+"""The `guidance_scale` of images that are not guided, which no pipeline lacks."""
+_MAX_USUAL_PX = 1024
+"""The largest default side, because a catalog entry allows 1024 x 1024 pixels by default."""
+_USUAL_STEPS = 20
 
 _GUIDED_WITHOUT_A_PROMPT = 1.0
 """The default `true_cfg_scale` of pipelines that ignore negative prompts."""
 
 
 class OptionCheck:
-    """Checks the options of items against the pipelines of a model."""
+    """Checks the options of items against the pipelines of a model.
 
-    def __init__(self, pipelines: LoadedPipelines) -> None:
+    Args:
+        pipelines: of the model.
+        usual_guidance: the `guidance_scale` of requests that have none.
+    """
+
+    def __init__(self, pipelines: LoadedPipelines, usual_guidance: float) -> None:
         self._pipelines = pipelines
-        self._schedulers = _schedulers_of(pipelines.for_text.scheduler)
+        self._usual_guidance = usual_guidance
+        self._schedulers = schedulers_of(pipelines.main.scheduler)
+        self._fields = fields_of(pipelines)
 
     def takes(self, item: PreparedImage, name: str) -> bool:
         """Returns whether the pipeline of an item can be called with an argument."""
@@ -30,40 +49,34 @@ class OptionCheck:
 
     def refusal(self, item: PreparedImage) -> BadInput | None:
         """Returns why no pipeline of the model can draw an item. None if one can."""
-        return self._refusal_of_kind(item) or self._refusal_of_option(item) or self._of_size(item)
+        return self._refusal_of_mode(item) or self._refusal_of_option(item) or self._of_size(item)
 
-    def _refusal_of_kind(self, item: PreparedImage) -> BadInput | None:
-        pipelines = self._pipelines
-        if pipelines.needs_mask and item.mask is None:
-            return BadInput("this model draws only within the mask of an image", field="mask")
-        if item.source is not None and pipelines.for_image is None:
-            return BadInput("this model draws from text only", field="image")
-        if item.source is None and not pipelines.draws_text:
-            return BadInput("this model draws from an image only", field="image")
-        if item.mask is not None and pipelines.for_mask is None:
-            return BadInput("this model takes no mask", field="mask")
+    def _refusal_of_mode(self, item: PreparedImage) -> BadInput | None:
+        mode, known = mode_of(item), tuple(self._pipelines.by_mode)
+        if reason := refuse_mode(mode, known):
+            return BadInput(reason, field="mask" if "mask" in (mode, *known[:1]) else "image")
         return None
 
     def _refusal_of_option(self, item: PreparedImage) -> BadInput | None:
         if item.scheduler not in self._schedulers:
             known = " or ".join(map(repr, self._schedulers))
             return BadInput(f"this model takes only scheduler {known}", field="scheduler")
-        for name in ("negative_prompt", "clip_skip", "guidance_rescale"):
-            if getattr(item, name) and not self._has_effect(name):
+        uses = {
+            "negative_prompt": bool(item.negative_prompt),
+            "clip_skip": bool(item.clip_skip),
+            "guidance_rescale": bool(item.guidance_rescale),
+            "guidance_scale": item.guidance_scale not in (self._usual_guidance, _UNGUIDED),
+        }
+        for name, is_used in uses.items():
+            if is_used and name not in self._fields:
                 return BadInput(f"{name}: this model takes none; leave it out", field=name)
-        if item.clip_skip and item.clip_skip > (most := _max_clip_skip(self._pipelines.for_text)):
+        if item.clip_skip and item.clip_skip > (most := _max_clip_skip(self._pipelines.main)):
             reason = f"clip_skip {item.clip_skip} is above {most}, the most of this model"
             return BadInput(reason, field="clip_skip")
         return None
 
-    def _has_effect(self, name: str) -> bool:
-        known = parameters_of(self._pipelines.for_text)
-        if name == "negative_prompt" and (scale := known.get("true_cfg_scale")) is not None:
-            return name in known and bool(scale.default > _GUIDED_WITHOUT_A_PROMPT)
-        return name in known
-
     def _of_size(self, item: PreparedImage) -> BadInput | None:
-        pipeline = self._pipelines.for_text
+        pipeline = self._pipelines.main
         multiple, largest = _multiple_px(pipeline), _largest_px(pipeline)
         for name in ("width", "height"):
             side = getattr(item, name)
@@ -76,7 +89,64 @@ class OptionCheck:
         return None
 
 
-def _schedulers_of(own: Any) -> tuple[str, ...]:
+def fields_of(pipelines: LoadedPipelines) -> tuple[str, ...]:
+    """Returns those of OPTIONS that have an effect in a model."""
+    known = parameters_of(pipelines.main)
+    fields = [name for name in ("clip_skip", "guidance_rescale") if name in known]
+    guidance, true_scale = guidance_name(pipelines.main), known.get("true_cfg_scale")
+    if guidance is not None:
+        fields.append("guidance_scale")
+    is_guided = (
+        guidance == "true_cfg_scale"
+        or true_scale is None
+        or true_scale.default > _GUIDED_WITHOUT_A_PROMPT
+    )
+    if "negative_prompt" in known and is_guided:
+        fields.append("negative_prompt")
+    # If one of two ignores it, no request has it: the charge follows from it.
+    edited = [one for mode, one in pipelines.by_mode.items() if mode != "text"]
+    if edited and all("strength" in parameters_of(one) for one in edited):
+        fields.append("strength")
+    return tuple(sorted(fields))
+
+
+def describe(pipelines: LoadedPipelines) -> ImageInterface:
+    """Returns what a model draws and accepts, with the defaults of its pipeline."""
+    pipeline = pipelines.main
+    known, guidance = parameters_of(pipeline), guidance_name(pipeline)
+    multiple = math.lcm(getattr(pipeline, "vae_scale_factor", 1), _multiple_px(pipeline))
+    width, height = (_usual_side(pipeline, name, multiple) for name in ("width", "height"))
+    scale = 0.0 if guidance is None else known[guidance].default
+    steps = known["num_inference_steps"].default
+    return ImageInterface(
+        pipeline=type(pipeline).__name__,
+        tasks=tuple(pipelines.by_mode),
+        fields=fields_of(pipelines),
+        schedulers=schedulers_of(pipeline.scheduler),
+        defaults=ImageUsuals(
+            width=width,
+            height=height,
+            steps=steps if isinstance(steps, int) else _USUAL_STEPS,
+            guidance_scale=scale if isinstance(scale, int | float) else 0.0,
+            scheduler=OWN_SCHEDULER,
+            multiple=multiple,
+        ),
+    )
+
+
+def _usual_side(pipeline: Any, name: str, multiple: int) -> int:
+    """The default width or height in pixels, at most `_MAX_USUAL_PX`."""
+    parameter = parameters_of(pipeline).get(name)
+    side = None if parameter is None else parameter.default
+    if not isinstance(side, int):
+        latents = getattr(pipeline, "default_sample_size", None)
+        if latents is None and (denoiser := denoiser_of(pipeline)) is not None:
+            latents = denoiser.config.get("sample_size")
+        side = latents * pipeline.vae_scale_factor if isinstance(latents, int) else _MAX_USUAL_PX
+    return max(multiple, min(side, _MAX_USUAL_PX) // multiple * multiple)
+
+
+def schedulers_of(own: Any) -> tuple[str, ...]:
     """The names of requests that stand for a scheduler which can take the place of `own`."""
     if isinstance(own, diffusers.FlowMatchEulerDiscreteScheduler):
         return (OWN_SCHEDULER, "euler")

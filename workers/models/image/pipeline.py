@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import inspect
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import diffusers
 import torch
 import transformers
+from diffusers.pipelines import auto_pipeline
 
 from shared.errors import ConfigurationError
+from shared.image_interface import ImageMode
 from workers.models.base import PreparedImage
 from workers.models.image.compilation import compile_parts, keep_compiled_in
 from workers.models.image.plan import ImagePlan
@@ -31,34 +35,51 @@ def denoiser_of(pipeline: Any) -> Any | None:
 class LoadedPipelines:
     """The pipelines of one model. They share their parts."""
 
-    for_text: Any
-    for_image: Any | None
-    """None: its class has none."""
-    for_mask: Any | None
-    draws_text: bool
-    """Whether it draws from text alone. An SDXL refiner does not."""
-    needs_mask: bool
-    """Whether the denoiser takes a mask and a masked image beside the latents."""
+    main: Any
+    """Has all parts. It may be for any task."""
+    by_mode: Mapping[ImageMode, Any]
 
-    def of(self, item: PreparedImage) -> Any:
-        """The one that draws an item."""
-        if item.mask is not None:
-            return self.for_mask
-        return self.for_text if item.source is None else self.for_image
+    def of(self, item: PreparedImage) -> Any | None:
+        """The one that draws an item. None if none can."""
+        return self.by_mode.get(mode_of(item))
 
     def without(self, broken: Collection[type]) -> LoadedPipelines:
-        """The same without those for images and masks that are of these classes."""
-        for_image, for_mask = (
-            None if type(one) in broken else one for one in (self.for_image, self.for_mask)
+        """The same without those of these classes, unless they draw from text."""
+        kept = {
+            mode: one
+            for mode, one in self.by_mode.items()
+            if mode == "text" or type(one) not in broken
+        }
+        return replace(self, by_mode=kept)
+
+    def without_edits(self) -> LoadedPipelines:
+        """The same without those that draw from an image as a whole, whatever its strength."""
+        kept = {
+            mode: one
+            for mode, one in self.by_mode.items()
+            if mode == "text" or "strength" in parameters_of(one)
+        }
+        return replace(self, by_mode=kept)
+
+    def only(self, tasks: Collection[ImageMode]) -> LoadedPipelines:
+        """The same for these tasks alone."""
+        return replace(
+            self, by_mode={name: self.by_mode[name] for name in tasks if name in self.by_mode}
         )
-        return replace(self, for_image=for_image, for_mask=for_mask)
+
+
+def mode_of(item: PreparedImage) -> ImageMode:
+    """Returns what an item is drawn from."""
+    if item.mask is not None:
+        return "mask"
+    return "text" if item.source is None else "image"
 
 
 def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> LoadedPipelines:
-    """Loads the pipelines of `folder`.
+    """Loads the pipelines of `folder`: classes of diffusers with weights as safetensors.
 
     Raises:
-        ConfigurationError: the folder is not a text-to-image pipeline.
+        ConfigurationError: the folder is not a pipeline for images.
     """
     for library in (diffusers.utils.logging, transformers.utils.logging):
         # By default both print much about parts that are not needed here.
@@ -66,43 +87,71 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> Loade
         library.disable_progress_bar()
     try:
         config = diffusers.DiffusionPipeline.load_config(folder, local_files_only=True)
+        kind = _class_of(folder, config)
         # What a folder leaves out, such as the T5 of Stable Diffusion 3, must be said.
         without: dict[str, Any] = dict.fromkeys(
             name for name, place in config.items() if place == [None, None]
         )
         if "safety_checker" in config:
             without |= {"safety_checker": None, "requires_safety_checker": False}
-        pipeline = diffusers.AutoPipelineForText2Image.from_pretrained(
-            folder, dtype=plan.dtype, local_files_only=True, **without
+        pipeline = kind.from_pretrained(
+            folder, dtype=plan.dtype, local_files_only=True, use_safetensors=True, **without
         ).to(device)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigurationError(f"{folder}: {error}", field="source") from error
     if needs_fp32(pipeline):
         pipeline.vae.to(torch.float32)
     apply_plan(pipeline, folder, plan)
-    # The pipeline for text does not know this setting, so it does not hand it on.
-    refines = bool(config.get("requires_aesthetics_score"))
-    for_image, for_mask = (
-        _counterpart(pipeline, auto, ending, refines=refines)
-        for auto, ending in (
-            (diffusers.AutoPipelineForImage2Image, "Img2ImgPipeline"),
-            (diffusers.AutoPipelineForInpainting, "InpaintPipeline"),
-        )
-    )
-    for each in (pipeline, for_image, for_mask):
-        if each is None:
-            continue
+    by_mode = _pipelines_of(pipeline, refines=bool(config.get("requires_aesthetics_score")))
+    if not by_mode:
+        reason = f"{folder}: {kind.__name__} draws neither from a prompt nor from an image"
+        raise ConfigurationError(reason, field="source")
+    for each in (pipeline, *by_mode.values()):
         each.set_progress_bar_config(disable=True)
         # Pipelines of Stable Diffusion XL mark their images if a certain package is installed.
         if getattr(each, "watermark", None) is not None:
             each.watermark = None
-    return LoadedPipelines(
-        pipeline,
-        for_image,
-        for_mask,
-        draws_text=for_image is None or not for_image.config.get("requires_aesthetics_score"),
-        needs_mask=_is_trained_with_masks(pipeline),
-    )
+    return LoadedPipelines(pipeline, by_mode)
+
+
+def _class_of(folder: Path, config: Mapping[str, Any]) -> Any:
+    """The class of diffusers that draws from text with the parts of a folder, or that it names."""
+    name = config.get("_class_name")
+    kind = getattr(diffusers, name, None) if isinstance(name, str) else None
+    if not isinstance(kind, type) or not issubclass(kind, diffusers.DiffusionPipeline):
+        raise ConfigurationError(
+            f"{folder}: {name!r} is not a pipeline of diffusers", field="source"
+        )
+    texts = auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING
+    return auto_pipeline._get_task_class(texts, name, throw_error_if_not_exist=False) or kind
+
+
+def _pipelines_of(pipeline: Any, *, refines: bool) -> dict[ImageMode, Any]:
+    """The pipelines with these parts, by what they draw from.
+
+    `refines`: the parts are those of a refiner, which draws from images only.
+    """
+    known = parameters_of(pipeline)
+    takes_image, takes_mask = "image" in known, "mask_image" in known
+    texts = auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING.values()
+    for_text = pipeline if type(pipeline) in texts or not takes_image else None
+    # The pipeline for text does not know whether it refines, so it does not hand it on.
+    for_image = _counterpart(
+        pipeline, diffusers.AutoPipelineForImage2Image, "Img2ImgPipeline", refines=refines
+    ) or (pipeline if takes_image and not takes_mask else None)
+    for_mask = _counterpart(
+        pipeline, diffusers.AutoPipelineForInpainting, "InpaintPipeline", refines=refines
+    ) or (pipeline if takes_mask else None)
+    if _is_trained_with_masks(pipeline):
+        for_text = for_image = None
+    if refines:
+        for_text = None
+    every: dict[ImageMode, Any] = {"text": for_text, "image": for_image, "mask": for_mask}
+    return {
+        mode: one
+        for mode, one in every.items()
+        if one is not None and "prompt" in parameters_of(one)
+    }
 
 
 def _counterpart(pipeline: Any, auto: Any, ending: str, *, refines: bool) -> Any | None:
@@ -121,6 +170,28 @@ def _counterpart(pipeline: Any, auto: Any, ending: str, *, refines: bool) -> Any
     if "requires_aesthetics_score" in counterpart.config:
         counterpart.register_to_config(requires_aesthetics_score=refines)
     return counterpart
+
+
+def parameters_of(pipeline: Any) -> Mapping[str, inspect.Parameter]:
+    """What a pipeline can be called with, by name."""
+    return _parameters_of(cast("Hashable", type(pipeline)))
+
+
+@lru_cache(maxsize=256)
+def _parameters_of(kind: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(kind.__call__).parameters
+
+
+def guidance_name(pipeline: Any) -> str | None:
+    """Returns the argument for `guidance_scale`. None if the pipeline has no guidance.
+
+    `true_cfg_scale` if the other one is for models that were distilled, as in Qwen-Image.
+    """
+    known = parameters_of(pipeline)
+    scale = known.get("guidance_scale")
+    if "true_cfg_scale" in known and (scale is None or scale.default is None):
+        return "true_cfg_scale"
+    return None if scale is None else "guidance_scale"
 
 
 def _is_trained_with_masks(pipeline: Any) -> bool:

@@ -182,6 +182,14 @@ class ImagePreparer:
         except (BadInput, ModelFailed) as error:
             return error
 
+    def _strength_of(self, value: ImageInput) -> float | None:
+        """The strength of an item with an image. None: its pipeline edits images as a whole."""
+        if self._bounds.accepts("strength"):
+            return DEFAULT_STRENGTH if value.strength is None else value.strength
+        if value.strength is not None:
+            raise BadInput("strength: this model takes none; leave it out", field="strength")
+        return None
+
     def _check_adapter(self, value: ImageInput) -> None:
         chosen = value.adapter
         if chosen is None:
@@ -244,8 +252,9 @@ class ImagePreparer:
         if value.mask is not None:
             mask = _read_mask(value)
         if value.image is not None:
-            strength = DEFAULT_STRENGTH if value.strength is None else value.strength
-            steps_run = image_to_image_steps(value.steps, strength, rounds_up=self._rounds_up)
+            strength = self._strength_of(value)
+            if strength is not None:
+                steps_run = image_to_image_steps(value.steps, strength, rounds_up=self._rounds_up)
             source = _read_source(value.image, value.width, value.height)
         pixel_steps = value.width * value.height * steps_run
         return PreparedImage(

@@ -18,9 +18,10 @@ from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import resca
 from workers.models.image.calls import Batch, Call, Part, join, split
 from workers.models.image.compilation import cheapest_cover
 from workers.models.image.deep_cache import DeepCache
-from workers.models.image.drawing import Drawing, parameters_of
+from workers.models.image.drawing import Drawing
 from workers.models.image.guides import Controls, IpAdapters, UnetCall
 from workers.models.image.hub import Batching
+from workers.models.image.pipeline import parameters_of
 from workers.models.image.resident_adapters import ResidentAdapters
 from workers.models.image.vae import spare_memory
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from shared.catalog import Model
 from shared.errors import PenstockError
 from shared.tasks.text import TokenChunk
 from workers.models.base import OutOfMemory, PreparedImage, PreparedItem, StepEnd
@@ -17,9 +18,9 @@ class SteppedImageModel(ImageModel):
     takes_adapters = True
     takes_guides = True
 
-    def setup(self) -> None:
-        """Loads the pipeline."""
-        super().setup()
+    def use(self, entry: Model, *, is_trial: bool = False) -> None:
+        """As in ImageModel."""
+        super().use(entry, is_trial=is_trial)
         self._queued: dict[int, PreparedImage] = {}
         """Those that wait until the one before has ended, if images are drawn one at a time."""
 

@@ -1,0 +1,120 @@
+"""What an image model draws and accepts: the file that `image.interface` of its entry names.
+
+`penstock models check NAME` writes it from the model's pipeline. The API has neither the weights
+nor diffusers, so it reads this file. A worker whose pipeline differs from it refuses to start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shared.errors import ConfigurationError
+
+ImageMode = Literal["text", "image", "mask"]
+OPTIONS = ("negative_prompt", "guidance_scale", "strength", "clip_skip", "guidance_rescale")
+"""Fields of requests that a pipeline may lack."""
+MAX_BYTES = 16 * 1024
+_MODE_OF_FIELD: dict[str, ImageMode] = {
+    "image": "image",
+    "mask": "mask",
+    "mask_blur": "mask",
+    "padding": "mask",
+}
+_ALIASES = {"prompt_strength": "strength"}
+_NOUNS: dict[ImageMode, str] = {
+    "text": "from text",
+    "image": "from an image",
+    "mask": "within the mask of an image",
+}
+
+
+class ImageUsuals(BaseModel):
+    """Defaults of a pipeline, which an entry may replace. Their names are those of the entry."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    width: int = Field(gt=0)
+    height: int = Field(gt=0)
+    steps: int = Field(gt=0)
+    guidance_scale: float = Field(ge=0)
+    scheduler: str
+    multiple: int = Field(gt=0)
+
+
+class ImageInterface(BaseModel):
+    """The tasks and fields of a pipeline."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pipeline: str
+    """Name of its class in diffusers."""
+    tasks: tuple[ImageMode, ...] = Field(min_length=1)
+    fields: tuple[str, ...]
+    """The OPTIONS that it accepts."""
+    schedulers: tuple[str, ...] = Field(min_length=1)
+    defaults: ImageUsuals
+
+    @property
+    def as_json(self) -> str:
+        """The content of the file."""
+        return self.model_dump_json(indent=2) + "\n"
+
+    def accepts(self, field: str) -> bool:
+        """Returns whether requests may have a field. Fields that no pipeline lacks are accepted."""
+        field = _ALIASES.get(field, field)
+        if (mode := _MODE_OF_FIELD.get(field)) is not None:
+            return mode in self.tasks
+        return field not in OPTIONS or field in self.fields
+
+    def difference(self, other: ImageInterface) -> str:
+        """Names the first field that another interface has otherwise. Empty: there is none.
+
+        Defaults are not compared: only the entry has them.
+        """
+        for name in ("pipeline", "tasks", "fields", "schedulers"):
+            mine, its = getattr(self, name), getattr(other, name)
+            if mine != its:
+                return f"{name}: {_show(mine)} in the file, {_show(its)} in the pipeline"
+        return ""
+
+
+def refuse_mode(mode: ImageMode, known: Collection[ImageMode]) -> str:
+    """Returns why a model with these tasks does not draw like this. Empty: it does."""
+    if mode in known:
+        return ""
+    return f"this model draws only {' or '.join(_NOUNS[name] for name in known)}"
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, BaseModel):
+        return value.model_dump_json()
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def read_image_interface(path: Path, model: str) -> ImageInterface:
+    """Reads the file that the entry of a model names.
+
+    Raises:
+        ConfigurationError: it is missing, or is something else.
+    """
+    hint = f"write it with: penstock models check {model}"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        reason = f"image.interface: {path}: {error.strerror}; {hint}"
+        raise ConfigurationError(reason, field="image.interface") from error
+    try:
+        if len(data) > MAX_BYTES:
+            raise ConfigurationError(f"{len(data)} bytes; at most {MAX_BYTES} are allowed")
+        return ImageInterface.model_validate_json(data)
+    except ConfigurationError as error:
+        reason = error.message
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        reason = f"{where}: {first['msg']}"
+    raise ConfigurationError(f"image.interface: {path}: {reason}; {hint}", field="image.interface")

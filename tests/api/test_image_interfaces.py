@@ -1,0 +1,147 @@
+"""Image models whose interface is known: what the API accepts, refuses and describes."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.catalog import Catalog
+from shared.image_interface import ImageInterface, ImageUsuals
+from tests.api.harness import CATALOG, IMAGE_MODEL, ApiUnderTest, running_api, settings_for
+from tests.api.predicting import WAIT
+from tests.api.test_images import drawn
+from tests.api.test_masks import SOURCE, hole, uri
+
+pytestmark = pytest.mark.anyio
+USUALS = ImageUsuals(
+    width=64, height=64, steps=8, guidance_scale=3.5, scheduler="default", multiple=16
+)
+
+
+def model_with(name: str, interface: ImageInterface) -> Any:
+    image = IMAGE_MODEL.image.model_copy(update={"interface": interface, "scheduler": "default"})
+    return IMAGE_MODEL.model_copy(update={"name": name, "aliases": (), "image": image})
+
+
+EDITOR = model_with(
+    "editor",
+    ImageInterface(
+        pipeline="FluxKontextPipeline",
+        tasks=("text", "image"),
+        fields=("guidance_scale",),
+        schedulers=("default", "euler"),
+        defaults=USUALS,
+    ),
+)
+REDRAWER = model_with(
+    "redrawer",
+    ImageInterface(
+        pipeline="QwenImageEditPipeline",
+        tasks=("image",),
+        fields=("negative_prompt",),
+        schedulers=("default",),
+        defaults=USUALS,
+    ),
+)
+
+
+@pytest.fixture
+async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
+    settings = settings_for(tmp_path, redis_url=redis_url, secret="s")
+    async with running_api(settings, catalog=Catalog((EDITOR, REDRAWER))) as running:
+        yield running
+
+
+async def predict(api: ApiUnderTest, model: str, wish: dict[str, Any]) -> Any:
+    body = {"version": model, "input": {"prompt": "a", "seed": 1} | wish}
+    return await api.http.post("/v1/predictions", json=body, headers=WAIT)
+
+
+@pytest.mark.parametrize(
+    ("model", "wish", "field"),
+    [
+        ("editor", {"negative_prompt": "fog"}, "negative_prompt"),
+        ("editor", {"clip_skip": 1}, "clip_skip"),
+        ("editor", {"guidance_rescale": 0.5}, "guidance_rescale"),
+        ("editor", {"scheduler": "ddim"}, "scheduler"),
+        ("editor", {"image": uri(SOURCE), "strength": 0.5}, "strength"),
+        ("editor", {"image": uri(SOURCE), "prompt_strength": 0.5}, "prompt_strength"),
+        ("editor", {"image": uri(SOURCE), "mask": uri(SOURCE)}, "mask"),
+        ("editor", {"image": uri(SOURCE), "padding": 8}, "padding"),
+        ("redrawer", {}, "image"),
+        ("redrawer", {"image": uri(SOURCE), "guidance_scale": 2.0}, "guidance_scale"),
+    ],
+    ids=str,
+)
+async def test_a_field_that_the_pipeline_lacks_is_refused_by_name(
+    api: ApiUnderTest, model: str, wish: dict[str, Any], field: str
+) -> None:
+    answer = await predict(api, model, wish)
+    assert answer.status_code == 422, answer.text
+    assert field in answer.text
+    assert not drawn(api)
+
+
+@pytest.mark.parametrize(
+    "wish", [{"negative_prompt": "fog"}, {"scheduler": "ddim"}, {"clip_skip": 1}], ids=str
+)
+async def test_openais_endpoints_refuse_the_same(api: ApiUnderTest, wish: dict[str, Any]) -> None:
+    body = {"model": "editor", "prompt": "a", **wish}
+    answer = await api.http.post("/v1/images/generations", json=body)
+    assert answer.status_code == 400
+    (field,) = wish
+    assert answer.json()["error"]["param"] == field
+    for extra in ({"strength": 0.5}, {"mask": ("a.png", hole(), "image/png")}):
+        files = {"image": ("a.png", SOURCE, "image/png")}
+        form: dict[str, Any] = {"model": "editor", "prompt": "a"}
+        (name,) = extra
+        (files if name == "mask" else form)[name] = extra[name]  # type: ignore[assignment]
+        answer = await api.http.post("/v1/images/edits", data=form, files=files)
+        assert answer.status_code == 400, answer.text
+        assert name in answer.text
+
+
+async def test_an_edit_without_a_strength_reserves_and_draws_all_steps(api: ApiUnderTest) -> None:
+    answer = await predict(api, "editor", {"image": uri(SOURCE), "num_inference_steps": 8})
+    assert answer.json()["status"] == "succeeded", answer.text
+    await api.openai().images.edit(
+        model="editor", image=SOURCE, prompt="b", extra_body={"num_inference_steps": 8}
+    )
+    for given in drawn(api):
+        assert given.image is not None
+        assert given.strength is None
+        pixel_steps = given.width * given.height * 8
+        assert given.estimate_work(EDITOR) == given.bound_work(EDITOR).work == pixel_steps
+
+
+async def test_a_variation_needs_no_guidance(api: ApiUnderTest) -> None:
+    files = {"image": ("a.png", SOURCE, "image/png")}
+    answer = await api.http.post("/v1/images/variations", data={"model": "redrawer"}, files=files)
+    assert answer.status_code == 200, answer.text
+    assert drawn(api)[0].guidance_scale == REDRAWER.image.guidance_scale
+
+
+async def test_openapi_has_what_the_served_models_accept(
+    api: ApiUnderTest, page: dict[str, Any]
+) -> None:
+    schemas = page["components"]["schemas"]
+    fields = schemas["GenerationBody"]["properties"]
+    assert {"guidance_scale", "negative_prompt", "num_inference_steps"} <= fields.keys()
+    assert not {"clip_skip", "guidance_rescale", "control"} & fields.keys()
+    assert fields["scheduler"]["anyOf"][0]["enum"] == ["default", "euler"]
+    assert not {"strength", "mask", "mask_blur"} & schemas["EditForm"]["properties"].keys()
+    version = (await api.http.get("/v1/models/penstock/redrawer")).json()["latest_version"]
+    described = version["openapi_schema"]["components"]["schemas"]["Input"]
+    assert "image" in described["required"]
+    assert not {"strength", "mask", "guidance_scale"} & described["properties"].keys()
+
+
+async def test_models_without_an_interface_keep_their_fields(
+    tmp_path: Path, redis_url: str
+) -> None:
+    settings = settings_for(tmp_path, redis_url=redis_url, secret="s")
+    async with running_api(settings, catalog=CATALOG) as running:
+        schemas = (await running.http.get("/openapi.json")).json()["components"]["schemas"]
+    assert {"clip_skip", "scheduler"} <= schemas["GenerationBody"]["properties"].keys()
+    assert {"strength", "mask_blur"} <= schemas["EditForm"]["properties"].keys()

@@ -1,0 +1,186 @@
+"""`penstock models check NAME`, and workers that compare what it has written."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from diffusers import FluxKontextPipeline
+from PIL import Image
+
+from shared.catalog_file import read_catalog, read_image_entry
+from shared.errors import BadInput, ConfigurationError
+from shared.image_interface import ImageInterface
+from shared.tasks.image import ImageInput, ImageResult
+from tests.workers.models.plain_diffusers import plain_pipeline
+from tests.workers.models.test_image import FROM_IMAGE, TEXT, pixels
+from tests.workers.models.test_image_drawing import joining
+from tests.workers.models.test_image_families import far, loaded, write_tiny
+from tests.workers.models.test_image_steps import prepared
+from workers.models.image.__main__ import main
+
+pytestmark = [
+    pytest.mark.slow(about_s=40),
+    pytest.mark.filterwarnings("ignore"),
+]
+CATALOG = """\
+models:
+  - name: tiny
+    task: image
+    source: local:{folder}
+    batch: {{max_pixel_steps: 2000000, max_items: 8}}
+    image: {{width: 64, height: 64, steps: 4, interface: tiny.json}}
+    price: {{per_million_pixel_steps_usd: 0.02}}
+"""
+EDIT = msgspec.structs.replace(
+    TEXT, image=FROM_IMAGE.image, scheduler="default", steps=4, guidance_scale=3.5
+)
+
+
+@pytest.fixture(scope="module")
+def kontext(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
+    """A folder of FLUX.1 Kontext, which edits images as a whole, beside its catalog."""
+    folder = write_tiny("flux", tmp_path_factory.mktemp("kontext") / "model", tiny_folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {"_class_name": "FluxKontextPipeline"}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    (folder.parent / "models.yaml").write_text(CATALOG.format(folder=folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checked(kontext: Path, module_environment: pytest.MonkeyPatch) -> Path:
+    """The interface file, as the command has written it."""
+    module_environment.setenv("PENSTOCK_MODELS_FILE", str(kontext.parent / "models.yaml"))
+    assert main(["check", "tiny", "--device", "cpu"]) == 0
+    return kontext.parent / "tiny.json"
+
+
+@pytest.fixture(scope="module")
+def module_environment() -> Any:
+    with pytest.MonkeyPatch.context() as environment:
+        yield environment
+
+
+def test_the_command_writes_tasks_and_fields(checked: Path) -> None:
+    interface = ImageInterface.model_validate_json(checked.read_bytes())
+    assert interface.pipeline == "FluxKontextPipeline"
+    assert interface.tasks == ("text", "image", "mask")
+    assert interface.fields == ("guidance_scale",)
+    assert interface.schedulers == ("default", "euler")
+    assert interface.defaults.steps == 28
+    (entry,) = read_catalog(checked.with_name("models.yaml")).models
+    assert (entry.image.width, entry.image.steps) == (64, 4)
+    assert (entry.image.guidance_scale, entry.image.multiple) == (3.5, 16)
+
+
+def test_an_image_is_edited_as_by_plain_diffusers_and_charged_for_all_steps(
+    checked: Path, kontext: Path
+) -> None:
+    (entry,) = read_catalog(checked.with_name("models.yaml")).models
+    tiny = loaded(entry, kontext)
+    seeds = [msgspec.structs.replace(EDIT, seed=seed) for seed in (1, 2)]
+    alone = msgspec.structs.replace(TEXT, scheduler="default", steps=3, guidance_scale=3.5)
+    results = joining(tiny.model, tiny.preparer, [*seeds, alone])
+    for result, value in zip(results, seeds, strict=False):
+        assert isinstance(result, ImageResult)
+        assert result.pixel_steps == 4 * 64 * 64
+        assert far(pixels(result), plain_edit(kontext, value)) <= 1
+
+
+def plain_edit(folder: Path, value: ImageInput) -> np.ndarray:
+    assert value.image is not None
+
+    source = Image.open(io.BytesIO(value.image.data or b"")).convert("RGB").resize((64, 64))
+    drawn = plain_pipeline(FluxKontextPipeline, folder)(
+        image=source,
+        prompt=value.prompt,
+        width=64,
+        height=64,
+        max_area=64 * 64,
+        _auto_resize=False,
+        num_inference_steps=value.steps,
+        guidance_scale=value.guidance_scale,
+        generator=torch.Generator().manual_seed(value.seed),
+    ).images[0]
+    return np.asarray(drawn).astype(int)
+
+
+def test_a_strength_is_refused_where_it_is_ignored(checked: Path, kontext: Path) -> None:
+    (entry,) = read_catalog(checked.with_name("models.yaml")).models
+    tiny = loaded(entry, kontext)
+    (refused,) = tiny.preparer.prepare([msgspec.structs.replace(EDIT, strength=0.5)])
+    assert isinstance(refused, BadInput)
+    assert refused.field == "strength"
+
+
+def test_without_the_file_no_image_is_edited(kontext: Path) -> None:
+    """The API would reserve and charge for a part of the steps."""
+    entry = read_image_entry(kontext.parent / "models.yaml", "tiny").as_model()
+    entry = entry.model_copy(
+        update={"image": entry.image.model_copy(update={"scheduler": "default"})}
+    )
+    tiny = loaded(entry, kontext)
+    item = prepared(tiny.preparer, EDIT)
+    (outcome,) = tiny.model.predict([item], lambda step, steps: None)
+    assert isinstance(outcome, BadInput)
+    assert outcome.field == "image"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"pipeline": "FluxPipeline"}, "pipeline: FluxPipeline in the file"),
+        ({"fields": ("strength",)}, "fields: strength in the file"),
+        ({"schedulers": ("ddim",)}, "schedulers: ddim in the file"),
+    ],
+    ids=str,
+)
+def test_a_worker_refuses_a_file_of_another_pipeline(
+    checked: Path, kontext: Path, change: dict[str, Any], reason: str
+) -> None:
+    (entry,) = read_catalog(checked.with_name("models.yaml")).models
+    assert entry.image.interface is not None
+    other = entry.image.interface.model_copy(update=change)
+    image = entry.image.model_copy(update={"interface": other})
+    with pytest.raises(ConfigurationError, match=reason) as caught:
+        loaded(entry.model_copy(update={"image": image}), kontext)
+    assert "penstock models check tiny" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [(None, "No such file"), ("{", "Invalid JSON"), ('{"tasks": []}', "pipeline: Field required")],
+    ids=str,
+)
+def test_a_catalog_without_its_file_says_how_to_write_it(
+    tmp_path: Path, text: str | None, reason: str
+) -> None:
+    (tmp_path / "models.yaml").write_text(CATALOG.format(folder=tmp_path))
+    if text is not None:
+        (tmp_path / "tiny.json").write_text(text)
+    with pytest.raises(ConfigurationError, match=reason) as caught:
+        read_catalog(tmp_path / "models.yaml")
+    assert "penstock models check tiny" in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["../evil", "no_such_class", "UNet2DConditionModel", None])
+def test_only_pipelines_of_diffusers_are_loaded(
+    tmp_path: Path, kontext: Path, name: str | None
+) -> None:
+    index = json.loads((kontext / "model_index.json").read_text())
+    (tmp_path / "model_index.json").write_text(json.dumps(index | {"_class_name": name}))
+    entry = read_image_entry(kontext.parent / "models.yaml", "tiny").as_model()
+    with pytest.raises(ConfigurationError, match="is not a pipeline of diffusers"):
+        loaded(entry, tmp_path)
+
+
+def test_a_name_that_no_entry_has_is_an_error(
+    checked: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "other"]) == 1
+    assert "other: it is neither a folder nor an image model in" in capsys.readouterr().err

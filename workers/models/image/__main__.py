@@ -1,0 +1,118 @@
+"""`python -m workers.models.image check NAME`: what `penstock models check` calls for images.
+
+Loads the pipeline of an entry, tries each task, and writes what it draws and accepts into the file
+that the entry names as `image.interface`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import torch
+
+from shared.catalog import Model
+from shared.catalog_file import read_image_entry
+from shared.errors import PenstockError
+from shared.image_interface import ImageInterface
+from shared.settings import ModelSettings, read_settings
+from workers.models.device import Device
+from workers.models.image.stepped import SteppedImageModel
+from workers.models.source import resolve
+
+_PROMPT = "a photograph of a red house by a lake"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the command. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="penstock models")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    check = commands.add_parser("check", help="try an image model, and write its interface")
+    check.add_argument("name", metavar="NAME", help="the name of its entry in the catalog")
+    check.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    arguments = parser.parse_args(words)
+    try:
+        for line in check_model(arguments.name, arguments.device):
+            print(line, flush=True)
+    except PenstockError as error:
+        print(f"penstock: {error.message}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def check_model(name: str, device: str) -> Iterator[str]:
+    """Tries an image model, and writes its interface. Yields lines for a person.
+
+    Args:
+        name: of its entry.
+        device: as in WorkerSettings.
+
+    Raises:
+        ConfigurationError: the entry is wrong, or its pipeline can't be loaded.
+        ModelFailed: it draws neither from text nor from an image.
+    """
+    settings = read_settings(ModelSettings)
+    written = read_image_entry(settings.models_file, name)
+    entry = written.as_model()
+    folder = resolve(
+        entry.source, entry.revision, settings.models_dir, weights_dir=settings.weights_dir
+    )
+    threads = len(os.sched_getaffinity(0))
+    model = SteppedImageModel(entry, folder, Device(device, threads, memory_fraction=1.0))
+    model.load()
+    model.use(written.as_model(model.interface), is_trial=True)
+    model.warmup()
+    interface = model.interface
+    yield from describe_interface(interface, written.as_model(interface))
+    yield from describe_drawing(model)
+    if written.interface_file is None:
+        yield (
+            f"the API accepts all fields: name a file in the entry, as image.interface: {name}.json"
+        )
+        return
+    written.interface_file.write_text(interface.as_json, encoding="utf-8")
+    yield f"written: {written.interface_file}"
+
+
+def describe_interface(interface: ImageInterface, entry: Model) -> Iterator[str]:
+    """Yields what a model draws and accepts."""
+    usual = entry.image
+    yield f"{entry.name}: {interface.pipeline}"
+    yield f"tasks: {', '.join(interface.tasks)}"
+    yield f"fields: {', '.join(interface.fields) or 'none'}, besides those that all models accept"
+    yield f"schedulers: {', '.join(interface.schedulers)}"
+    yield (
+        f"sizes: {usual.width} x {usual.height} by default, multiples of {usual.multiple}, "
+        f"at most {usual.largest_pixels} pixels"
+    )
+
+
+def describe_drawing(model: SteppedImageModel) -> Iterator[str]:
+    """Draws one image. Yields how it is drawn, the memory and the time."""
+    if model.runs_alone:
+        yield "images are drawn one at a time: the pipeline changes shared modules while it draws"
+    if not model.has_callback:
+        yield "no previews and no progress: the pipeline has no callback between steps"
+    item = model.usual_item()
+    item = msgspec.structs.replace(item, steps=model.entry.image.steps, prompt=_PROMPT)
+    began_s = time.monotonic()
+    (result,) = model.predict([item], lambda step, steps: None)
+    took_s = time.monotonic() - began_s
+    if isinstance(result, PenstockError):
+        raise result
+    yield f"weights: {model.weights_bytes / 2**20:,.0f} MiB"
+    if torch.cuda.is_available():
+        yield f"memory: {torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB of the GPU at most"
+    else:
+        peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        yield f"memory: {peak_kib / 2**10:,.0f} MiB of the process at most"
+    yield f"one image of {item.steps} steps on {model.device_name}: {took_s:.2f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
