@@ -292,7 +292,7 @@ def read_image_entry(path: Path, name: str) -> ImageEntry:
             continue
         image = dict(entry.get("image") or {})
         file = image.pop("interface", None)
-        place = None if file is None else path.parent / str(file)
+        place = path.parent / file if isinstance(file, str) else None
         return ImageEntry({**entry, "image": image}, place)
     raise ConfigurationError(f"{name}: it is neither a folder nor an image model in {path}")
 

@@ -182,9 +182,9 @@ class ImageDefaults(EntryPart):
     multiple: Positive = 8
     """Width and height are multiples of this (the VAE's scale)."""
     interface: ImageInterface | None = None
-    """What the pipeline draws and accepts. In the file it is a path, from the catalog's folder, to
-    what `penstock models check` has written. The defaults above are then the pipeline's. None: the
-    API accepts all fields, and the worker refuses those that the pipeline lacks.
+    """The tasks and fields of the pipeline, as `penstock models check` writes them: the path of the
+    file, from the catalog's folder, or its content. The defaults above are then the pipeline's.
+    None: the API accepts all fields, and the worker refuses those that the pipeline lacks.
     """
     join: Literal["auto", "never"] = "auto"
     """`auto`: images join a running batch between two steps if the model is a pipeline of diffusers
@@ -218,10 +218,11 @@ class ImageDefaults(EntryPart):
     @model_validator(mode="before")
     @classmethod
     def _take_defaults_of_pipeline(cls, value: Any) -> Any:
-        interface = value.get("interface") if isinstance(value, dict) else None
-        if not isinstance(interface, ImageInterface):
+        known = value.get("interface") if isinstance(value, dict) else None
+        if known is None:
             return value
-        return {**interface.defaults.model_dump(), **value}
+        interface = ImageInterface.model_validate(known)
+        return {**interface.defaults.model_dump(), **value, "interface": interface}
 
     @property
     def schedulers(self) -> tuple[str, ...]:

@@ -18,11 +18,11 @@ ImageMode = Literal["text", "image", "mask"]
 OPTIONS = ("negative_prompt", "guidance_scale", "strength", "clip_skip", "guidance_rescale")
 """Fields of requests that a pipeline may lack."""
 MAX_BYTES = 16 * 1024
-_MODE_OF_FIELD: dict[str, ImageMode] = {
-    "image": "image",
-    "mask": "mask",
-    "mask_blur": "mask",
-    "padding": "mask",
+_MODES_OF_FIELD: dict[str, frozenset[ImageMode]] = {
+    "image": frozenset({"image", "mask"}),
+    "mask": frozenset({"mask"}),
+    "mask_blur": frozenset({"mask"}),
+    "padding": frozenset({"mask"}),
 }
 _ALIASES = {"prompt_strength": "strength"}
 _NOUNS: dict[ImageMode, str] = {
@@ -66,8 +66,8 @@ class ImageInterface(BaseModel):
     def accepts(self, field: str) -> bool:
         """Returns whether requests may have a field. Fields that no pipeline lacks are accepted."""
         field = _ALIASES.get(field, field)
-        if (mode := _MODE_OF_FIELD.get(field)) is not None:
-            return mode in self.tasks
+        if (modes := _MODES_OF_FIELD.get(field)) is not None:
+            return not modes.isdisjoint(self.tasks)
         return field not in OPTIONS or field in self.fields
 
     def difference(self, other: ImageInterface) -> str:

@@ -11,7 +11,7 @@ from shared.image_interface import ImageInterface, ImageUsuals
 from tests.api.harness import CATALOG, IMAGE_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import WAIT
 from tests.api.test_images import drawn
-from tests.api.test_masks import SOURCE, hole, uri
+from tests.api.test_masks import SOURCE, hole, uri, white
 
 pytestmark = pytest.mark.anyio
 USUALS = ImageUsuals(
@@ -44,12 +44,22 @@ REDRAWER = model_with(
         defaults=USUALS,
     ),
 )
+FILLER = model_with(
+    "filler",
+    ImageInterface(
+        pipeline="FluxFillPipeline",
+        tasks=("mask",),
+        fields=("guidance_scale", "strength"),
+        schedulers=("default",),
+        defaults=USUALS,
+    ),
+)
 
 
 @pytest.fixture
 async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
     settings = settings_for(tmp_path, redis_url=redis_url, secret="s")
-    async with running_api(settings, catalog=Catalog((EDITOR, REDRAWER))) as running:
+    async with running_api(settings, catalog=Catalog((EDITOR, REDRAWER, FILLER))) as running:
         yield running
 
 
@@ -115,6 +125,16 @@ async def test_an_edit_without_a_strength_reserves_and_draws_all_steps(api: ApiU
         assert given.estimate_work(EDITOR) == given.bound_work(EDITOR).work == pixel_steps
 
 
+async def test_a_model_for_masks_needs_a_mask(api: ApiUnderTest) -> None:
+    masked = {"image": uri(SOURCE), "mask": uri(white())}
+    answer = await predict(api, "filler", masked)
+    assert answer.json()["status"] == "succeeded", answer.text
+    assert drawn(api)[0].strength == 0.8
+    answer = await predict(api, "filler", {"image": uri(SOURCE)})
+    assert answer.status_code == 422
+    assert "draws only within the mask of an image" in answer.text
+
+
 async def test_a_variation_needs_no_guidance(api: ApiUnderTest) -> None:
     files = {"image": ("a.png", SOURCE, "image/png")}
     answer = await api.http.post("/v1/images/variations", data={"model": "redrawer"}, files=files)
@@ -130,7 +150,7 @@ async def test_openapi_has_what_the_served_models_accept(
     assert {"guidance_scale", "negative_prompt", "num_inference_steps"} <= fields.keys()
     assert not {"clip_skip", "guidance_rescale", "control"} & fields.keys()
     assert fields["scheduler"]["anyOf"][0]["enum"] == ["default", "euler"]
-    assert not {"strength", "mask", "mask_blur"} & schemas["EditForm"]["properties"].keys()
+    assert {"strength", "mask", "mask_blur"} <= schemas["EditForm"]["properties"].keys()
     version = (await api.http.get("/v1/models/penstock/redrawer")).json()["latest_version"]
     described = version["openapi_schema"]["components"]["schemas"]["Input"]
     assert "image" in described["required"]

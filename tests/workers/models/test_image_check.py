@@ -152,6 +152,15 @@ def test_a_worker_refuses_a_file_of_another_pipeline(
     assert "penstock models check tiny" in caught.value.message
 
 
+def test_an_entry_may_have_the_content_of_the_file(checked: Path, tmp_path: Path) -> None:
+    (entry,) = read_catalog(checked.with_name("models.yaml")).models
+    text = checked.with_name("models.yaml").read_text()
+    (tmp_path / "models.yaml").write_text(
+        text.replace("tiny.json", json.dumps(json.loads(checked.read_text())))
+    )
+    assert read_catalog(tmp_path / "models.yaml").models == (entry,)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [(None, "No such file"), ("{", "Invalid JSON"), ('{"tasks": []}', "pipeline: Field required")],

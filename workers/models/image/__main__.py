@@ -71,9 +71,7 @@ def check_model(name: str, device: str) -> Iterator[str]:
     yield from describe_interface(interface, written.as_model(interface))
     yield from describe_drawing(model)
     if written.interface_file is None:
-        yield (
-            f"the API accepts all fields: name a file in the entry, as image.interface: {name}.json"
-        )
+        yield f"to tell the API, name a file in the entry, as in image.interface: {name}.json"
         return
     written.interface_file.write_text(interface.as_json, encoding="utf-8")
     yield f"written: {written.interface_file}"
