@@ -414,5 +414,5 @@ def test_memory_is_bounded_for_models_of_ones_own_only(tmp_path: Path) -> None:
     (tmp_path / "models.yaml").write_text(
         GOOD.replace("dimensions: 4", "dimensions: 4\n    resources: {memory_bytes: 1}")
     )
-    with pytest.raises(ConfigurationError, match=r"resources\.memory_bytes: only models of one's"):
+    with pytest.raises(ConfigurationError, match=r"resources\.memory_bytes: only custom models"):
         read_catalog(tmp_path / "models.yaml")
