@@ -42,7 +42,7 @@ from tests.api.harness import (
     running_api,
     settings_for,
 )
-from tests.api.predicting import WAIT
+from tests.api.predicting import WAIT, until_over
 from tests.limits import WAIT_LIMIT_S
 from tests.waiting import until
 
@@ -232,7 +232,8 @@ async def test_a_large_file_goes_to_the_object_store(
     assert stored == data
     assert not list((tmp_path / "objects/inputs/passing").iterdir())
     api.worker.is_silent = False
-    assert (await edited(api, url)).json()["status"] == "succeeded"
+    prediction = await until_over(api, (await edited(api, url)).json())
+    assert prediction["status"] == "succeeded"
 
 
 async def test_a_repeated_request_loads_nothing_twice(api: ApiUnderTest, files: FileServer) -> None:

@@ -46,7 +46,9 @@ def files() -> dict[Path, dict[str, bool]]:
     """The row of each file of models/."""
     table = rows()
     used: dict[Path, dict[str, bool]] = {}
-    for file in source_files(FOLDER):
+    for file in (
+        path.relative_to(FOLDER) for path in source_files() if path.is_relative_to(FOLDER)
+    ):
         matching = [uses for patterns, uses in table if any(map(partial(is_at, file), patterns))]
         assert len(matching) == 1, f"{file} is in {len(matching)} rows of models/README.md"
         used[FOLDER / file] = matching[0]
