@@ -9,9 +9,12 @@ EXTRAS := api,worker,functions,optimize,local,simulation,dev
 PYTEST_WORKERS ?= 3
 SLOW_PYTEST_WORKERS ?= 4
 PYTEST := $(BIN)/pytest -q --dist loadfile --no-loadscope-reorder --durations=10
-SOURCES := api workers shared infra models bench examples tests
+SOURCES := api workers shared infra models bench examples tests tools
 # Each has a pyproject.toml, a Makefile and tests of its own.
 EMULATORS := emulators/bigquery emulators/pubsub
+# Commands of `penstock` that serve nothing, each with a pyproject.toml and tests of its own.
+TOOLS := tools/load tools/planning
+MEMBERS := $(EMULATORS) $(TOOLS)
 
 # The tests alone start some hundred processes, each of which would compile our modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -92,6 +95,7 @@ imports: $(STAMP) ## who may import whom
 	$(call timed,lint-imports,$(BIN)/lint-imports)
 	@$(MAKE) --no-print-directory -C emulators/bigquery imports BIN="$(CURDIR)/$(BIN)"
 	@$(MAKE) --no-print-directory -C emulators/pubsub imports BIN="$(CURDIR)/$(BIN)"
+	@for tool in $(TOOLS); do $(BIN)/lint-imports --config "$$tool/pyproject.toml" || exit 1; done
 
 terraform-check: ## fmt, validate and test of infra/terraform, where terraform is there
 	$(call timed,terraform-check,infra/terraform/check.sh)
@@ -109,15 +113,15 @@ constraints: ## write constraints.txt again for pyproject.toml, with hashes, and
 	  $(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --requirement $(VENV)/uv.txt; }
 	@$(BIN)/uv pip compile --quiet $(if $(UPGRADE),--upgrade) --all-extras --universal --generate-hashes \
 	  --no-emit-index-url --no-annotate --custom-compile-command "make constraints" \
-	  --no-emit-package penstock-bigquery-emulator --no-emit-package penstock-pubsub-emulator \
-	  --output-file constraints.txt pyproject.toml $(EMULATORS:=/pyproject.toml)
+	  --no-emit-package penstock $(foreach name,bigquery-emulator load planning pubsub-emulator,--no-emit-package penstock-$(name)) \
+	  --output-file constraints.txt pyproject.toml $(MEMBERS:=/pyproject.toml)
 	@infra/check_wheels.sh $(BIN)/uv
 
 clean: ## remove what the stack left in var/ and what the tools cached; .venv stays
 	rm -rf var $(foreach folder,. $(EMULATORS),$(addprefix $(folder)/,.mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache))
 	find $(SOURCES) emulators -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml $(EMULATORS:=/pyproject.toml) constraints.txt infra/setup.sh infra/step.sh infra/install_locked.sh infra/install_torch.sh infra/relative_paths.py
+$(STAMP): pyproject.toml $(MEMBERS:=/pyproject.toml) constraints.txt infra/setup.sh infra/step.sh infra/install_locked.sh infra/install_torch.sh infra/relative_paths.py
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or later is needed; name one with: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || \

@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.pipeline import Pipeline, running
 from bench.report import Figure, Outcome
-from infra.load.exchange import Exchange
+from penstock_load.exchange import Exchange
 
 REQUESTS = {1: 300, 32: 640, 128: 768}
 MIDDLE = (0.4, 0.6)

@@ -54,7 +54,7 @@ def unmet(project_file: Path = PROJECT, lock: Path = LOCK) -> list[str]:
     """
     members = [project_file, *_members(project_file)]
     versions = {name: locked.version for name, locked in read_lock(lock).items()}
-    versions |= dict(map(_name_and_version, members[1:]))
+    versions |= dict(map(_name_and_version, members))
     lines = []
     for asked in (asked for member in members for asked in _asked(member)):
         pin = _PIN.match(asked)
@@ -104,7 +104,8 @@ def _name_and_version(project_file: Path) -> tuple[str, str]:
 def _asked(project_file: Path) -> list[str]:
     document = tomllib.loads(project_file.read_text(encoding="utf-8"))
     project = document["project"]
-    extras = (asked for extra in project["optional-dependencies"].values() for asked in extra)
+    groups = project.get("optional-dependencies", {})
+    extras = (asked for extra in groups.values() for asked in extra)
     return [*document["build-system"]["requires"], *project["dependencies"], *extras]
 
 

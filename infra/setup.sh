@@ -12,7 +12,7 @@ compile() {
   local seldom='/(tests?|testing)/|/test_[^/]*$|/transformers/models/(?!auto|bert|clip)[^/]+/|/diffusers/(modular_)?pipelines/(?!stable_diffusion/)[^/]+/'
   # Some tests import a little of these.
   seldom+='|/site-packages/(mypy|networkx|onnxscript|plotly|pygments|schemathesis|sklearn|torch/_inductor)/'
-  local ours=(api emulators infra shared tests workers)
+  local ours=(api emulators infra shared tests tools workers)
   # Some packages carry files for a later Python. Ours too, as all processes of a first run would begin with them at once.
   env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -m compileall -q -j 0 -x "$seldom" "$venv/lib" "${ours[@]}" || true
 }
@@ -34,8 +34,8 @@ step "$log" "$(wc -l < "$venv/pins.txt") packages" infra/install_locked.sh "$ven
 # What torch brings besides, such as CUDA's libraries; nothing where it is a build for CPUs.
 step "$log" "torch's own" "$venv/bin/pip" install --disable-pip-version-check --no-compile \
   --constraint "$venv/pins.txt" "$torch"
-# The embedded servers are in no index.
-members=(emulators/bigquery emulators/pubsub)
+# The embedded servers and the tools are in no index.
+members=(emulators/bigquery emulators/pubsub tools/load tools/planning)
 step "$log" Penstock env UV_PYTHON_DOWNLOADS=never "$venv/bin/uv" pip install --python "$venv/bin/python" \
   --no-build-isolation --no-deps --editable . \
   "${members[@]/#/--editable=./}"

@@ -21,6 +21,7 @@ FOLDERS = (
     "models",
     "shared",
     "tests",
+    "tools",
     "workers",
 )
 DOCUMENTS = sorted(

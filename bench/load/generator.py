@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 import uvloop
 
-from infra.load.connection import encode_request
-from infra.load.exchange import LOST, UNANSWERED, UNCONNECTED, Exchange
-from infra.load.pool import ConnectionPool, Server
+from penstock_load.connection import encode_request
+from penstock_load.exchange import LOST, UNANSWERED, UNCONNECTED, Exchange
+from penstock_load.pool import ConnectionPool, Server
 
 START_LIMIT_S = 60.0
 TOO_MANY = 429

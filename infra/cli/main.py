@@ -21,7 +21,6 @@ from infra.cli import keys
 from infra.cli.canaries.commands import canary
 from infra.cli.dead_letters.commands import dead_letters
 from infra.cli.withdrawals import list_withdrawn, withdraw
-from infra.load.commands import load
 from infra.local.ports import Ports
 from infra.monitoring.alerts import RUNBOOK
 from infra.monitoring.objectives import (
@@ -43,6 +42,8 @@ OF_OPERATORS = OF_KEYS | {
     *("doctor", "provision"),
 }
 """Commands that work on the stack that runs in this folder, if no setting names another one."""
+TOOLS = "penstock.commands"
+"""Group of the entry points of tools: functions that add a command to the application."""
 STATE_DIR = Path("var")
 """The folder in which `penstock up` keeps logs, rows and objects."""
 
@@ -86,6 +87,22 @@ app.add_typer(keys.tenants, name="tenants")
 app.add_typer(keys.plans, name="plans")
 app.add_typer(canary, name="canary")
 app.add_typer(dead_letters, name="dead-letters")
+
+
+def add_tool(commands: typer.Typer, name: str, package: str) -> None:
+    """Adds the command of a tool, which its package registers as an entry point of the group TOOLS.
+
+    Without the package the command is hidden, and its error names the package.
+    """
+    for point in importlib.metadata.entry_points(group=TOOLS, name=name):
+        point.load()(commands)
+        return
+
+    @commands.command(name, hidden=True, context_settings=_FORWARDED)
+    def report_missing(context: typer.Context) -> None:
+        raise ConfigurationError(
+            f"penstock {name} needs the package {package}, which is not installed"
+        )
 
 
 def _show_version(is_asked: bool) -> None:
@@ -400,48 +417,12 @@ def bench(context: typer.Context) -> None:
     _become("bench", {}, context.args)
 
 
-@app.command(context_settings=_FORWARDED)
-def deploy(context: typer.Context) -> None:
-    """Plan a deployment: resources, quotas and costs, before any apply."""
-    from infra.planning.deploy.__main__ import main as plan
-
-    raise typer.Exit(plan(context.args))
-
-
-@app.command()
-def simulate(
-    scenario: Annotated[str, typer.Argument(help="a file, or the name of a shipped scenario")],
-    models: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="a catalog instead of the scenario's")
-    ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="change a field: cluster.node_start_s=0"),
-    ] = None,
-    page: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="write a page with charts")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Simulate a deployment under load: GPUs, latency and cost, with the rules that deploy."""
-    import json
-
-    from infra.planning.simulation.scenario import read_scenario
-    from infra.planning.simulation.show import text
-    from infra.planning.simulation.world import simulate as run
-
-    result = run(read_scenario(scenario, tuple(changes or ())), models_file=models)
-    if page is not None:
-        from infra.planning.simulation.page import write_page
-
-        write_page(result, page)
-    typer.echo(json.dumps(result.as_dict(), indent=2) if as_json else text(result))
-
-
 # `penstock --help` lists commands in the order in which they are added.
+add_tool(app, "deploy", "penstock-planning")
+add_tool(app, "simulate", "penstock-planning")
 app.command()(report)
 app.command()(invoice)
-app.command()(load)
+add_tool(app, "load", "penstock-load")
 app.command()(run_daily)
 
 

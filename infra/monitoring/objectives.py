@@ -17,7 +17,7 @@ DEFAULT_TARGETS = {"availability": 0.999, "deadlines": 0.99}
 """The share of events that must be good. The same in Terraform's variable `slos`."""
 DEFAULT_LEAST_BAD_EVENTS = 10
 DEFAULT_WORKER_HOUR_USD = 0.853624271
-"""A g2-standard-8 on demand in us-central1, with one L4 (infra/planning/deploy/prices.yaml)."""
+"""A g2-standard-8 on demand in us-central1, with one L4 (infra/terraform/prices.yaml)."""
 Scope: TypeAlias = Literal["model", "all"]
 """Each model, or all models together, without a label."""
 SCOPES: tuple[Scope, ...] = get_args(Scope)

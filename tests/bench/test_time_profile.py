@@ -3,7 +3,7 @@
 import pytest
 
 from bench.time_profile import MOMENTS, Row, model_busy_s, phases_ms
-from infra.load.exchange import Exchange
+from penstock_load.exchange import Exchange
 
 
 def row(received_at: float, *steps_s: float) -> Row:

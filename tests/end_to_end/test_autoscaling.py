@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from infra.kubernetes.autoscaling import TriggerQueries, own_prometheus
 from infra.local.stack import Stack
-from infra.planning.simulation.promql import PromQuery
-from infra.planning.simulation.timeseries import TimeSeries
+from penstock_planning.simulation.promql import PromQuery
+from penstock_planning.simulation.timeseries import TimeSeries
 from shared.catalog_file import read_catalog
 from shared.kubernetes_names import slug
 from tests.end_to_end.conftest import EMBEDDER

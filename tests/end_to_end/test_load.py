@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from google.cloud import bigquery
 
-from infra.load.ledger import read_ledger
 from infra.local.stack import Stack
+from penstock_load.ledger import read_ledger
 from shared.settings import environment_with
 from shared.usage.bigquery import open_client
 from tests.end_to_end.conftest import LOAD_KEYS

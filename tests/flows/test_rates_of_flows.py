@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from infra.planning.deploy.rates import DemandRates, read_rates
+from penstock_planning.deploy.rates import DemandRates, read_rates
 from shared.errors import ConfigurationError
 from tests.flows.models import CHECK, JOIN, SPLIT, catalog_of
 

@@ -18,7 +18,9 @@ from infra.lock import normalized, read_lock, unmet
 from tests.limits import WAIT_LIMIT_S
 
 PROJECT = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
-MEMBERS = {"penstock-bigquery-emulator": "0.1.0", "penstock-pubsub-emulator": "0.1.0"}
+MEMBERS = {
+    name: PROJECT["project"]["version"] for name in ("penstock", *PROJECT["tool"]["uv"]["sources"])
+}
 """They come from the repository, not from an index."""
 REPORTED: dict[str, list[str]] = {
     one["name"]: one["requires-dist"] for one in PROJECT["tool"]["uv"]["dependency-metadata"]
@@ -84,8 +86,8 @@ def test_reported_requirements_are_of_the_pinned_versions() -> None:
 def test_what_the_lock_lacks_is_named(asked: str, tmp_path: Path) -> None:
     project = tmp_path / "pyproject.toml"
     project.write_text(
-        f'[build-system]\nrequires = []\n[project]\ndependencies = ["{asked}"]\n'
-        "[project.optional-dependencies]\n"
+        '[build-system]\nrequires = []\n[project]\nname = "any"\nversion = "0.1"\n'
+        f'dependencies = ["{asked}"]\n[project.optional-dependencies]\n'
     )
     assert unmet(project) == [asked]
 
@@ -107,7 +109,8 @@ def test_members_of_the_workspace_are_looked_through(
         f'dependencies = []\n[project.optional-dependencies]\ntest = ["{member_asks}"]\n'
     )
     project.write_text(
-        f'[build-system]\nrequires = []\n[project]\ndependencies = ["{asked}"]\n'
+        '[build-system]\nrequires = []\n[project]\nname = "any"\nversion = "0.1"\n'
+        f'dependencies = ["{asked}"]\n'
         '[project.optional-dependencies]\n[tool.uv.workspace]\nmembers = ["servers/*"]\n'
     )
     assert unmet(project) == [missing]

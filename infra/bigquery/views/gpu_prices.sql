@@ -1,4 +1,4 @@
--- Made by infra/planning/deploy/gpu_prices.py from prices.yaml and gpus.yaml. Change those.
+-- Made by penstock_planning.deploy.gpu_prices from prices.yaml and gpus.yaml. Change those.
 -- What an hour of a node with one GPU costs, in US dollars before discounts. The price of an hour
 -- is the one with the last valid_from up to it. The oldest one also stands for the time before.
 SELECT 'l4' AS gpu_type, FALSE AS spot, 'asia-northeast1' AS region, 1.096224308 AS usd_per_hour, TIMESTAMP '1970-01-01 00:00:00+00' AS valid_from

@@ -20,7 +20,7 @@ locals {
     { none = 0 },
     {
       for type, gpu in local.gpu_types :
-      type => try(yamldecode(file("${path.module}/../../planning/deploy/prices.yaml")).prices["machine/${gpu.machine_type}/on-demand"].usd[local.home], 0)
+      type => try(yamldecode(file("${path.module}/../prices.yaml")).prices["machine/${gpu.machine_type}/on-demand"].usd[local.home], 0)
     },
     var.gpu_hour_usd,
   )

@@ -121,7 +121,7 @@ variable "functions" {
 }
 
 variable "gpu_hour_usd" {
-  description = "Dollars per hour of a machine with one GPU, by type, for the dashboard's costs. Without one: on demand in the home region, from infra/planning/deploy/prices.yaml."
+  description = "Dollars per hour of a machine with one GPU, by type, for the dashboard's costs. Without one: on demand in the home region, from infra/terraform/prices.yaml."
   type        = map(number)
   default     = {}
   nullable    = false

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from infra.load.ledger import read_ledger
+from penstock_load.ledger import read_ledger
 from shared.settings import environment_with
 from shared.usage.bigquery import open_client
 from tests.faults.generation_catalog import generation_catalog

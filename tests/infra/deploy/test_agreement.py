@@ -29,8 +29,8 @@ import workers.metrics
 from api.routes import health
 from infra import bigquery
 from infra.local.provision_servers import provision
-from infra.planning.deploy.platform_variables import INBOX_STRIDE
 from infra.row_archive import archive as row_archive
+from penstock_planning.deploy.platform_variables import INBOX_STRIDE
 from pubsub_emulator import parse_filter
 from shared.catalog_file import read_catalog
 from shared.messages import Envelope, Reply, ReplyBody, encode_reply

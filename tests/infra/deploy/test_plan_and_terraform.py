@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from infra.kubernetes.deployment import read_gpu_types
-from infra.planning.deploy import __main__, costs, platform_variables
-from infra.planning.deploy.plan import DeployPlan
-from infra.planning.deploy.platform_variables import Platform
-from infra.planning.deploy.topology import gpu_pools, redis
-from infra.planning.entry import Entry
+from penstock_planning.deploy import __main__, costs, platform_variables
+from penstock_planning.deploy.plan import DeployPlan
+from penstock_planning.deploy.platform_variables import Platform
+from penstock_planning.deploy.topology import gpu_pools, redis
+from penstock_planning.entry import Entry
 from shared.catalog_file import read_catalog
-from tests.infra.deploy.planning import plan_of, rate
 from tests.infra.deploy.terraform import REGIONS, Plan, plan_platform
+from tools.planning.tests.deploy.planning import plan_of, rate
 
 pytestmark = pytest.mark.slow
 

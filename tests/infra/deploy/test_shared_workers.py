@@ -13,10 +13,10 @@ import yaml
 from infra.kubernetes.deployment import read_gpu_types
 from infra.kubernetes.placement import GIB, gpu_memory_bytes
 from infra.kubernetes.site_chart import write_site_chart
-from infra.planning.deploy import __main__
-from infra.planning.deploy.plan import DeployPlan, make_plan
-from infra.planning.deploy.platform_variables import Platform
-from infra.planning.deploy.rates import DemandRates, ModelRate
+from penstock_planning.deploy import __main__
+from penstock_planning.deploy.plan import DeployPlan, make_plan
+from penstock_planning.deploy.platform_variables import Platform
+from penstock_planning.deploy.rates import DemandRates, ModelRate
 from shared.catalog import Catalog
 from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
@@ -29,9 +29,9 @@ from tests.infra.deploy.manifests import (
     settings_of,
     workers,
 )
-from tests.infra.deploy.planning import NO_PRICES, rate
 from tests.infra.deploy.sites import example, kustomized
 from tests.infra.deploy.terraform import plan_platform
+from tools.planning.tests.deploy.planning import NO_PRICES, rate
 
 pytestmark = pytest.mark.slow(about_s=60)
 

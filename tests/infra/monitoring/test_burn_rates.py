@@ -16,8 +16,8 @@ import pytest
 from infra.monitoring.alerts import alerts
 from infra.monitoring.files import rules
 from infra.monitoring.objectives import DEFAULT_LEAST_BAD_EVENTS, DEFAULT_TARGETS, bounds_of
-from infra.planning.simulation.promql import PromQuery
-from infra.planning.simulation.timeseries import Labels, TimeSeries
+from penstock_planning.simulation.promql import PromQuery
+from penstock_planning.simulation.timeseries import Labels, TimeSeries
 from tests.limits import START_LIMIT_S
 
 BOUNDS = bounds_of(DEFAULT_TARGETS, DEFAULT_LEAST_BAD_EVENTS)

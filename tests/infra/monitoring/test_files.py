@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from infra.cli.main import app
 from infra.monitoring import objectives
 from infra.monitoring.files import RENDERED, rendered
-from infra.planning.deploy.prices import read_prices
+from penstock_planning.deploy.prices import read_prices
 from tests.infra.monitoring.promql import google_dashboard, grafana
 from tests.limits import START_LIMIT_S
 

@@ -25,8 +25,8 @@ from infra.monitoring.objectives import (
     OBJECTIVES,
     bounds_of,
 )
-from infra.planning.simulation.promql import PromQuery
-from infra.planning.simulation.timeseries import TimeSeries
+from penstock_planning.simulation.promql import PromQuery
+from penstock_planning.simulation.timeseries import TimeSeries
 from tests.limits import START_LIMIT_S
 
 BOUNDS = bounds_of(DEFAULT_TARGETS, DEFAULT_LEAST_BAD_EVENTS)

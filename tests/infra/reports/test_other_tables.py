@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 DAY = dt.datetime(2026, 10, 7, tzinfo=dt.UTC)
 QUESTION = ReportQuestion(DAY, DAY + dt.timedelta(days=1))
 L4_SPOT, L4, A100 = 0.538352, 0.897201806, 3.747972
-"""An hour in europe-west4 (infra/planning/deploy/prices.yaml)."""
+"""An hour in europe-west4 (infra/terraform/prices.yaml)."""
 
 
 def row(request: str, item: int = 0, **given: Any) -> Fields:

@@ -1,0 +1,216 @@
+"""`penstock load`: replays a day or a trace, or checks the ledger of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shared.errors import BadInput, ConfigurationError
+
+if TYPE_CHECKING:
+    from penstock_load.comparison import Comparison
+    from penstock_load.plan import LoadPlan
+    from penstock_load.replay import Pace
+    from penstock_load.target import Target
+
+REQUESTS_OF_A_DAY = 1_400_000
+TENANTS_WITHOUT_KEYS = 20
+SHOWN = 50
+FACT_WIDTH = 14
+GIB = 1024**3
+
+
+def add_load(app: typer.Typer) -> None:
+    """Adds `load` to the commands of `app`."""
+    app.command()(load)
+
+
+def load(
+    url: Annotated[str, typer.Option(metavar="URL", help="of the API")] = "http://127.0.0.1:8080",
+    key: Annotated[
+        str, typer.Option(metavar="KEY", help="of every request", envvar="LOAD_KEY")
+    ] = "",
+    keys: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="CSV with the columns tenant and key")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="CSV or JSONL, instead of a day")
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(min=0, help="of the day (1,400,000), or the first of a trace")
+    ] = 0,
+    speed: Annotated[
+        float, typer.Option(min=0.001, help="seconds of the day or trace in one second")
+    ] = 1.0,
+    duration: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="stop sending after this time")
+    ] = 0.0,
+    tenants: Annotated[int, typer.Option(min=0, help="of the day: 20, or all of --keys")] = 0,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[=SHARE]", help="a model of the day (all that are served)"),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="the same seed sends the same")] = 0,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=NUMBER", help="of the day: repeat_share=0.2"),
+    ] = None,
+    max_in_flight: Annotated[
+        int, typer.Option(min=1, max=50_000, help="what is due beyond it is not sent")
+    ] = 1000,
+    ledger: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="a new file (load-….jsonl)")
+    ] = None,
+    write_trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write the arrivals, and send nothing")
+    ] = None,
+    check: Annotated[
+        Path | None, typer.Option(metavar="LEDGER", help="compare a ledger with BigQuery")
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="how long --check waits for rows")
+    ] = 60.0,
+    max_gib: Annotated[float, typer.Option(min=0.001, help="GiB that a query may read")] = 20.0,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for a program")] = False,
+) -> None:
+    """Send a day of requests, or a trace, and check what was charged for it."""
+    if check is not None:
+        raise typer.Exit(_check(check, wait, int(max_gib * GIB), as_json=as_json))
+    if find_spec("httptools") is None:
+        raise ConfigurationError("sending needs the `api` extra: pip install 'penstock[api]'")
+    from penstock_load.plan import DayOptions, plan_day, plan_trace
+    from penstock_load.replay import Pace
+    from penstock_load.target import Target, read_keys
+
+    if key and keys:
+        raise BadInput("key: give --key or --keys, not both", field="key")
+    target = Target(url, key, read_keys(keys) if keys else None)
+    if trace is not None and (tenants or model or changes):
+        raise BadInput("trace: has its own tenants and models", field="trace")
+    options = DayOptions(
+        requests or REQUESTS_OF_A_DAY,
+        tenants or len(target.keys) or TENANTS_WITHOUT_KEYS,
+        tuple(model or ()),
+        seed,
+        _numbers(changes or ()),
+    )
+    plan = plan_day(target, options) if trace is None else plan_trace(target, trace, requests)
+    if write_trace is not None:
+        _write(plan, write_trace)
+        return
+    pace = Pace(speed=speed, most_in_flight=max_in_flight, duration_s=duration)
+    raise typer.Exit(_send(target, plan, pace, seed, ledger, as_json=as_json))
+
+
+def _numbers(changes: Sequence[str]) -> dict[str, float]:
+    models_ = {}
+    for change in changes:
+        name, _, text = change.partition("=")
+        try:
+            models_[name] = float(text)
+        except ValueError:
+            raise BadInput(f"set: {change!r} is not NAME=NUMBER", field="set") from None
+    return models_
+
+
+def _write(plan: LoadPlan, path: Path) -> None:
+    from penstock_load.trace import write_trace
+
+    write_trace(path, plan.arrivals)
+    typer.echo(f"wrote {len(plan.arrivals):,} requests to {path}")
+
+
+def _send(
+    target: Target, plan: LoadPlan, pace: Pace, seed: int, ledger: Path | None, *, as_json: bool
+) -> int:
+    """Returns 130, as a shell does, if it was stopped before its end."""
+    from penstock_load.plan import run_id
+    from penstock_load.session import replay
+
+    run = run_id()
+    path = ledger or Path(f"{run}.jsonl")
+    summary = replay(target, plan, pace, run=run, seed=seed, path=path)
+    _show_summary(summary, as_json=as_json)
+    return 130 if summary["was_stopped"] else 0
+
+
+def _show_summary(summary: dict[str, Any], *, as_json: bool) -> None:
+    import json
+
+    if as_json:
+        print(json.dumps(summary, indent=2))
+        return
+    from shared.money import dollars
+
+    outcomes = ", ".join(f"{name}: {count:,}" for name, count in summary["outcomes"].items())
+    _print_facts(
+        {
+            "requests": f"{summary['due']:,} due, {summary['not_sent']:,} of them not sent",
+            "endings": outcomes or "none",
+            "rate": f"{summary['rate_per_s']:,} a second, over {summary['took_s']:,} s",
+            "answered in": f"{summary['p50_ms']:,} ms at the median, {summary['p95_ms']:,} ms at "
+            f"p95, {summary['p99_ms']:,} ms at p99",
+            "charged": f"{dollars(summary['cost_usd'])}, with {summary['tokens']:,} tokens",
+            "ledger": summary["ledger"],
+        }
+    )
+    print(f"\nCompare it with BigQuery: penstock load --check {summary['ledger']}")
+
+
+def _check(path: Path, wait_s: float, most_bytes: int, *, as_json: bool) -> int:
+    """Returns 1 if something differs."""
+    import json
+
+    from rich.console import Console
+
+    from penstock_load.comparison import check
+    from penstock_load.ledger import read_ledger
+    from penstock_load.rows import opened_rows
+    from shared.settings import Settings, read_settings
+
+    ledger = read_ledger(path)
+    if ledger.cut_lines:
+        typer.echo(f"{path}: the last line breaks off and is left out", err=True)
+    waiting = Console(stderr=True).status("waiting for the rows")
+    with waiting, opened_rows(read_settings(Settings), most_bytes) as rows:
+        comparison = check(ledger, rows, wait_s)
+    if as_json:
+        differences = [one._asdict() for one in comparison.differences]
+        shown = vars(comparison) | {"differences": differences}
+        print(json.dumps(shown, indent=2, default=str))
+    else:
+        _show_comparison(comparison)
+    return 1 if comparison.differences else 0
+
+
+def _show_comparison(comparison: Comparison) -> None:
+    from shared.money import dollars
+
+    known = ", ".join(
+        f"{name}: {count:,}" for name, count in sorted(comparison.told_by_rows.items())
+    )
+    _print_facts(
+        {
+            "ledger": f"{comparison.lines:,} requests, {comparison.tokens:,} tokens, "
+            f"{dollars(comparison.cost_usd)}",
+            "rows": f"{comparison.rows:,}, and {comparison.copies:,} copies, which count once",
+            "known from rows only": known or "nothing: all requests were answered",
+            "others": f"{comparison.others:,} requests of others as the same tenants, "
+            "counted apart",
+            "report": f"{comparison.groups:,} groups of hour, tenant and model",
+            "differences": f"{len(comparison.differences):,}",
+        }
+    )
+    for one in comparison.differences[:SHOWN]:
+        print(f"  {one.kind}: {one.what} ({one.tenant or '-'}, {one.model}): {one.facts}")
+    if len(comparison.differences) > SHOWN:
+        print(f"  and {len(comparison.differences) - SHOWN:,} more: --json has all")
+
+
+def _print_facts(facts: dict[str, str]) -> None:
+    for name, value in facts.items():
+        print(f"  {name:<{FACT_WIDTH}}{value}")

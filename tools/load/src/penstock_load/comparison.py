@@ -1,0 +1,344 @@
+"""Compares the ledger of a replay with its rows and with the report: to the row, token and cent.
+
+- A request that was answered has the rows, tokens and cost that its answer said.
+- A run of a flow has a row for each item of each step, as its answer says, and their cost.
+- A request that was refused as a whole has one row, `refused`, and costs nothing.
+- A request whose answer was lost or is a proxy's, or whose caller hung up, has what its rows say.
+  Only they know.
+- A request for which no connection could be opened has no row.
+- The report has, for each hour, tenant and model, what the ledger adds up to.
+
+`check` asks BigQuery until all of a ledger is there, or the time is up.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+
+from penstock_load.ledger import Ledger, LedgerLine
+from penstock_load.rows import LoadRows, RowOfLoad, UsageGroup
+from shared.money import plain
+
+CLOCK_SKEW_S = 60.0
+"""Maximum difference between the clocks of this machine and of the API."""
+RELATIVE, ABSOLUTE_USD = 1e-9, 1e-9
+"""Sums of doubles differ in their last digits with the order of adding. Single rows may not."""
+REFUSED = "refused"
+NO_TENANT = frozenset({401, 431})
+"""Statuses of requests without a known tenant, which leave no row (decision 17)."""
+
+GroupKey = tuple[datetime, str, str]
+"""Hour, tenant and model."""
+
+
+class Difference(NamedTuple):
+    """One thing that is not as the ledger says."""
+
+    kind: str
+    """Such as `row missing`."""
+    what: str
+    """The id of the request, or the hour, tenant and model of a group."""
+    tenant: str
+    model: str
+    facts: str
+
+
+@dataclass
+class Comparison:
+    """The result of a comparison: totals and differences."""
+
+    differences: list[Difference] = field(default_factory=list)
+    lines: int = 0
+    rows: int = 0
+    copies: int = 0
+    """Rows that were written again. They count once."""
+    told_by_rows: Counter[str] = field(default_factory=Counter)
+    """Requests without an answer, by ending and by what their rows say."""
+    others: int = 0
+    """Requests of other callers of the same tenants, in the same hours."""
+    groups: int = 0
+    tokens: int = 0
+    cost_usd: float = 0.0
+
+
+@dataclass
+class Sums:
+    """The sums of a group. Its fields have the names of UsageGroup."""
+
+    requests: int = 0
+    refused: int = 0
+    items: int = 0
+    succeeded: int = 0
+    tokens: int = 0
+    pixel_steps: int = 0
+    costs_usd: list[float] = field(default_factory=list)
+
+    @property
+    def cost_usd(self) -> float:
+        """The sum, without errors of adding."""
+        return math.fsum(self.costs_usd)
+
+
+def compare_rows(
+    ledger: Ledger, rows: Sequence[RowOfLoad]
+) -> tuple[Comparison, dict[GroupKey, Sums]]:
+    """Compares each line with its rows. Returns also what the groups must add up to."""
+    comparison = Comparison(lines=len(ledger.lines), rows=len(rows))
+    comparison.copies = sum(row.copies - 1 for row in rows)
+    of_request: defaultdict[str, list[RowOfLoad]] = defaultdict(list)
+    for row in rows:
+        of_request[row.client_request_id].append(row)
+    expected: defaultdict[GroupKey, Sums] = defaultdict(Sums)
+    for line in ledger.lines:
+        own = sorted(of_request.pop(line.id, ()), key=lambda row: row.item)
+        comparison.differences += [
+            Difference(kind, line.id, line.tenant, line.model, facts)
+            for kind, facts in _line_differences(line, own)
+        ]
+        if line.ending not in ("answered", "unconnected"):
+            said = ", ".join(sorted({row.status for row in own})) or "no row"
+            comparison.told_by_rows[f"{line.ending}: {said}"] += 1
+        _add(expected, line, own)
+    for strange, own in of_request.items():
+        facts = f"{len(own)} rows of a request that is not in the ledger"
+        comparison.differences.append(
+            Difference("line missing", strange, own[0].tenant or "", own[0].model, facts)
+        )
+    comparison.tokens = sum(sums.tokens for sums in expected.values())
+    comparison.cost_usd = math.fsum(cost for sums in expected.values() for cost in sums.costs_usd)
+    return comparison, dict(expected)
+
+
+def compare_report(
+    expected: Mapping[GroupKey, Sums], others: Iterable[UsageGroup], report: Iterable[UsageGroup]
+) -> list[Difference]:
+    """Compares the report with the sums of the ledger, and of the usage of others."""
+    due = {key: _group(key, sums) for key, sums in expected.items()}
+    for other in others:
+        key = _place(other)
+        due[key] = _plus(due[key], other) if key in due else other
+    differences = []
+    reported = {_place(group): group for group in report}
+    for key in sorted(due.keys() | reported.keys()):
+        hour, tenant, model = key
+        empty = _group(key, Sums())
+        want, have = due.get(key, empty), reported.get(key, empty)
+        facts = [
+            f"{name} {getattr(have, name)}, not {getattr(want, name)}"
+            for name in UsageGroup._fields[3:]
+            if not _same(getattr(want, name), getattr(have, name))
+        ]
+        if facts:
+            label = f"{hour:%Y-%m-%d %H:00} {tenant} {model}"
+            differences.append(Difference("report differs", label, tenant, model, "; ".join(facts)))
+    return differences
+
+
+def _line_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
+    """Yields the differences between a request and its rows: kind and facts."""
+    row_ids = Counter(row.row_id for row in rows)
+    for row_id, count in row_ids.items():
+        if count > 1:
+            yield "row double", f"{row_id} is there {count} times"
+    request_ids = sorted({row.request_id for row in rows})
+    if len(request_ids) > 1:
+        yield "row double", f"rows of {len(request_ids)} requests: {', '.join(request_ids)}"
+    yield from _caller_differences(line, rows)
+    if line.ending == "unconnected" and rows:
+        yield "row too many", f"{len(rows)} rows of a request that was never sent"
+    if line.ending == "answered":
+        differences = _step_differences if line.steps else _answer_differences
+        yield from differences(line, rows)
+
+
+def _caller_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
+    for row in rows:
+        if line.tenant and row.tenant != line.tenant:
+            yield "wrong tenant", f"{row.row_id} has {row.tenant}, not {line.tenant}"
+        if line.key_id and row.key_id is not None and row.key_id != line.key_id:
+            yield "wrong key", f"{row.row_id} has {row.key_id}, not {line.key_id}"
+        # A request may be refused before it named a model.
+        asked = row.flow or row.model
+        if asked != line.model and (asked or row.status != REFUSED):
+            yield "wrong model", f"{row.row_id} has {asked}, not {line.model}"
+        received_s = row.received_at.timestamp()
+        first_s, last_s = line.sent_at_s - CLOCK_SKEW_S, line.ended_at_s + CLOCK_SKEW_S
+        if not first_s <= received_s <= last_s:
+            yield "wrong time", f"{row.row_id} was received at {row.received_at.isoformat()}"
+
+
+def _answer_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
+    """Yields the differences between an answer and the rows of its request."""
+    statuses, answer = [row.status for row in rows], f"the answer was {line.status} {line.code}"
+    if line.status == 200 or line.cost_usd is not None:
+        items = {row.item for row in rows if row.status != REFUSED}
+        if missing := sorted(set(range(line.items)) - items):
+            # Tokens and cost differ by the same items, which says nothing more.
+            yield from (("row missing", f"of item {item}; {answer.rstrip()}") for item in missing)
+            return
+        if set(statuses) - {"succeeded"} and line.status == 200:
+            yield "wrong status", f"rows say {', '.join(statuses)}; {answer.rstrip()}"
+    elif 400 <= line.status < 500 and line.status not in NO_TENANT:
+        if not rows:
+            yield "row missing", f"of a refused request; {answer}"
+        elif statuses != [REFUSED]:
+            yield "wrong status", f"rows say {', '.join(statuses)}; {answer}"
+    if len({row.row_id for row in rows}) > line.items:
+        yield "row too many", f"{len(rows)} rows for {line.items} items; {answer.rstrip()}"
+    tokens = sum(row.tokens or 0 for row in rows)
+    if line.tokens is not None and tokens != line.tokens:
+        yield "wrong tokens", f"rows say {tokens}, the answer {line.tokens}"
+    yield from _cost_differences(line, rows)
+
+
+def _cost_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
+    cost_usd = sum(row.cost_usd or 0.0 for row in rows)
+    if abs(cost_usd - (line.cost_usd or 0.0)) > ABSOLUTE_USD:
+        answer = f"the answer was {line.status} {line.code}"
+        facts = f"rows say {plain(cost_usd)} dollars, the answer {line.cost_usd!r}; {answer}"
+        yield "wrong cost", facts
+
+
+def _step_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
+    """Yields the differences between the steps of a run and its rows.
+
+    A run that ended badly has rows also of what it left undone.
+    """
+    items, failed = Counter[str](), Counter[str]()
+    for row in rows:
+        items[row.step or ""] += 1
+        failed[row.step or ""] += row.status != "succeeded"
+    for step in sorted(items.keys() | line.steps.keys()):
+        said, said_failed = line.steps.get(step, (0, 0))
+        facts = f"of step {step!r}: {items[step]} rows, the answer says {said} items"
+        if items[step] < said:
+            yield "row missing", facts
+        elif line.status == 200 and items[step] > said:
+            yield "row too many", facts
+        elif line.status == 200 and failed[step] != said_failed:
+            facts = f"{failed[step]} rows of step {step!r} failed, the answer says {said_failed}"
+            yield "wrong status", facts
+    yield from _cost_differences(line, rows)
+
+
+def _add(
+    expected: defaultdict[GroupKey, Sums], line: LedgerLine, rows: Sequence[RowOfLoad]
+) -> None:
+    """Adds a request to its group: as its answer says, or, without an answer, as its rows do.
+
+    A run of a flow has rows of several models, which its answer does not tell apart by hour.
+    """
+    if line.ending != "answered" or line.status != 200 or line.steps:
+        for row in rows:
+            sums = expected[(_hour(row.received_at), row.tenant or "", row.model)]
+            sums.requests += row.item == 0
+            sums.refused += row.status == REFUSED
+            sums.items += row.status != REFUSED
+            sums.succeeded += row.status == "succeeded"
+            sums.tokens += row.tokens or 0
+            sums.pixel_steps += row.pixel_steps or 0
+            sums.costs_usd.append(row.cost_usd or 0.0)
+        return
+    moment = rows[0].received_at if rows else datetime.fromtimestamp(line.sent_at_s, UTC)
+    tenant = line.tenant or (rows[0].tenant if rows else None) or ""
+    sums = expected[(_hour(moment), tenant, line.model)]
+    sums.requests += 1
+    sums.items += line.items
+    sums.succeeded += line.items
+    sums.tokens += line.tokens if line.tokens is not None else sum(row.tokens or 0 for row in rows)
+    # Answers do not say how many pixel-steps an image took, but what it costs.
+    sums.pixel_steps += sum(row.pixel_steps or 0 for row in rows)
+    # The rows have all digits. That the answer agrees with them was checked before.
+    costs_usd = [row.cost_usd or 0.0 for row in rows] or [line.cost_usd or 0.0]
+    sums.costs_usd.append(sum(costs_usd))
+
+
+def _hour(moment: datetime) -> datetime:
+    return moment.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
+
+
+def _place(group: UsageGroup) -> GroupKey:
+    return _hour(group.hour), group.tenant or "", group.model
+
+
+def _group(key: GroupKey, sums: Sums) -> UsageGroup:
+    return UsageGroup(*key, *(getattr(sums, name) for name in UsageGroup._fields[3:]))
+
+
+def _plus(one: UsageGroup, other: UsageGroup) -> UsageGroup:
+    added: Iterator[Any] = (a + b for a, b in zip(one[3:], other[3:], strict=True))
+    return UsageGroup(*one[:3], *added)
+
+
+def _same(want: float, have: float) -> bool:
+    if isinstance(want, float) or isinstance(have, float):
+        return math.isclose(want, have, rel_tol=RELATIVE, abs_tol=ABSOLUTE_USD)
+    return want == have
+
+
+PAUSE_S = 2.0
+HOUR = timedelta(hours=1)
+
+
+def check(
+    ledger: Ledger,
+    rows: LoadRows,
+    wait_s: float,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> Comparison:
+    """Compares a ledger with rows and report, again and again while they differ.
+
+    Rows come in the background, and later after an outage. So a difference counts only after
+    `wait_s`.
+
+    Args:
+        ledger: the ledger of one replay.
+        wait_s: seconds in which differences may disappear.
+        sleep: waits. Tests replace it.
+        clock: seconds. Tests replace it.
+
+    Raises:
+        Unavailable: BigQuery is unreachable, or refused.
+    """
+    until_s = clock() + wait_s
+    while True:
+        comparison = _compared(ledger, rows)
+        if not comparison.differences or clock() >= until_s:
+            return comparison
+        sleep(PAUSE_S)
+
+
+def _compared(ledger: Ledger, rows: LoadRows) -> Comparison:
+    since, until = _span(ledger)
+    comparison, expected = compare_rows(ledger, rows.of_run(ledger.head.run, since, until))
+    if not expected:
+        return comparison
+    first = min(hour for hour, _, _ in expected)
+    after = max(hour for hour, _, _ in expected) + HOUR
+    tenants = sorted({tenant for _, tenant, _ in expected})
+    others = rows.of_others(ledger.head.run, first, after, tenants)
+    comparison.others = sum(group.requests for group in others)
+    comparison.groups = len(_without_empty(expected))
+    comparison.differences += compare_report(expected, others, rows.reported(first, after, tenants))
+    return comparison
+
+
+def _without_empty(expected: dict[GroupKey, Sums]) -> list[GroupKey]:
+    return [key for key, sums in expected.items() if sums.requests or sums.items]
+
+
+def _span(ledger: Ledger) -> tuple[datetime, datetime]:
+    """Returns the range in which rows can have been received, with a margin for clock skew."""
+    ends_s = max((line.ended_at_s for line in ledger.lines), default=ledger.head.began_at_s)
+    skew = timedelta(seconds=CLOCK_SKEW_S)
+    return (
+        datetime.fromtimestamp(ledger.head.began_at_s, UTC) - skew - HOUR,
+        datetime.fromtimestamp(ends_s, UTC) + skew + HOUR,
+    )

@@ -1,0 +1,134 @@
+"""One kept HTTP/1.1 connection of a load generator, with at most one request on it at a time.
+
+It uses asyncio protocols, because a client library costs more than the answer of a cache hit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Protocol, cast
+
+import httptools
+
+from penstock_load.exchange import LOST, Exchange
+
+
+class Owner(Protocol):
+    """Whoever gives connections their requests."""
+
+    def answered(self, connection: Connection, exchange: Exchange) -> None:
+        """Takes a complete answer."""
+
+    def lost(self, connection: Connection, exchange: Exchange | None) -> None:
+        """Takes a connection that the server closed, with the exchange that was open on it."""
+
+
+class Connection(asyncio.Protocol):
+    """A connection that is kept between requests."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._parser = httptools.HttpResponseParser(self)
+        self._exchange: Exchange | None = None
+        self._due_s = 0.0
+        self.body: list[bytes] = []
+        self.is_open = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Takes the transport."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass of it
+        self.is_open = True
+
+    def begin(self, number: int, request: bytes, due_s: float) -> None:
+        """Sends request `number`, timed from `due_s`."""
+        self._due_s, self.body = due_s, []
+        lag_ms = (time.perf_counter() - due_s) * 1000
+        self._exchange = Exchange(LOST, number=number, lag_ms=lag_ms)
+        self._transport.write(request)
+
+    def data_received(self, data: bytes) -> None:
+        """Hands received bytes to the parser."""
+        self._parser.feed_data(data)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Reads the API's own headers."""
+        exchange = self._exchange
+        if exchange is None or not name.startswith((b"x-", b"retry-")):
+            return
+        match name:
+            case b"retry-after-ms":
+                exchange.retry_after_s = float(value) / 1000
+            case b"x-penstock-cost-usd":
+                exchange.cost_usd = float(value)
+            case b"x-request-id":
+                exchange.request_id = value.decode()
+            case b"x-penstock-cache":
+                exchange.cache = value.decode()
+            case b"x-penstock-queue-ms":
+                exchange.queue_ms = float(value)
+            case b"x-penstock-batch-ms":
+                exchange.batch_ms = float(value)
+            case b"x-penstock-inference-ms":
+                exchange.inference_ms = float(value)
+            case b"x-penstock-total-ms":
+                exchange.total_ms = float(value)
+
+    def on_body(self, body: bytes) -> None:
+        """Keeps a piece of the answer."""
+        self.body.append(body)
+
+    def on_message_complete(self) -> None:
+        """Reports the answer."""
+        exchange = self._ended()
+        if exchange is None:
+            # Proxies say 408 on connections that were idle for long, before they close them.
+            self.close()
+            return
+        exchange.status = self._parser.get_status_code()
+        if not self._parser.should_keep_alive():
+            self.close()
+        self._owner.answered(self, exchange)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Reports the loss."""
+        self.is_open = False
+        self._owner.lost(self, self._ended())
+
+    def close(self) -> None:
+        self.is_open = False
+        self._transport.close()
+
+    def abort(self, status: int) -> None:
+        """Hangs up. The open request ends with `status` as soon as the connection is lost."""
+        if self._exchange is not None:
+            self._exchange.status = status
+        self.is_open = False
+        self._transport.abort()
+
+    def _ended(self) -> Exchange | None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.round_trip_ms = (time.perf_counter() - self._due_s) * 1000
+        return exchange
+
+
+def encode_request(
+    host: str, path: str, headers: Mapping[str, str], content: bytes = b"", method: str = "POST"
+) -> bytes:
+    """The bytes of a request, by default of a POST with a JSON body.
+
+    Args:
+        host: with the port, if it is not the usual one.
+        path: with a slash at its start.
+        headers: in addition to those that every request has.
+    """
+    all_headers = {
+        "host": host,
+        "content-type": "application/json",
+        "content-length": str(len(content)),
+        **headers,
+    }
+    head = "".join(f"{name}: {value}\r\n" for name, value in all_headers.items())
+    return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + content

@@ -1,0 +1,248 @@
+"""A made-up day: a wave with a rush at noon and bursts, for tenants and models with their shares.
+
+Every share is kept to the request: counts are the largest remainders of what was promised, and only
+their order is drawn. Within a slot of time requests arrive at random, as those of a Poisson process
+do whose number is known.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock_load.trace import Arrival
+from shared.errors import BadInput
+
+DAY_S = 86_400.0
+SLOT_S = 300.0
+"""Seconds in which the rate counts as constant."""
+SLOTS = int(DAY_S / SLOT_S)
+RUSH_FROM_S, RUSH_FOR_S = 43_200.0, 7_200.0
+"""The rush of the simulator's scenario `day`."""
+BURST_FOR_S = 120.0
+
+Mix = Sequence[tuple[float, int, int]]
+"""Shares of the requests, each with the smallest and the largest number that they have."""
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DayModel:
+    """A model of the day.
+
+    Args:
+        share: the model's part of the requests, relative to the other models' shares.
+        items: numbers of items in its requests.
+    """
+
+    share: float
+    sizes: Mix
+    items: Mix = ((1.0, 1, 1),)
+
+
+NUMBERS = {
+    "zipf": 10,
+    "swing": 1,
+    "rush_share": 1,
+    "bursts": 10_000,
+    "burst_share": 1,
+    "repeat_share": 1,
+    "cancel_share": 1,
+    "cancel_within_s": 86_400,
+    "batch_share": 1,
+}
+"""Upper bounds of a day's numbers. The lower bound is 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Day:
+    """The numbers that define a day.
+
+    Args:
+        requests: requests of the whole day, 1.4 million in `day` of docs/explanation/simulation.md.
+        tenants: the k-th has a share of 1 / k ** zipf.
+        seed: seed of all random numbers.
+        zipf: inequality of tenants. 0: all alike.
+        swing: amplitude of the wave. 0.6: 0.4 to 1.6 times its mean, lowest at midnight.
+        rush_share: the share of requests in the rush at noon.
+        bursts: number of bursts. Each is of one tenant.
+        burst_share: the share of requests in all bursts.
+        repeat_share: the share of requests that repeat an earlier one of their tenant and model.
+        cancel_share: the share of requests whose caller hangs up.
+        cancel_within_s: the longest that such a caller waits.
+        batch_share: the share of the requests at `batch` priority.
+    """
+
+    requests: int
+    tenants: Sequence[str]
+    models: Mapping[str, DayModel]
+    seed: int = 0
+    zipf: float = 1.0
+    swing: float = 0.6
+    rush_share: float = 0.15
+    bursts: int = 6
+    burst_share: float = 0.03
+    repeat_share: float = 0.4
+    cancel_share: float = 0.005
+    cancel_within_s: float = 0.5
+    batch_share: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name, most in NUMBERS.items():
+            if not 0 <= getattr(self, name) <= most:
+                raise BadInput(f"{name}: {getattr(self, name)} is not from 0 to {most}", field=name)
+        if self.rush_share + self.burst_share > 1:
+            raise BadInput("burst_share: is more than the rush leaves", field="burst_share")
+        if self.requests < 1 or not self.tenants or not self.models:
+            raise BadInput("requests: a day has requests, tenants and models", field="requests")
+
+    def slots(self) -> Ints:
+        """The requests of each slot, without bursts."""
+        edges_s = np.linspace(0.0, DAY_S, SLOTS + 1)
+        turns = edges_s / DAY_S
+        waved = turns - self.swing * np.sin(2 * math.pi * turns) / (2 * math.pi)
+        rushed = np.clip((edges_s - RUSH_FROM_S) / RUSH_FOR_S, 0.0, 1.0)
+        steady = self.requests - self.in_bursts
+        rush = round(self.rush_share * self.requests)
+        # Sums are rounded, not slots: so no hour is off by more than one.
+        due = np.round((steady - rush) * waved + rush * rushed).astype(np.int64)
+        return np.diff(due)
+
+    @property
+    def in_bursts(self) -> int:
+        """The requests of all bursts."""
+        return round(self.burst_share * self.requests) if self.bursts else 0
+
+    def tenant_shares(self) -> list[float]:
+        """The share of each tenant, by its place."""
+        weights = [1 / place**self.zipf for place in range(1, len(self.tenants) + 1)]
+        return [weight / sum(weights) for weight in weights]
+
+
+def arrivals_of(day: Day) -> list[Arrival]:
+    """The requests of a day in order. The same day gives the same."""
+    chance = np.random.default_rng(day.seed)
+    tenants = _shuffled(chance, _apportioned(day.requests, day.tenant_shares()))
+    at_s = _times(day, chance)
+    order = np.argsort(at_s, kind="stable")
+    at_s, tenants = at_s[order], _bursting(day, chance, tenants)[order]
+    models = _shuffled(
+        chance, _apportioned(day.requests, [one.share for one in day.models.values()])
+    )
+    sizes = _of_models(chance, models, [one.sizes for one in day.models.values()])
+    items = _of_models(chance, models, [one.items for one in day.models.values()])
+    cancels = _marked(chance, day.requests, day.cancel_share)
+    priorities = _marked(chance, day.requests, day.batch_share)
+    cancel_after_s = chance.uniform(0.0, day.cancel_within_s, day.requests).round(3)
+    names, groups = list(day.models), _Groups(day)
+    arrivals = []
+    for number in range(day.requests):
+        tenant, model = int(tenants[number]), int(models[number])
+        shape = groups.of(number, (tenant, model), (int(sizes[number]), int(items[number])))
+        group, (size, count) = shape
+        arrivals.append(
+            Arrival(
+                at_s=round(float(at_s[number]), 6),
+                tenant=day.tenants[tenant],
+                model=names[model],
+                size=size,
+                group=group,
+                items=count,
+                cancel_after_s=float(cancel_after_s[number]) if cancels[number] else None,
+                priority="batch" if priorities[number] else "",
+            )
+        )
+    return arrivals
+
+
+class _Groups:
+    """Returns which requests repeat an earlier one of their tenant and model."""
+
+    def __init__(self, day: Day) -> None:
+        self._random = random.Random(day.seed)
+        self._left, self._to_come = round(day.repeat_share * day.requests), day.requests
+        self._known: dict[tuple[int, int], list[tuple[str, tuple[int, int]]]] = {}
+
+    def of(
+        self, number: int, owner: tuple[int, int], shape: tuple[int, int]
+    ) -> tuple[str, tuple[int, int]]:
+        """The group of the next request and its size and items, as those of the first one."""
+        known = self._known.setdefault(owner, [])
+        # Sampling in one pass (Knuth, volume 2, algorithm S). Who has nothing to repeat yet leaves
+        # it to a later request.
+        is_repeat = self._random.random() * self._to_come < self._left
+        self._to_come -= 1
+        if is_repeat and known:
+            self._left -= 1
+            # Some inputs are asked for more often than others: the older ones.
+            return known[int(len(known) * self._random.random() ** 2)]
+        known.append((str(number), shape))
+        return known[-1]
+
+
+def _times(day: Day, chance: np.random.Generator) -> Floats:
+    """The times of all requests, those of bursts last, in the order of the bursts."""
+    counts = day.slots()
+    starts_s = np.repeat(np.arange(SLOTS) * SLOT_S, counts)
+    steady_s = starts_s + chance.uniform(0.0, SLOT_S, len(starts_s))
+    begin_s = np.sort(chance.uniform(0.0, DAY_S - BURST_FOR_S, max(day.bursts, 1)))
+    of_burst = _apportioned(day.in_bursts, [1.0] * len(begin_s))
+    burst_s = begin_s[of_burst] + chance.uniform(0.0, BURST_FOR_S, day.in_bursts)
+    return np.concatenate([steady_s, burst_s])
+
+
+def _bursting(day: Day, chance: np.random.Generator, tenants: Ints) -> Ints:
+    """The tenants of all requests, with those of bursts last and side by side.
+
+    So each burst is mostly of one tenant, and no tenant has more than its share.
+    """
+    by_tenant = np.argsort(tenants, kind="stable")
+    start = int(chance.integers(0, len(tenants)))
+    in_burst = np.roll(by_tenant, -start)[: day.in_bursts]
+    return np.concatenate([np.delete(tenants, in_burst), tenants[in_burst]])
+
+
+def _of_models(chance: np.random.Generator, models: Ints, mixes: Sequence[Mix]) -> Ints:
+    """A number for each request, drawn from the mix of its model."""
+    drawn = np.zeros(len(models), dtype=np.int64)
+    for place, mix in enumerate(mixes):
+        of_model = np.flatnonzero(models == place)
+        drawn[of_model] = _drawn(chance, len(of_model), mix)
+    return drawn
+
+
+def _drawn(chance: np.random.Generator, count: int, mix: Mix) -> Ints:
+    """Numbers between bounds, each pair of bounds with its share."""
+    kinds = _shuffled(chance, _apportioned(count, [share for share, _, _ in mix]))
+    low, high = (np.asarray([one[place] for one in mix]) for place in (1, 2))
+    return chance.integers(low[kinds], high[kinds] + 1)
+
+
+def _marked(chance: np.random.Generator, count: int, share: float) -> NDArray[np.bool_]:
+    marks = np.zeros(count, dtype=np.bool_)
+    marks[: round(share * count)] = True
+    chance.shuffle(marks)
+    return marks
+
+
+def _shuffled(chance: np.random.Generator, values: Ints) -> Ints:
+    chance.shuffle(values)
+    return values
+
+
+def _apportioned(count: int, shares: Sequence[float]) -> Ints:
+    """`count` places, each of 0 … len(shares) - 1 as often as its share says.
+
+    By the largest remainders, so that the counts add up and none is off by one or more.
+    """
+    exact = np.asarray(shares, dtype=np.float64) / sum(shares) * count
+    counts = np.floor(exact).astype(np.int64)
+    largest = np.argsort(-(exact - counts), kind="stable")
+    counts[largest[: count - int(counts.sum())]] += 1
+    return np.repeat(np.arange(len(counts)), counts)

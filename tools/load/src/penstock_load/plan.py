@@ -1,0 +1,145 @@
+"""The plan of a replay: arrivals of a day or a trace, with a target's models and tenants."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock_load.day import NUMBERS, Day, DayModel, arrivals_of
+from penstock_load.inputs import RequestForm, can_be_made_up, form_of, input_of
+from penstock_load.target import ServedModel, Target
+from penstock_load.trace import Arrival, read_trace
+from shared.errors import BadInput, ConfigurationError
+
+
+class LoadPlan(NamedTuple):
+    """The arrivals to send, and the form of each model's requests."""
+
+    arrivals: Sequence[Arrival]
+    forms: Mapping[str, RequestForm]
+
+
+class DayOptions(NamedTuple):
+    """A day, as the command line says it."""
+
+    requests: int
+    tenants: int
+    models: tuple[str, ...]
+    """`NAME` or `NAME=SHARE`. None: all that are served and whose inputs can be made."""
+    seed: int
+    numbers: Mapping[str, float]
+
+
+def run_id(now: datetime | None = None) -> str:
+    """A new name for a replay: the start of the id of each of its requests."""
+    moment = now or datetime.now(UTC)
+    return f"load-{moment:%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
+
+
+def plan_day(target: Target, options: DayOptions) -> LoadPlan:
+    """The arrivals of a day.
+
+    Raises:
+        BadInput: a model is not served, or a number is wrong.
+        Unavailable: the target does not say what it serves.
+    """
+    served = target.models()
+    shares = _shares(options.models, served)
+    forms = {name: form_of(name, _tasks(served)) for name in shares}
+    if runs := [name for name, form in forms.items() if form.is_run]:
+        raise BadInput(
+            f"model: {runs[0]} takes inputs of its own, which a day does not have; use a trace",
+            field="model",
+        )
+    if target.keys and options.tenants > len(target.keys):
+        raise BadInput(
+            f"tenants: {options.tenants} tenants, but keys of {len(target.keys)}", field="tenants"
+        )
+    known = list(target.keys) or [f"tenant-{place + 1}" for place in range(options.tenants)]
+    day = Day(
+        requests=options.requests,
+        tenants=known[: options.tenants],
+        models={
+            name: DayModel(
+                share=share or forms[name].share,
+                sizes=forms[name].sizes,
+                items=forms[name].items,
+            )
+            for name, share in shares.items()
+        },
+        seed=options.seed,
+        **_numbers(options.numbers),
+    )
+    return LoadPlan(arrivals_of(day), forms)
+
+
+def plan_trace(target: Target, path: Path, requests: int = 0) -> LoadPlan:
+    """The arrivals of a trace.
+
+    Args:
+        target: serves its models, and has keys of its tenants.
+        requests: only the first N are sent. 0: all.
+
+    Raises:
+        ConfigurationError: the trace can't be read, or names a tenant without a key.
+        BadInput: it names a model that is not served, or has a task that can't be replayed, or an
+            input is no input of a prediction.
+        Unavailable: the target does not say what it serves.
+    """
+    arrivals = read_trace(path)[: requests or None]
+    served = target.models()
+    usual = next((one.id for one in served.values() if can_be_made_up(one.task)), "")
+    if target.keys and (unknown := {one.tenant for one in arrivals} - target.keys.keys()):
+        raise ConfigurationError(f"{path}: no key of the tenant {min(unknown)!r}", field="keys")
+    names = {one.model for one in arrivals}
+    # Rows have names, so the ledger has no aliases.
+    named = {name: served[name or usual].id for name in names if (name or usual) in served}
+    forms = {
+        named.get(name, name): form_of(name or usual, _tasks(served)) for name in sorted(names)
+    }
+    arrivals = [msgspec.structs.replace(one, model=named[one.model]) for one in arrivals]
+    for one in arrivals:
+        if forms[one.model].is_run:
+            input_of(one)
+    return LoadPlan(arrivals, forms)
+
+
+def _tasks(served: Mapping[str, ServedModel]) -> dict[str, str]:
+    return {name: model.task for name, model in served.items()}
+
+
+def _shares(models: Sequence[str], served: Mapping[str, ServedModel]) -> dict[str, float | None]:
+    """The models of a day with their shares. None: the usual one of its task."""
+    if not models:
+        replayed = {one.id: None for one in served.values() if can_be_made_up(one.task)}
+        if not replayed:
+            raise BadInput("model: none is served that can be replayed", field="model")
+        return dict(replayed)
+    shares: dict[str, float | None] = {}
+    for pair in models:
+        name, sign, text = pair.partition("=")
+        try:
+            share = float(text) if sign else None
+        except ValueError:
+            share = -1.0
+        if share is not None and not 0 < share < float("inf"):
+            raise BadInput(f"model: {pair!r} is not NAME or NAME=SHARE", field="model")
+        shares[served[name].id if name in served else name] = share
+    return shares
+
+
+def _numbers(numbers: Mapping[str, float]) -> dict[str, Any]:
+    if unknown := numbers.keys() - NUMBERS.keys():
+        raise BadInput(
+            f"set: a day has no {min(unknown)[:80]!r}; there are: {', '.join(NUMBERS)}", field="set"
+        )
+    return {
+        name: int(value) if name == "bursts" and isfinite(value) else value
+        for name, value in numbers.items()
+    }

@@ -1,0 +1,107 @@
+"""The results of a replay so far: counts, rates and percentiles."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock_load.ledger import LedgerLine
+
+
+class ReplayProgress(NamedTuple):
+    """The replay at one moment. Rates and percentiles are of the time since the look before."""
+
+    at_s: float
+    """Seconds since the start."""
+    trace_s: float
+    """The moment of the trace."""
+    due: int
+    in_flight: int
+    rate: float
+    """Requests that ended, per second."""
+    p50_ms: float
+    """Latency of requests that were answered with 200, from their due times. 0 without any."""
+    p99_ms: float
+
+
+class Tally:
+    """Counts requests as they come due and end."""
+
+    def __init__(self) -> None:
+        self.due = 0
+        self.not_sent = 0
+        """Requests that were due while too many were in flight."""
+        self.by_outcome: Counter[str] = Counter()
+        """200, or the status with the code of the error, or how it ended without an answer."""
+        self.tokens = 0
+        self.cost_usd = 0.0
+        self._waits_ms = array("d")
+        self._seen, self._ended, self._looked_s = 0, 0, 0.0
+
+    @property
+    def ended(self) -> int:
+        """Requests that ended, however they did."""
+        return self.by_outcome.total()
+
+    def add(self, line: LedgerLine, waited_ms: float) -> None:
+        """Counts a request that ended.
+
+        Args:
+            waited_ms: time from its due time to its end.
+        """
+        self.by_outcome[outcome_of(line)] += 1
+        self.tokens += line.tokens or 0
+        self.cost_usd += line.cost_usd or 0.0
+        if line.status == 200 and line.ending == "answered":
+            self._waits_ms.append(waited_ms)
+
+    def look(self, at_s: float, trace_s: float, in_flight: int) -> ReplayProgress:
+        """Returns the progress, and begins a new interval.
+
+        Args:
+            at_s: seconds since the start.
+            trace_s: the moment of the trace.
+            in_flight: requests that are open.
+        """
+        waits_ms = self._waits_ms[self._seen :]
+        p50_ms, p99_ms = np.percentile(waits_ms, (50, 99)) if waits_ms else (0.0, 0.0)
+        rate = (self.ended - self._ended) / max(at_s - self._looked_s, 1e-9)
+        self._seen, self._ended, self._looked_s = len(self._waits_ms), self.ended, at_s
+        return ReplayProgress(
+            at_s, trace_s, self.due, in_flight, rate, float(p50_ms), float(p99_ms)
+        )
+
+    def summary(self, took_s: float) -> dict[str, Any]:
+        """Everything, for people and programs.
+
+        Args:
+            took_s: time from the first request to the last answer.
+        """
+        p50_ms, p95_ms, p99_ms = (
+            np.percentile(self._waits_ms, (50, 95, 99)) if self._waits_ms else (0.0, 0.0, 0.0)
+        )
+        return {
+            "due": self.due,
+            "not_sent": self.not_sent,
+            "ended": self.ended,
+            "outcomes": dict(sorted(self.by_outcome.items())),
+            "took_s": round(took_s, 1),
+            "rate_per_s": round(self.ended / max(took_s, 1e-9), 1),
+            "p50_ms": round(float(p50_ms), 2),
+            "p95_ms": round(float(p95_ms), 2),
+            "p99_ms": round(float(p99_ms), 2),
+            "tokens": self.tokens,
+            "cost_usd": self.cost_usd,
+        }
+
+
+def outcome_of(line: LedgerLine) -> str:
+    """Returns how a request ended, in a word or two."""
+    if line.ending == "foreign":
+        return f"{line.status} of a proxy"
+    if line.ending != "answered":
+        return line.ending
+    return f"{line.status} {line.code}".rstrip()

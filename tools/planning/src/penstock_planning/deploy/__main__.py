@@ -1,0 +1,448 @@
+"""`penstock deploy plan`: from the command line to a plan, printed.
+
+A plan as text for a person, or as JSON for a program.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from infra.kubernetes.deployment import Deployment, read_gpu_types
+from infra.text_table import table
+from penstock_planning.deploy.costs import Cost, totals, without_price
+from penstock_planning.deploy.plan import DeployPlan, make_plan
+from penstock_planning.deploy.platform_variables import read_platform
+from penstock_planning.deploy.prices import read_prices
+from penstock_planning.deploy.rates import (
+    BROKER_ROUND_TRIP_S,
+    DemandRates,
+    at_distance,
+    rates_of_words,
+    read_rates,
+)
+from penstock_planning.deploy.sizing import Pool, Site, Workers
+from shared.catalog import Catalog
+from shared.catalog_file import read_catalog
+from shared.errors import ConfigurationError
+
+
+def text(plan: DeployPlan) -> str:
+    """The plan in tables."""
+    return "\n\n".join(_sections(plan))
+
+
+def _sections(plan: DeployPlan) -> Iterator[str]:
+    yield _headed("Models", _models(plan))
+    yield _headed(
+        "Nodes (mean and peak, and the most; max is Terraform's bound of each pool)", _nodes(plan)
+    )
+    yield _headed("API on Cloud Run", _api(plan))
+    yield _headed("Pub/Sub", _pubsub(plan))
+    if plan.changes:
+        rows = [(one.where, one.setting, one.now, one.needed) for one in plan.changes]
+        yield _headed(
+            "To set before the apply (counts, quotas and costs here have it)",
+            _table(_CHANGE_HEADS, rows),
+        )
+    rows_of_quotas = [
+        (one.name, one.place, _number(one.needed), one.default, one.note) for one in plan.quotas
+    ]
+    yield _headed(
+        "Quotas to request, for what the autoscaler asks for at most",
+        _table(("quota", "of", "needed", "default", ""), rows_of_quotas),
+    )
+    yield _headed(
+        "A month, in US dollars: at the mean, and with the machines of the peak all month",
+        _costs(plan),
+    )
+    if plan.notes:
+        yield _headed("Notes", "\n".join(f"  - {note}" for note in plan.notes))
+    rows_of_sources = [
+        (name, str(one.dated or "undated"), str(one.seen), one.url)
+        for name, one in plan.sources.items()
+    ]
+    yield _headed("Prices", _table(("source", "dated", "seen", "where"), rows_of_sources))
+
+
+_CHANGE_HEADS = ("file", "setting", "now", "set to")
+
+
+def _headed(head: str, body: str) -> str:
+    return f"{head}\n{body}"
+
+
+def _table(heads: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    return table(heads, rows)
+
+
+def _models(plan: DeployPlan) -> str:
+    heads = (
+        "model",
+        "region",
+        "peak/s",
+        "hits",
+        "s/item",
+        "batch",
+        "answer s",
+        "held",
+        "processes",
+        "pods",
+        "most",
+        "GPU class",
+    )
+    rows = [
+        (
+            one.model.name,
+            one.region,
+            _number(one.requests_peak_per_s),
+            f"{one.rate.hit_share:.0%}",
+            _number(one.service_s) if one.rate.item_s else "-",
+            one.batch,
+            _number(one.answer_s) if one.processes_peak else "-",
+            one.held_jobs,
+            f"{one.processes_mean}-{one.processes_peak}",
+            f"{one.pods_mean}-{one.pods_peak}",
+            one.pods_most,
+            "none"
+            if one.model.gpu.type == "none"
+            else f"{one.model.gpu.type}, 1/{one.model.gpu.share}",
+        )
+        for one in _workers(plan)
+    ]
+    measured = dict.fromkeys(
+        _measured(one) for one in _workers(plan) if one.rate.item_s is not None
+    )
+    shared = dict.fromkeys(_shared(one) for one in _workers(plan) if one.group.is_shared)
+    return "\n".join([table(heads, rows), *shared, *measured])
+
+
+def _shared(one: Workers) -> str:
+    names = ", ".join(model.name for model in one.group.models)
+    return f"  {names}: the same processes and pods, workers {one.group.name!r}"
+
+
+def _measured(one: Workers) -> str:
+    rate = one.rate
+    shared = "" if one.model.gpu.type == "none" else f", {rate.measured_share} to a GPU"
+    return f"  {one.model.name}: {rate.item_s:g} s an item{shared}: {rate.measured}"
+
+
+def _workers(plan: DeployPlan) -> list[Workers]:
+    return [one for site in plan.sites for one in site.workers]
+
+
+def _nodes(plan: DeployPlan) -> str:
+    rows: list[tuple[Any, ...]] = []
+    for site in plan.sites:
+        for pool in site.pools:
+            rows += _pool_rows(plan, site, pool)
+        general = plan.platform.nodes.general
+        rows.append(
+            (
+                site.region,
+                "general",
+                general.machine_type,
+                f"{site.general_mean}-{site.general_peak}",
+                site.general_most,
+                general.max,
+            )
+        )
+    return table(("region", "pool", "machine", "nodes", "most", "max"), rows)
+
+
+def _pool_rows(plan: DeployPlan, site: Site, pool: Pool) -> Iterator[tuple[Any, ...]]:
+    """First where the nodes are meant to be, then what takes over."""
+    nodes = plan.platform.nodes
+    variables = plan.platform.regions[site.region]
+    most = plan.platform.regions[site.region].max_gpus or nodes.max_gpus
+    counts, highest = f"{pool.nodes_mean}-{pool.nodes_peak}", pool.nodes_most
+    bound: object = "ComputeClass" if nodes.compute_classes else most
+    instead = f"0-{pool.nodes_peak}, when out of stock"
+    if pool.gpu.provisioning == "flex-start":
+        yield (
+            site.region,
+            pool.name,
+            pool.machine_type,
+            f"{counts}, once there is capacity",
+            highest,
+            bound,
+        )
+        return
+    if pool.gpu.type in variables.reservations:
+        yield site.region, f"{pool.name}-reserved", pool.machine_type, "what is reserved", "", bound
+    if nodes.spot:
+        yield site.region, f"{pool.name}-spot", pool.machine_type, counts, highest, bound
+    if pool.node.on_demand:
+        yield (
+            site.region,
+            pool.name,
+            pool.machine_type,
+            instead if nodes.spot else counts,
+            highest,
+            bound,
+        )
+    overflow = plan.platform.overflow_in(site.region)
+    if overflow not in (None, pool.gpu.type):
+        yield (
+            site.region,
+            f"{pool.name}-on-{overflow}",
+            f"with {overflow}",
+            instead,
+            highest,
+            bound,
+        )
+
+
+def _api(plan: DeployPlan) -> str:
+    api = plan.platform.api
+    heads = ("region", "instances", "min", "max", "concurrency", "CPU", "memory")
+    values = (api.min_instances, api.max_instances, api.concurrency, f"{api.cpu:g}", api.memory)
+    rows = [(site.region, f"{site.api_mean}-{site.api_peak}", *values) for site in plan.sites]
+    return table(heads, rows)
+
+
+def _pubsub(plan: DeployPlan) -> str:
+    inboxes = plan.platform.inboxes
+    count = inboxes.per_region * len(plan.sites)
+    return (
+        f"  {len(plan.topics)} topics, {len(plan.subscriptions)} subscriptions; of these "
+        f"{count} inboxes with a direct subscription and {inboxes.made_slots} slots each: "
+        f"{count * inboxes.subscriptions} subscriptions"
+    )
+
+
+def _costs(plan: DeployPlan) -> str:
+    heads = ("item", "place", "amount", "unit", "mean", "peak", "source")
+    rows = [
+        (
+            one.item,
+            one.place,
+            _amount(one),
+            one.unit,
+            _usd(one.mean_usd),
+            _usd(one.peak_usd),
+            _origin(one),
+        )
+        for one in plan.costs
+    ]
+    mean, peak = totals(plan.costs)
+    missing = list(without_price(plan.costs))
+    rows.append(
+        (
+            "total of what has a price",
+            "",
+            "",
+            "",
+            _usd(mean),
+            _usd(peak),
+            f"{len(missing)} rows have none",
+        )
+    )
+    lines = [table(heads, rows)]
+    if plan.platform.nodes.spot and plan.on_demand_usd is not None:
+        lines.append(
+            f"  the GPU nodes on demand instead: {_usd(plan.on_demand_usd[0])} - "
+            f"{_usd(plan.on_demand_usd[1])}"
+        )
+    lines.append(
+        "  not in the table: persistence and backups of Memorystore, operations on large inputs "
+        "and results, functions, logs, metrics, secrets, image registry, traffic between regions, "
+        "tax"
+    )
+    return "\n".join(lines)
+
+
+def _origin(cost: Cost) -> str:
+    return (
+        cost.source or cost.lacks or (f"no price {cost.price_key}" if cost.mean_usd is None else "")
+    )
+
+
+def _amount(cost: Cost) -> str:
+    if cost.mean is None or cost.peak is None:
+        return "-"
+    return (
+        _number(cost.mean)
+        if cost.mean == cost.peak
+        else f"{_number(cost.mean)}-{_number(cost.peak)}"
+    )
+
+
+def _usd(value: float | None) -> str:
+    return "no price" if value is None else f"{value:,.2f}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def plan_as_json(plan: DeployPlan) -> str:
+    """The plan with every name and figure. `tfvars` has the changed variables."""
+    document = {
+        "models": [_model_document(one) for one in _workers(plan)],
+        "regions": [_site_document(site) for site in plan.sites],
+        "topics": plan.topics,
+        "subscriptions": plan.subscriptions,
+        "gpu_pools": list(dict.fromkeys(name for names in plan.pools.values() for name in names)),
+        "changes": [vars(one) for one in plan.changes],
+        "tfvars": plan.platform.model_dump(mode="json"),
+        "quotas": [vars(one) for one in plan.quotas],
+        "costs": [vars(one) for one in plan.costs],
+        "total_usd": dict(zip(("mean", "peak"), totals(plan.costs), strict=True)),
+        "without_price": [one.price_key for one in without_price(plan.costs)],
+        "notes": plan.notes,
+        "sources": {name: source.model_dump(mode="json") for name, source in plan.sources.items()},
+    }
+    return json.dumps(document, indent=2)
+
+
+def _model_document(one: Workers) -> dict[str, Any]:
+    others = ("group", "model", "rate")
+    figures = {name: value for name, value in vars(one).items() if name not in others}
+    return (
+        {"model": one.model.name, "workers": one.group.name, "gpu": one.model.gpu.model_dump()}
+        | figures
+        | {"rate": one.rate.model_dump()}
+    )
+
+
+def _site_document(site: Site) -> dict[str, Any]:
+    pools = [
+        {
+            "pool": pool.name,
+            "machine_type": pool.machine_type,
+            "nodes_mean": pool.nodes_mean,
+            "nodes_peak": pool.nodes_peak,
+            "nodes_most": pool.nodes_most,
+        }
+        for pool in site.pools
+    ]
+    figures = {
+        name: value for name, value in vars(site).items() if name not in ("workers", "pools")
+    }
+    return figures | {"pools": pools}
+
+
+Words = list[str] | None
+
+app = typer.Typer(
+    help="What a deployment needs, before any apply.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich" if sys.stdout.isatty() else None,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the plan. Returns 0, 1 if a file or value is wrong, 2 if the usage is wrong."""
+    try:
+        app(argv, prog_name="penstock deploy")
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+@app.callback()
+def _deploy() -> None:
+    """Makes `plan` a command, not the program."""
+
+
+@app.command()
+def plan(
+    models: Annotated[Path, typer.Option(metavar="FILE", help="the catalog")] = Path("models.yaml"),
+    rates: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="rates of all models; tools/planning/rates.example.yaml"),
+    ] = None,
+    rate: Annotated[
+        Words, typer.Option(metavar="MODEL=MEAN[:PEAK]", help="requests per second of one model")
+    ] = None,
+    seconds: Annotated[
+        Words,
+        typer.Option(metavar="MODEL=SECONDS", help="of a worker for one item, with --rate"),
+    ] = None,
+    tfvars: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="variables of infra/terraform/platform, .tfvars.json"),
+    ] = None,
+    region: Annotated[
+        Words, typer.Option(metavar="REGION ...", help="instead of the variable `regions`")
+    ] = None,
+    more_regions: Annotated[Words, typer.Argument(hidden=True, metavar="REGION")] = None,
+    prices: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="prices that replace those of infra/terraform/prices.yaml",
+        ),
+    ] = None,
+    broker_round_trip: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="to the broker and back; default: broker_round_trip_s of the rates, or "
+            f"{BROKER_ROUND_TRIP_S:g}, which is within a region",
+        ),
+    ] = None,
+    buffer: Annotated[
+        int, typer.Option(help="places kept warm per GPU class")
+    ] = Deployment.model_fields["buffer"].default,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print every name and figure as JSON, for a program")
+    ] = False,
+) -> None:
+    """Plan GPUs, nodes, subscriptions, quotas and monthly cost for the expected rates."""
+    if (rates is None) == (not rate):
+        raise typer.BadParameter("give either --rates or --rate")
+    if more_regions and not region:
+        raise typer.BadParameter(f"unexpected: {' '.join(more_regions)}")
+    regions = [*(region or []), *(more_regions or [])]
+    try:
+        rates_ = _rates(models, rates, rate or [], seconds or [])
+        if broker_round_trip is not None:
+            rates_ = at_distance(rates_, broker_round_trip)
+        deploy_plan = _plan(read_catalog(models), rates_, tfvars, regions, prices, buffer)
+    except ConfigurationError as error:
+        typer.echo(f"penstock deploy plan: {error.message}", err=True)
+        raise typer.Exit(1) from error
+    print(plan_as_json(deploy_plan) if as_json else text(deploy_plan))
+
+
+def _rates(
+    models: Path, rates_file: Path | None, rate: list[str], seconds: list[str]
+) -> DemandRates:
+    catalog = read_catalog(models)
+    if rates_file is None:
+        return rates_of_words(rate, seconds, catalog)
+    if seconds:
+        raise ConfigurationError(
+            "--seconds goes with --rate; a file of rates has seconds_per_item", field="seconds"
+        )
+    return read_rates(rates_file, catalog)
+
+
+def _plan(
+    catalog: Catalog,
+    rates: DemandRates,
+    tfvars: Path | None,
+    regions: list[str],
+    prices: Path | None,
+    buffer: int,
+) -> DeployPlan:
+    if buffer < 0:
+        raise ConfigurationError("--buffer: 0 or more", field="buffer")
+    platform = read_platform(tfvars)
+    if regions:
+        platform = platform.in_regions(list(dict.fromkeys(regions)))
+    return make_plan(catalog, rates, platform, read_prices(prices), read_gpu_types(), buffer)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

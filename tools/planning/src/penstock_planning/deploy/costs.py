@@ -1,0 +1,370 @@
+"""The monthly cost table: each row an amount, and its cost if its price is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock_planning.deploy.platform_variables import Platform
+from penstock_planning.deploy.prices import Prices
+from penstock_planning.deploy.reply_costs import THROUGHPUT, billed_tib, replies_tib, reply_times
+from penstock_planning.deploy.sizing import Pool, Site, once
+from penstock_planning.deploy.topology import redis
+from penstock_planning.deploy.volumes import DAYS, HOURS, SECONDS, Volume, row_days
+from shared.catalog_entry import Replies
+from shared.usage.senders import ObjectSender
+from shared.usage.writer import BATCH_ROWS
+
+GIB = 2**30
+MIN_ROW_BYTES = 1024
+GENERAL_DISK_GIB = 50
+"""Boot disk, as infra/terraform/modules/cluster/nodes.tf has it. Others are in gpus.yaml."""
+SIDECAR_CPU, SIDECAR_GIB = 0.5, 0.25
+"""The API's sidecar that collects metrics (infra/terraform/modules/region/api.tf)."""
+RUNNER_CPU = 1
+"""CPUs of a runner of batches (infra/terraform/platform/batches.tf)."""
+ARCHIVE_CPU = 1
+"""CPUs of the row archive (infra/terraform/platform/row_archive.tf)."""
+ARCHIVE_TABLES = 3
+"""Tables of which each pass of the archive lists the objects (infra/row_archive/__main__.py)."""
+ARCHIVE_DAYS_MORE, ARCHIVE_DELETED_DAYS = 3, 7
+"""Days that the archive keeps rows for longer than BigQuery, and what is deleted is billed
+(infra/terraform/platform/row_archive.tf).
+"""
+PASS_WRITES, PASS_READS = 3, 2
+"""Of a pass that has rows, besides a listing and its objects: its list is written twice, and a
+file. Read are the list, and the file when its day is merged (infra/row_archive/archive.py).
+"""
+ARMOR_RULES = 4
+"""Rules of the policy (infra/terraform/platform/balancer.tf)."""
+REPLIES: Mapping[Replies, str] = {"direct": "direct replies", "slots": "replies to slots"}
+JOB_DELIVERIES = 2
+"""A job goes to the workers' subscription and to that of `batch` priority.
+
+What a filter drops is billed too (docs.cloud.google.com/pubsub/docs/subscription-message-filter).
+"""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One row: at the mean rate, and were the peak held for all of the month.
+
+    Without an amount, `lacks` names the missing input.
+    """
+
+    item: str
+    place: str
+    unit: str
+    price_key: str
+    mean: float | None
+    peak: float | None
+    mean_usd: float | None
+    peak_usd: float | None
+    source: str
+    lacks: str = ""
+
+
+def cost_table(
+    sites: Sequence[Site], volumes: Sequence[Volume], platform: Platform, prices: Prices
+) -> list[Cost]:
+    """All rows: of each region, then of what the regions share."""
+    bill = _Bill(prices)
+    for site in sites:
+        _region(bill, site, platform)
+    _runners(bill, platform)
+    if platform.domain is not None:
+        _balancer(bill, volumes)
+    _messages(bill, volumes, platform)
+    _rows(bill, sites, volumes, platform)
+    _objects(bill, volumes, platform)
+    _answers(bill, sites, volumes, platform)
+    return bill.rows
+
+
+class _Bill:
+    """Looks prices up while rows are added.
+
+    Rows of one price share its free amount and its steps.
+    """
+
+    def __init__(self, prices: Prices) -> None:
+        self._prices = prices
+        self._billed: dict[tuple[str, str], list[float]] = {}
+        self.rows: list[Cost] = []
+
+    def add(
+        self,
+        item: str,
+        place: str,
+        unit: str,
+        key: str,
+        mean: float | None,
+        peak: float | None = None,
+        lacks: str = "",
+    ) -> None:
+        price = self._prices.prices.get(key)
+        most = mean if peak is None else peak
+        before = self._billed.setdefault((key, place), [0.0, 0.0])
+        costs: list[float | None] = []
+        for column, amount in enumerate((mean, most)):
+            if not amount:
+                costs.append(amount)  # nothing costs nothing, whatever its price
+                continue
+            if price is None:
+                costs.append(None)
+                continue
+            costs.append(price.cost_usd(place, amount, before[column]))
+            before[column] += amount
+        source = price.source if price is not None and costs[0] is not None else ""
+        self.rows.append(
+            Cost(item, place, unit, key, mean, most, costs[0], costs[1], source, lacks)
+        )
+
+
+def _region(bill: _Bill, site: Site, platform: Platform) -> None:
+    place = site.region
+    for pool in site.pools:
+        kind = _kind(pool, platform)
+        name = f"GPU nodes {pool.name}, {kind.replace('-', ' ')}"
+        bill.add(
+            name,
+            place,
+            "hour",
+            _machine(pool, kind),
+            pool.nodes_mean * HOURS,
+            pool.nodes_peak * HOURS,
+        )
+    bill.add(
+        "general nodes",
+        place,
+        "hour",
+        f"machine/{platform.nodes.general.machine_type}/on-demand",
+        site.general_mean * HOURS,
+        site.general_peak * HOURS,
+    )
+    for type_, (mean, peak, _) in disks_gib(site).items():
+        bill.add(f"boot disks of nodes, {type_}", place, "GiB-month", f"disk/{type_}", mean, peak)
+    bill.add("GKE, cluster", place, "hour", "gke/cluster", HOURS)
+    cpu, memory = platform.api.cpu + SIDECAR_CPU, platform.api.memory_gib + SIDECAR_GIB
+    mean_s, peak_s = site.api_mean * SECONDS, site.api_peak * SECONDS
+    bill.add("API on Cloud Run, CPU", place, "vCPU-second", "run/cpu", cpu * mean_s, cpu * peak_s)
+    bill.add(
+        "API on Cloud Run, memory",
+        place,
+        "GiB-second",
+        "run/memory",
+        memory * mean_s,
+        memory * peak_s,
+    )
+    for one in redis(platform):
+        if one.region == place:
+            key = f"memorystore/{one.node_type}"
+            bill.add(f"Memorystore of the {one.use}", place, "node-hour", key, one.nodes * HOURS)
+    bill.add("Cloud NAT, gateway", place, "hour", "nat/gateway", HOURS)
+
+
+def _runners(bill: _Bill, platform: Platform) -> None:
+    """Runners of batches, a worker pool of Cloud Run in the home region."""
+    batches, place = platform.batches, platform.home
+    if batches.instances:
+        seconds = batches.instances * SECONDS
+        cpu, memory = RUNNER_CPU * seconds, batches.memory_gib * seconds
+        bill.add("batches on Cloud Run, CPU", place, "vCPU-second", "run-pool/cpu", cpu)
+        bill.add("batches on Cloud Run, memory", place, "GiB-second", "run-pool/memory", memory)
+
+
+def _balancer(bill: _Bill, volumes: Sequence[Volume]) -> None:
+    """What a domain costs besides the data."""
+    requests = sum(one.requests for one in volumes) / 1e6
+    bill.add("load balancer, forwarding rule", "", "hour", "balancer/rule", HOURS)
+    bill.add("Cloud Armor, policy", "", "month", "armor/policy", 1)
+    bill.add("Cloud Armor, rules", "", "month", "armor/rule", ARMOR_RULES)
+    bill.add("Cloud Armor, requests", "", "million", "armor/requests", requests)
+
+
+def disks_gib(site: Site) -> dict[str, tuple[float, float, float]]:
+    """Boot disks of a region's nodes at the mean and the peak, and at most, by disk type."""
+    general = (site.general_mean, site.general_peak, site.general_most)
+    disks = [("pd-balanced", GENERAL_DISK_GIB, general)]
+    for pool in site.pools:
+        nodes = (pool.nodes_mean, pool.nodes_peak, pool.nodes_most)
+        disks.append((pool.node.disk_type, pool.node.disk_gb, nodes))
+    totals: dict[str, tuple[float, float, float]] = {}
+    for type_, size_gib, (mean, peak, most) in disks:
+        before = totals.get(type_, (0, 0, 0))
+        totals[type_] = (
+            before[0] + size_gib * mean,
+            before[1] + size_gib * peak,
+            before[2] + size_gib * most,
+        )
+    return totals
+
+
+def _kind(pool: Pool, platform: Platform) -> str:
+    if pool.gpu.provisioning == "flex-start":
+        return "flex-start"
+    return "spot" if platform.nodes.spot else "on-demand"
+
+
+def _machine(pool: Pool, kind: str) -> str:
+    return f"machine/{pool.machine_type}/{kind}"
+
+
+def on_demand_usd(sites: Sequence[Site], prices: Prices) -> tuple[float, float] | None:
+    """The cost of GPU nodes without spot nodes, at mean and peak. None if a price is missing."""
+    total = [0.0, 0.0]
+    for pool in (pool for site in sites for pool in site.pools):
+        price = prices.prices.get(_machine(pool, "on-demand"))
+        for place, nodes in enumerate((pool.nodes_mean, pool.nodes_peak)):
+            cost = None if price is None else price.cost_usd(pool.region, nodes * HOURS)
+            if cost is None:
+                return None
+            total[place] += cost
+    return total[0], total[1]
+
+
+def _messages(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
+    """Publish and each delivery are billed."""
+    times = 1 + JOB_DELIVERIES
+    jobs = {
+        one.model: None if one.job_bytes is None else billed_tib(one.jobs, one.job_bytes, times)
+        for one in volumes
+    }
+    _traffic(bill, "jobs", times, jobs, "input_bytes")
+    for replies, name in REPLIES.items():
+        billed = {
+            one.model: replies_tib(one, replies, platform)
+            for one in volumes
+            if one.replies == replies
+        }
+        _traffic(bill, name, reply_times(replies, platform), billed, "output_bytes")
+
+
+def _traffic(
+    bill: _Bill, name: str, times: int, billed_tib_of: Mapping[str, float | None], field: str
+) -> None:
+    known = [amount for amount in billed_tib_of.values() if amount is not None]
+    unknown = [model for model, amount in billed_tib_of.items() if amount is None]
+    deliveries = "1 delivery" if times == 2 else f"{times - 1} deliveries"
+    item = f"Pub/Sub, {name}: 1 publish, {deliveries}"
+    amount = None if unknown else sum(known, 0.0)
+    bill.add(item, "", "TiB", THROUGHPUT, amount, lacks=_give(field, unknown))
+
+
+def _rows(
+    bill: _Bill, sites: Sequence[Site], volumes: Sequence[Volume], platform: Platform
+) -> None:
+    place = platform.dataset_location
+    if platform.rows.archive:
+        _archive(bill, sites, volumes, platform)
+    else:
+        inserted = sum(one.items * max(MIN_ROW_BYTES, one.row_bytes) for one in volumes)
+        bill.add("BigQuery, rows inserted", place, "200 MB", "bigquery/insert", inserted / 200e6)
+    kept = sum(one.items * one.row_bytes for one in volumes) * row_days() / DAYS
+    bill.add(
+        f"BigQuery, rows of {row_days():g} days", place, "GiB-month", "bigquery/storage", kept / GIB
+    )
+
+
+def _archive(
+    bill: _Bill, sites: Sequence[Site], volumes: Sequence[Volume], platform: Platform
+) -> None:
+    """Rows by way of a bucket: the process, its objects, and load jobs instead of inserts."""
+    home, place = platform.home, platform.storage_location
+    cpu, memory = ARCHIVE_CPU + SIDECAR_CPU, platform.rows.memory_gib + SIDECAR_GIB
+    bill.add("row archive on Cloud Run, CPU", home, "vCPU-second", "run/cpu", cpu * SECONDS)
+    bill.add("row archive on Cloud Run, memory", home, "GiB-second", "run/memory", memory * SECONDS)
+    rows = sum(one.items for one in volumes)
+    writers = (
+        platform.batches.instances
+        + sum(site.api_mean + sum(one.pods_mean for one in once(site.workers)) for site in sites),
+        platform.batches.instances
+        + sum(site.api_peak + sum(one.pods_peak for one in once(site.workers)) for site in sites),
+    )
+    passes = ARCHIVE_TABLES * SECONDS / platform.rows.every_s
+    # An object has what came in the linger time, and at most a batch. None is empty.
+    mean, peak = (
+        min(rows, count * SECONDS / ObjectSender.linger_s + rows / BATCH_ROWS) for count in writers
+    )
+    days_kept = row_days() + ARCHIVE_DAYS_MORE
+    listings = passes + days_kept * ARCHIVE_TABLES * DAYS  # each day looks for days to merge
+    writes, reads = listings + PASS_WRITES * passes, PASS_READS * passes
+    bill.add(
+        "row archive, objects written and listed",
+        place,
+        "1,000",
+        "objects/write",
+        (mean + writes) / 1000,
+        (peak + writes) / 1000,
+    )
+    bill.add(
+        "row archive, objects read",
+        place,
+        "1,000",
+        "objects/read",
+        (mean + reads) / 1000,
+        (peak + reads) / 1000,
+    )
+    # Deleted are what writers put, and the small files of each day once they are merged.
+    packed = sum(one.items * one.packed_row_bytes for one in volumes) / DAYS / GIB
+    item = f"row archive, rows of {days_kept:g} days and what was deleted"
+    days = days_kept + 2 * ARCHIVE_DELETED_DAYS
+    bill.add(item, place, "GiB-month", "objects/storage", packed * days)
+    bill.add("BigQuery, load jobs", platform.dataset_location, "job", "bigquery/load", passes)
+
+
+def _objects(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
+    place, days = platform.storage_location, platform.objects_days
+    unknown = [one.model for one in volumes if one.results_bytes is None]
+    inputs = sum(one.inputs_bytes for one in volumes) * days.inputs / DAYS / GIB
+    bill.add(f"large inputs of {days.inputs} days", place, "GiB-month", "objects/storage", inputs)
+    results = (
+        None
+        if unknown
+        else sum(one.results_bytes or 0.0 for one in volumes) * days.results / DAYS / GIB
+    )
+    lacks = _give("output_bytes", unknown)
+    bill.add(
+        f"large results of {days.results} days",
+        place,
+        "GiB-month",
+        "objects/storage",
+        results,
+        lacks=lacks,
+    )
+
+
+def _answers(
+    bill: _Bill, sites: Sequence[Site], volumes: Sequence[Volume], platform: Platform
+) -> None:
+    unknown = [one.model for one in volumes if one.answered_bytes is None]
+    lacks = _give("output_bytes", unknown)
+    total = None if unknown else sum(one.answered_bytes or 0.0 for one in volumes) / GIB
+    unasked = [one.model for one in volumes if one.asked_bytes is None]
+    lacks_asked = _give("input_bytes", unasked)
+    asked = None if unasked else sum(one.asked_bytes or 0.0 for one in volumes) / GIB
+    for site in sites:
+        amount = None if total is None else total * site.share
+        bill.add(
+            "answers to the internet", site.region, "GiB", "egress/internet", amount, lacks=lacks
+        )
+        if platform.domain is not None:
+            data = "load balancer, requests and answers"
+            total_gib = None if amount is None or asked is None else amount + asked * site.share
+            bill.add(
+                data, site.region, "GiB", "balancer/data", total_gib, lacks=lacks or lacks_asked
+            )
+
+
+def _give(field: str, models: Sequence[str]) -> str:
+    return f"give {field} of {', '.join(models)}" if models else ""
+
+
+def totals(rows: Sequence[Cost]) -> tuple[float, float]:
+    """The sums of what has a price, at mean and peak."""
+    return sum(row.mean_usd or 0.0 for row in rows), sum(row.peak_usd or 0.0 for row in rows)
+
+
+def without_price(rows: Sequence[Cost]) -> Iterator[Cost]:
+    """The rows that have none, and so are missing from the totals."""
+    return (row for row in rows if row.mean_usd is None)

@@ -1,0 +1,66 @@
+"""`python -m penstock_planning.deploy.gpu_prices`: writes the `gpu_prices` view from the prices.
+
+To be run after a change of prices.yaml or gpus.yaml. A test compares them. A node has one GPU, so
+the price of its machine is that of the GPU plus those of its cores and memory.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import infra
+from infra.kubernetes.deployment import GpuType, read_gpu_types
+from penstock_planning.deploy.prices import Prices, read_prices
+
+VIEW_FILE = Path(infra.__file__).parent / "bigquery" / "views" / "gpu_prices.sql"
+KINDS = {"on-demand": False, "spot": True}
+ALWAYS = dt.date(1970, 1, 1)
+"""Start of a machine's oldest price, as no older one is known."""
+_HEAD = """\
+-- Made by penstock_planning.deploy.gpu_prices from prices.yaml and gpus.yaml. Change those.
+-- What an hour of a node with one GPU costs, in US dollars before discounts. The price of an hour
+-- is the one with the last valid_from up to it. The oldest one also stands for the time before.
+"""
+
+
+class GpuPrice(NamedTuple):
+    """The price of an hour of a node with one GPU in a region, from a day on (UTC)."""
+
+    gpu_type: str
+    spot: bool
+    region: str
+    usd_per_hour: float
+    valid_from: dt.date
+
+
+def gpu_prices(prices: Prices, gpu_types: Mapping[str, GpuType]) -> Iterator[GpuPrice]:
+    """The prices of all GPU types that have some. Stepped prices are not of machines."""
+    for gpu_type, node in gpu_types.items():
+        for kind, spot in KINDS.items():
+            price = prices.prices.get(f"machine/{node.machine_type}/{kind}")
+            if price is None:
+                continue
+            for number, (since, usd) in enumerate(price.history()):
+                for region, hourly in usd.items():
+                    if not isinstance(hourly, tuple):
+                        yield GpuPrice(gpu_type, spot, region, hourly, since if number else ALWAYS)
+
+
+def view_sql(prices: Prices, gpu_types: Mapping[str, GpuType]) -> str:
+    """The GoogleSQL of the view."""
+    skus = list(gpu_prices(prices, gpu_types))
+    first, *others = (
+        f"SELECT '{one.gpu_type}', {str(one.spot).upper()}, '{one.region}', "
+        f"{one.usd_per_hour!r}, TIMESTAMP '{one.valid_from} 00:00:00+00'"
+        for one in skus
+    )
+    names = GpuPrice._fields
+    named = [f"{value} AS {name}" for value, name in zip(first[7:].split(", "), names, strict=True)]
+    return _HEAD + "\nUNION ALL ".join(["SELECT " + ", ".join(named), *others]) + "\n"
+
+
+if __name__ == "__main__":
+    VIEW_FILE.write_text(view_sql(read_prices(), read_gpu_types()), encoding="utf-8")

@@ -1,0 +1,468 @@
+"""`penstock deploy plan`: sizes a deployment from catalog, rates, variables and prices.
+
+A plan also has its quotas and limits: amounts to request, and known defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from infra.kubernetes.deployment import GpuType
+from infra.kubernetes.placement import check_gpu_memory, memory_mib, processes_of
+from penstock_planning.deploy.costs import (
+    SIDECAR_CPU,
+    SIDECAR_GIB,
+    Cost,
+    cost_table,
+    disks_gib,
+    on_demand_usd,
+)
+from penstock_planning.deploy.platform_variables import (
+    INBOX_STRIDE,
+    MAX_REPLY_SUBSCRIPTIONS,
+    Platform,
+    Region,
+)
+from penstock_planning.deploy.prices import Prices, Source
+from penstock_planning.deploy.rates import DemandRates, ModelRate
+from penstock_planning.deploy.reply_costs import reply_notes
+from penstock_planning.deploy.sizing import (
+    Site,
+    inboxes_for,
+    once,
+    size_site,
+    size_workers,
+)
+from penstock_planning.deploy.topology import gpu_pools, redis, subscriptions, topics
+from penstock_planning.deploy.volumes import Volume, volume
+from shared.catalog import Catalog, Model
+from shared.errors import ConfigurationError
+
+UNKNOWN = "unknown"
+RUN_QUOTAS = "depends on the region; cloud.google.com/run/docs/configuring/max-instances-limits"
+SUBSCRIPTIONS_OF_A_TOPIC = 10_000
+"""docs.cloud.google.com/bigquery/docs/analytics-hub-introduction, limitations."""
+SUBSCRIPTIONS_OF_A_PROJECT = 10_000
+"""The quota of infra/terraform/platform/variables.tf, from old copies of Pub/Sub's quota page."""
+INSERT_MB_PER_S = {"EU": 1000, "US": 1000}
+"""Else 300 (docs.cloud.google.com/bigquery/quotas)."""
+
+
+@dataclass(frozen=True)
+class CloudQuota:
+    """One quota: where it holds, how much is needed, and the default if a source says one."""
+
+    name: str
+    place: str
+    needed: float
+    default: str
+    note: str = ""
+
+
+def quotas(
+    sites: Sequence[Site],
+    platform: Platform,
+    volumes: Sequence[Volume],
+    gpus: dict[str, GpuType],
+    topic_count: int,
+    subscription_count: int,
+) -> list[CloudQuota]:
+    """The quotas to request before the first apply: of each region, then of the project.
+
+    They hold what the autoscaler asks for at most, not only what the peak needs on average.
+    """
+    quotas = [quota for site in sites for quota in _region(site, platform, gpus)]
+    total = sum(pool.nodes_most for site in sites for pool in site.pools)
+    if total:
+        quotas.append(CloudQuota("GPUS_ALL_REGIONS", "project", total, UNKNOWN, "spot or not"))
+    limit = str(SUBSCRIPTIONS_OF_A_PROJECT)
+    quotas.append(
+        CloudQuota("Pub/Sub topics", "project", topic_count, limit, "of older copies of the page")
+    )
+    quotas.append(
+        CloudQuota(
+            "Pub/Sub subscriptions",
+            "project",
+            subscription_count,
+            limit,
+            "of older copies of the page",
+        )
+    )
+    per_topic = platform.inboxes.made_slots
+    quotas.append(
+        CloudQuota(
+            "Pub/Sub subscriptions of a topic", "inbox", per_topic, str(SUBSCRIPTIONS_OF_A_TOPIC)
+        )
+    )
+    rows_mb = sum(_peak_of(one.model, sites) * one.row_bytes for one in volumes) / 1e6
+    inserts = str(INSERT_MB_PER_S.get(platform.dataset_location, 300))
+    quotas.append(
+        CloudQuota("BigQuery inserts, MB/s", platform.dataset_location, round(rows_mb, 3), inserts)
+    )
+    if platform.domain is not None:
+        quotas.append(CloudQuota("static addresses", "global", 1, UNKNOWN, "of the load balancer"))
+    return quotas
+
+
+def _gpu_quotas(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterator[CloudQuota]:
+    for type_ in dict.fromkeys(pool.gpu.type for pool in site.pools):
+        pools = [pool for pool in site.pools if pool.gpu.type == type_]
+        flex = sum(pool.nodes_most for pool in pools if pool.gpu.provisioning == "flex-start")
+        nodes = sum(pool.nodes_most for pool in pools) - flex
+        metric = gpus[type_].quota
+        if gpus[type_].on_demand and nodes:
+            note = "takes over when spot is out" if platform.nodes.spot else ""
+            yield CloudQuota(metric, site.region, nodes, UNKNOWN, note)
+        # Flex-start nodes count as preemptible ones do.
+        if preemptible := flex + (nodes if platform.nodes.spot else 0):
+            yield CloudQuota(f"PREEMPTIBLE_{metric}", site.region, preemptible, UNKNOWN)
+    overflow = platform.overflow_in(site.region)
+    if overflow is not None:
+        nodes = sum(pool.nodes_most for pool in site.pools if pool.gpu.type != overflow)
+        yield CloudQuota(
+            gpus[overflow].quota,
+            site.region,
+            nodes,
+            UNKNOWN,
+            "overflow, were all others out of stock",
+        )
+
+
+def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterator[CloudQuota]:
+    yield from _gpu_quotas(site, platform, gpus)
+    nodes = sum(pool.nodes_most for pool in site.pools)
+    yield CloudQuota(
+        "vCPUs of Compute Engine",
+        site.region,
+        _vcpus(site, platform, gpus),
+        UNKNOWN,
+        "CPUS; A2_CPUS for A100 and A3_CPUS for H100",
+    )
+    yield CloudQuota("instances", site.region, nodes + site.general_most, UNKNOWN)
+    for disk_type, (*_, disks) in disks_gib(site).items():
+        name = "SSD_TOTAL_GB" if disk_type == "pd-balanced" else "HDB_TOTAL_GB"
+        yield CloudQuota(name, site.region, disks, UNKNOWN, f"boot disks are {disk_type}")
+    yield CloudQuota(
+        "IN_USE_ADDRESSES",
+        site.region,
+        1,
+        UNKNOWN,
+        "of Cloud NAT, which adds more as it needs; nodes have none",
+    )
+    # While a new revision starts the old one still runs.
+    instances = 2 * platform.api.max_instances
+    cpu = instances * (platform.api.cpu + SIDECAR_CPU)
+    yield CloudQuota("Cloud Run vCPUs", site.region, cpu, UNKNOWN, RUN_QUOTAS)
+    yield CloudQuota(
+        "Cloud Run GiB", site.region, instances * (platform.api.memory_gib + SIDECAR_GIB), UNKNOWN
+    )
+    nodes = sum(one.nodes for one in redis(platform) if one.region == site.region)
+    yield CloudQuota("Memorystore nodes", site.region, nodes, UNKNOWN)
+
+
+def _vcpus(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> int:
+    general = _said_by_name(platform.nodes.general.machine_type) * site.general_most
+    return general + sum(gpus[pool.gpu.type].vcpus * pool.nodes_most for pool in site.pools)
+
+
+def _said_by_name(machine: str) -> int:
+    tail = machine.rpartition("-")[2]
+    return int(tail) if tail.isdigit() else 0
+
+
+def _peak_of(model: str, sites: Sequence[Site]) -> float:
+    workers = [one for site in sites for one in site.workers if one.model.name == model]
+    return sum(one.requests_peak_per_s * one.rate.items_per_request for one in workers)
+
+
+AUTO_PROVISIONED_GPUS = 64
+"""GPUs of each type if ComputeClasses make the nodes
+(infra/terraform/modules/cluster/nodes.tf).
+"""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that is too low for what the autoscaler asks for at the peak."""
+
+    where: str
+    setting: str
+    now: int
+    needed: int
+
+
+@dataclass(frozen=True)
+class DeployPlan:
+    """The resources of an apply and their cost, with the changes that the peak requires."""
+
+    sites: tuple[Site, ...]
+    platform: Platform
+    changes: tuple[Change, ...]
+    topics: tuple[str, ...]
+    subscriptions: tuple[str, ...]
+    pools: dict[str, tuple[str, ...]]
+    """Terraform's GPU node pools, by region."""
+    quotas: tuple[CloudQuota, ...]
+    costs: tuple[Cost, ...]
+    on_demand_usd: tuple[float, float] | None
+    notes: tuple[str, ...]
+    sources: dict[str, Source]
+
+
+def make_plan(
+    catalog: Catalog,
+    rates: DemandRates,
+    platform: Platform,
+    prices: Prices,
+    gpus: dict[str, GpuType],
+    buffer: int = 1,
+) -> DeployPlan:
+    """The plan.
+
+    Args:
+        catalog: the models and their workers. Those without a rate are replicas.min.
+        platform: the variables of infra/terraform/platform.
+        gpus: infra/kubernetes/gpus.yaml.
+        buffer: places kept warm for each class of GPU nodes, as `python -m infra.kubernetes
+            --buffer`.
+
+    Raises:
+        ConfigurationError: rates, variables and catalog do not fit together. The message names the
+            field.
+    """
+    for group in catalog.worker_groups:
+        check_gpu_memory(group, gpus)
+    shares = _shares(rates, platform)
+    sites = tuple(
+        _site(name, share, catalog, rates, platform, gpus, buffer) for name, share in shares.items()
+    )
+    wanted, changes = _changed(platform, sites)
+    changes += _too_few_replicas(sites)
+    volumes = [
+        volume(model, rates.models.get(model.name, ModelRate(mean_per_s=0)))
+        for model in catalog.models
+    ]
+    made_topics, made_subscriptions = (
+        topics(catalog.deployed, wanted),
+        subscriptions(catalog.deployed, wanted),
+    )
+    costs = cost_table(sites, volumes, wanted, prices)
+    used = dict.fromkeys(cost.source for cost in costs if cost.source)
+    return DeployPlan(
+        sites=sites,
+        platform=wanted,
+        changes=tuple(changes),
+        topics=tuple(made_topics),
+        subscriptions=tuple(made_subscriptions),
+        pools={
+            site.region: tuple(gpu_pools(catalog.deployed, wanted, site.region, gpus))
+            for site in sites
+        },
+        quotas=tuple(
+            quotas(sites, wanted, volumes, gpus, len(made_topics), len(made_subscriptions))
+        ),
+        costs=tuple(costs),
+        on_demand_usd=on_demand_usd(sites, prices),
+        notes=(
+            *_notes(catalog, rates, wanted, sites),
+            *_memory_notes(catalog, rates, gpus),
+            *reply_notes(volumes, wanted, prices),
+        ),
+        sources={name: prices.sources[name] for name in used},
+    )
+
+
+def _shares(rates: DemandRates, platform: Platform) -> dict[str, float]:
+    if not rates.regions:
+        return dict.fromkeys(platform.regions, 1 / len(platform.regions))
+    if set(rates.regions) != set(platform.regions):
+        planned = ", ".join(sorted(platform.regions))
+        raise ConfigurationError(
+            f"rates: regions: {', '.join(sorted(rates.regions))} are not the regions of the plan: "
+            f"{planned}",
+            field="regions",
+        )
+    return {name: rates.regions[name] for name in platform.regions}
+
+
+def _site(
+    region: str,
+    share: float,
+    catalog: Catalog,
+    rates: DemandRates,
+    platform: Platform,
+    gpus: dict[str, GpuType],
+    buffer: int,
+) -> Site:
+    workers = [
+        one
+        for group in catalog.worker_groups
+        for one in size_workers(group, lambda model: _rate_of(model, rates), share, region, rates)
+    ]
+    return size_site(region, share, workers, rates, platform, gpus, buffer)
+
+
+def _rate_of(model: Model, rates: DemandRates) -> ModelRate:
+    """The load of its workers. If its canary is withdrawn, its stable workers get all of it."""
+    rate = rates.models.get(model.public_name, ModelRate(mean_per_s=0))
+    if not model.is_canary or model.canary is None:
+        return rate
+    share = model.canary.share
+    part = {"mean_per_s": rate.mean_per_s * share, "peak_per_s": rate.peak * share}
+    return rate.model_copy(update=part)
+
+
+def _changed(platform: Platform, sites: Sequence[Site]) -> tuple[Platform, list[Change]]:
+    """The variables that the autoscaler needs at the peak, and how they differ."""
+    changes: list[Change] = []
+
+    def at_least(setting: str, now: int, needed: int) -> int:
+        if needed > now:
+            changes.append(Change("tfvars", setting, now, needed))
+        return max(now, needed)
+
+    instances = at_least(
+        "api.max_instances", platform.api.max_instances, max(site.api_peak for site in sites)
+    )
+    inboxes = at_least(
+        "inboxes.per_region", platform.inboxes.per_region, _inboxes_of_region(instances, platform)
+    )
+    most_slots = max(1, MAX_REPLY_SUBSCRIPTIONS // (inboxes * len(sites)) - 1)
+    slots = _reduced_slots(platform, most_slots)
+    changes += [
+        Change("tfvars", f"inboxes.{name}", getattr(platform.inboxes, name), most_slots)
+        for name in slots
+    ]
+    nodes = platform.nodes
+    most = max(site.general_most for site in sites)
+    most = at_least("nodes.general.max", nodes.general.max, most)
+    general = nodes.general.model_copy(update={"max": most})
+    max_gpus, regions = _gpu_limits(platform, sites, at_least)
+    update = {
+        "api": platform.api.model_copy(update={"max_instances": instances}),
+        "inboxes": platform.inboxes.model_copy(update={"per_region": inboxes, **slots}),
+        "nodes": nodes.model_copy(update={"general": general, "max_gpus": max_gpus}),
+        "regions": regions,
+    }
+    return platform.model_copy(update=update), changes
+
+
+def _gpu_limits(
+    platform: Platform, sites: Sequence[Site], at_least: Callable[[str, int, int], int]
+) -> tuple[int, dict[str, Region]]:
+    """The limit of all regions, and the regions, some of which have one of their own."""
+    max_gpus, regions = platform.nodes.max_gpus, dict(platform.regions)
+    if platform.nodes.compute_classes:
+        return max_gpus, regions
+    needed = {
+        site.region: max((pool.nodes_most for pool in site.pools), default=0) for site in sites
+    }
+    common = [count for name, count in needed.items() if regions[name].max_gpus is None]
+    max_gpus = at_least("nodes.max_gpus", max_gpus, max(common, default=0))
+    for name, region in regions.items():
+        if region.max_gpus is not None:
+            limit = at_least(f"regions.{name}.max_gpus", region.max_gpus, needed[name])
+            regions[name] = region.model_copy(update={"max_gpus": limit})
+    return max_gpus, regions
+
+
+def _reduced_slots(platform: Platform, most_slots: int) -> dict[str, int]:
+    """The settings of slots that are above `most_slots`, with it as their value."""
+    said = {name: getattr(platform.inboxes, name) for name in ("slots", "kept_slots")}
+    return {
+        name: most_slots for name, value in said.items() if value is not None and value > most_slots
+    }
+
+
+def _inboxes_of_region(instances: int, platform: Platform) -> int:
+    needed = inboxes_for(instances, platform.batches.instances)
+    if needed > INBOX_STRIDE:
+        raise ConfigurationError(
+            f"api.max_instances: {instances} instances in a region need {needed} inboxes,"
+            f" and a region has {INBOX_STRIDE} at most; divide the load among more regions",
+            field="api.max_instances",
+        )
+    return needed
+
+
+def _too_few_replicas(sites: Sequence[Site]) -> list[Change]:
+    """A region's autoscaler makes replicas.max workers of a model at most."""
+    most: dict[str, tuple[int, int]] = {}
+    for one in (one for site in sites for one in once(site.workers)):
+        name = f"workers.{one.group.name}" if one.group.is_shared else one.model.name
+        most[name] = (one.group.replicas.max, max(one.pods_most, most.get(name, (0, 0))[1]))
+    return [
+        Change("models.yaml", f"{name}: replicas.max", now, needed)
+        for name, (now, needed) in most.items()
+        if needed > now
+    ]
+
+
+def _notes(
+    catalog: Catalog, rates: DemandRates, platform: Platform, sites: Sequence[Site]
+) -> list[str]:
+    notes = []
+    without = [model.name for model in catalog.models if model.name not in rates.models]
+    if without:
+        notes.append(f"no rate is given for {', '.join(without)}: planned without load")
+    if len(sites) > 1:
+        split = "evenly, as the rates name no regions" if not rates.regions else "as the rates say"
+        notes.append(
+            f"requests spread over the regions {split}; a region that takes another's as well "
+            "needs more"
+        )
+    if rates.api_requests_per_s is None:
+        notes.append(
+            "the API is sized by its concurrency alone; give api_requests_per_s, what one instance "
+            "takes"
+        )
+    notes += _distance_notes(rates, sites)
+    gpus: dict[str, int] = {}
+    for pool in (pool for site in sites for pool in site.pools):
+        key = f"{pool.gpu.type} in {pool.region}"
+        gpus[key] = gpus.get(key, 0) + pool.nodes_most
+    for place, count in gpus.items():
+        if platform.nodes.compute_classes and count > AUTO_PROVISIONED_GPUS:
+            notes.append(
+                f"{count} GPUs of {place}, but ComputeClasses may make {AUTO_PROVISIONED_GPUS} of "
+                "a type"
+            )
+    return notes
+
+
+def _memory_notes(catalog: Catalog, rates: DemandRates, gpus: dict[str, GpuType]) -> Iterator[str]:
+    """Yields the workers whose custom models took more memory than they have."""
+    for group in catalog.worker_groups:
+        if group.models[0].is_canary:
+            continue
+        peak = sum(_rate_of(model, rates).peak_memory_bytes or 0 for model in group.models)
+        processes = processes_of(group.models)
+        needed_mib, has_mib = processes * peak / 2**20, memory_mib(group.gpu, gpus)
+        if needed_mib > has_mib:
+            yield (
+                f"{group.name}: {processes} processes of a worker take up to {needed_mib:,.0f} MiB "
+                f"of memory, and it has {has_mib:,} MiB (infra/kubernetes/placement.py)"
+            )
+
+
+def _distance_notes(rates: DemandRates, sites: Sequence[Site]) -> list[str]:
+    """What the distance to the broker means for workers."""
+    with_load = [one for site in sites for one in site.workers if one.processes_peak]
+    if not with_load:
+        return []
+    round_trip_s = rates.broker_round_trip_s
+    most = max(with_load, key=lambda one: one.repeated_s)
+    notes = [
+        f"held: jobs of a priority in the hands of a worker's process, {round_trip_s:g} s from the "
+        f"broker and back; most work has one of {most.model.name}, which takes "
+        f"{most.repeated_s:.2g} s again if it dies"
+    ]
+    too_far = {one.model.name: one.most_busy for one in with_load if one.most_busy < 1}
+    for name, busy in too_far.items():
+        notes.append(
+            f"{name}: the broker is too far (broker_round_trip_s: {round_trip_s:g}): a worker "
+            f"holds at most a second of work beyond two batches, so it is busy {busy:.0%} of the "
+            "time at most; its workers are counted with that"
+        )
+    return notes

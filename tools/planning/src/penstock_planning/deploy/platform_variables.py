@@ -1,0 +1,285 @@
+"""The variables of infra/terraform/platform that size it, with Terraform's defaults and bounds.
+
+A file given here is the one that `terraform apply -var-file` takes, so that what is planned is what
+is applied.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+
+from infra.kubernetes.deployment import GpuReservation
+from penstock_planning.entry import Entry, explained
+from shared.catalog_entry import GpuTypeName
+from shared.errors import ConfigurationError
+
+MAX_REPLY_SUBSCRIPTIONS = 9000
+"""The limit of reply subscriptions, of a project's 10,000. Terraform has the same limit."""
+MAX_REGIONS = 16
+INBOX_STRIDE = 1000
+"""A region's inboxes are numbered from this times its index. Terraform has the same stride."""
+MEMORY = r"^[0-9.]+(Gi|Mi)$"
+INSTANCES_TO_INBOXES = 2
+"""Old and new revision of the API lease inboxes at the same time."""
+
+
+class _Variable(Entry):
+    # What sizes nothing is kept, so that the variables with the plan's changes can be applied as
+    # they are.
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+def _gib(memory: str) -> float:
+    return float(memory[:-2]) / (1 if memory.endswith("Gi") else 1024)
+
+
+class ApiVariable(_Variable):
+    """Terraform's `api`."""
+
+    KEPT: ClassVar = frozenset(
+        {
+            "idempotency_keep_s",
+            "image",
+            "keys_in_redis",
+            "max_in_flight",
+            "metrics_image",
+            "prediction_keep_s",
+            "timeout_s",
+        }
+    )
+    concurrency: int = Field(80, ge=1, le=1000)
+    cpu: float = Field(2, gt=0)
+    max_instances: int = Field(4, ge=1)
+    memory: str = Field("1Gi", pattern=MEMORY)
+    min_instances: int = Field(1, ge=1)
+
+    @property
+    def memory_gib(self) -> float:
+        """Memory of one instance's main container."""
+        return _gib(self.memory)
+
+
+class CacheVariable(_Variable):
+    """Terraform's `cache`."""
+
+    KEPT: ClassVar = frozenset({"backup_days", "engine_version", "from_backup", "maintenance"})
+    node_type: str = "STANDARD_SMALL"
+    replicas: int = Field(1, ge=0)
+
+
+class RecordsVariable(_Variable):
+    """Terraform's `records`: a Redis of their own, where several regions share them."""
+
+    KEPT: ClassVar = frozenset({"backup_days", "engine_version", "from_backup", "maintenance"})
+    apart: bool | None = None
+    node_type: str = "STANDARD_SMALL"
+    replicas: int = Field(1, ge=0)
+
+
+class FunctionsVariable(_Variable):
+    """Terraform's `functions`: a function is there as soon as its image is."""
+
+    dead_letters: dict[str, Any] | None = None
+    reports: dict[str, Any] | None = None
+    webhooks: dict[str, Any] | None = None
+
+
+class Inboxes(_Variable):
+    """Terraform's `inboxes`."""
+
+    per_region: int = Field(8, ge=1, le=INBOX_STRIDE)
+    slots: int = Field(8, ge=1, le=200)
+    kept_slots: int | None = Field(None, ge=1, le=200)
+
+    @property
+    def made_slots(self) -> int:
+        """Slots of each inbox that exist. Those above `slots` are of revisions that end soon."""
+        return self.slots if self.kept_slots is None else self.kept_slots
+
+    @property
+    def subscriptions(self) -> int:
+        """Subscriptions of each inbox: its slots, and one for direct replies."""
+        return self.made_slots + 1
+
+
+class BatchesVariable(_Variable):
+    """Terraform's `batches`: each runner leases an inbox, as an instance of the API does."""
+
+    instances: int = Field(0, ge=0)
+    memory: str = Field("1Gi", pattern=MEMORY)
+
+    @property
+    def memory_gib(self) -> float:
+        """Memory of one runner."""
+        return _gib(self.memory)
+
+
+class GeneralNodes(_Variable):
+    """Terraform's `nodes.general`. The module `cluster` has the defaults."""
+
+    machine_type: str = "e2-standard-4"
+    max: int = Field(6, ge=1)
+    min: int = Field(1, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_the_default(cls, chosen: object) -> object:
+        return (
+            {name: value for name, value in chosen.items() if value is not None}
+            if isinstance(chosen, dict)
+            else chosen
+        )
+
+
+class Nodes(_Variable):
+    """Terraform's `nodes`."""
+
+    KEPT: ClassVar = frozenset(
+        {"binary_authorization", "min_version", "preloaded_images", "release_channel"}
+    )
+    compute_classes: bool = False
+    general: GeneralNodes = GeneralNodes()
+    max_gpus: int = Field(8, ge=1)
+    overflow: GpuTypeName | None = None
+    spot: bool = True
+
+
+class RowsVariable(_Variable):
+    """Terraform's `rows`: the row archive, a process between the writers' bucket and BigQuery."""
+
+    archive: bool = True
+    every_s: int = Field(120, ge=90, le=3600)
+    memory: str = Field("4Gi", pattern=MEMORY)
+
+    @property
+    def memory_gib(self) -> float:
+        """Memory of the process."""
+        return _gib(self.memory)
+
+
+class ObjectsDays(_Variable):
+    """Terraform's `objects_days`, of the folders that requests fill."""
+
+    KEPT: ClassVar = frozenset({"answers", "batches", "files"})
+    inputs: int = Field(8, ge=1)
+    results: int = Field(7, ge=1)
+
+
+class Region(_Variable):
+    """One entry of Terraform's `regions`."""
+
+    KEPT: ClassVar = frozenset({"drained"})
+    index: int = Field(0, ge=0, lt=MAX_REGIONS)
+    max_gpus: int | None = Field(None, ge=1)
+    overflow: Literal[GpuTypeName, "none"] | None = None
+    """Instead of nodes.overflow."""
+    reservations: dict[GpuTypeName, GpuReservation] = Field({})
+    """Reservations by GPU type. They are used up first."""
+    zones: list[str] | None = None
+
+
+class Platform(_Variable):
+    """The variables that size the `platform` stage."""
+
+    KEPT: ClassVar = frozenset(
+        {
+            "alert_tokens",
+            "alerts",
+            "analysts",
+            "armor",
+            "budget",
+            "dataset",
+            "deletion_protection",
+            "delivery",
+            "gpu_hour_usd",
+            "keep_messages_in_regions",
+            "labels",
+            "models_file",
+            "namespace",
+            "network_cidr",
+            "outside",
+            "prefix",
+            "project_id",
+            "registry_location",
+            "secrets_version",
+            "slos",
+            "traces",
+            "weights",
+        }
+    )
+    api: ApiVariable = ApiVariable()
+    batches: BatchesVariable = BatchesVariable()
+    cache: CacheVariable = CacheVariable()
+    dataset_location: str = "EU"
+    domain: str | None = None
+    functions: FunctionsVariable = FunctionsVariable()
+    inboxes: Inboxes = Inboxes()
+    nodes: Nodes = Nodes()
+    objects_days: ObjectsDays = ObjectsDays()
+    records: RecordsVariable = RecordsVariable()
+    rows: RowsVariable = RowsVariable()
+    regions: dict[str, Region] = Field({"europe-west4": Region()}, min_length=1)
+    storage_location: str = "EU"
+
+    @model_validator(mode="after")
+    def _regions_are_apart(self) -> Self:
+        if len({region.index for region in self.regions.values()}) < len(self.regions):
+            raise ValueError("every region needs an index of its own")
+        return self
+
+    @property
+    def home(self) -> str:
+        """The region of the lowest index, which has everything that exists once."""
+        return min(self.regions, key=lambda name: self.regions[name].index)
+
+    def overflow_in(self, region: str) -> str | None:
+        """The GPU type that takes over in a region, or None."""
+        chosen = self.regions[region].overflow or self.nodes.overflow
+        return None if chosen == "none" else chosen
+
+    def in_regions(self, names: Sequence[str]) -> Platform:
+        """Returns the platform in these regions. Known ones keep their settings, new ones an index.
+
+        Raises:
+            ConfigurationError: there are more than 16, which is what the addresses are cut for.
+        """
+        if len(names) > MAX_REGIONS:
+            raise ConfigurationError(
+                f"--region: {len(names)} regions; {MAX_REGIONS} at most", field="regions"
+            )
+        free = iter(
+            sorted(
+                set(range(MAX_REGIONS))
+                - {self.regions[name].index for name in names if name in self.regions}
+            )
+        )
+        regions = {
+            name: self.regions[name] if name in self.regions else Region(index=next(free))
+            for name in names
+        }
+        return self.model_copy(update={"regions": regions})
+
+
+def read_platform(path: Path | None) -> Platform:
+    """The variables of a `.tfvars.json` file, or Terraform's defaults.
+
+    Raises:
+        ConfigurationError: it can't be read, or a variable is wrong.
+    """
+    if path is None:
+        return Platform()
+    try:
+        return Platform.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    except ValidationError as error:  # before ValueError, which it is too
+        raise explained(error, str(path)) from error
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{path}: not JSON ({error}); variables come as .tfvars.json"
+        ) from error

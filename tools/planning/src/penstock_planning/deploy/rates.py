@@ -1,0 +1,329 @@
+"""The expected rates, from a file or the command line. Measured values have no defaults.
+
+What `penstock models measure` found for custom models fills in what rates do not say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from penstock_planning.entry import Entry, explained
+from penstock_planning.item_load import ItemLoad, check_work
+from shared.catalog import Catalog, Model
+from shared.catalog_file import LOCAL
+from shared.errors import ConfigurationError
+from shared.model_measurement import MEASUREMENT_FILE, ModelMeasurement, read_measurement
+
+FIELD = "measurement"
+"""In the rates of a model: the path of its penstock.measured.json, from the folder of the rates."""
+
+
+def with_measurements(document: Any, catalog: Catalog, folder: Path) -> Any:
+    """The rates with the figures of measured custom models whose seconds rates do not say.
+
+    The seconds of a class with `work` are those of a unit of its work, so that the work per item of
+    the rates may be another one than that of the measured inputs.
+
+    Args:
+        document: the rates, not checked yet.
+        folder: of the file of rates.
+
+    Raises:
+        ConfigurationError: a penstock.measured.json is wrong, or is not of this entry: of other
+            sources, or on another GPU.
+    """
+    models = document.get("models") if isinstance(document, dict) else None
+    if not isinstance(models, dict):
+        return document
+    served = {model.name: model for model in catalog.models if model.definition.has_interface}
+    filled = {
+        name: _filled(served[name], rate, folder)
+        if name in served and isinstance(rate, dict)
+        else rate
+        for name, rate in models.items()
+    }
+    return {**document, "models": filled}
+
+
+def _filled(model: Model, rate: dict[str, Any], folder: Path) -> dict[str, Any]:
+    said = {name: value for name, value in rate.items() if name != FIELD}
+    path = _path_of(model, rate, folder)
+    if path is None or rate.keys() & {"seconds_per_item", "seconds_per_work"}:
+        return said
+    measurement = read_measurement(path)
+    _check_measurement(model, measurement, path)
+    return {
+        **_seconds(model, measurement),
+        "measured": measurement.measured,
+        "peak_memory_bytes": measurement.peak_memory_bytes,
+        "input_bytes": measurement.input_bytes,
+        "output_bytes": measurement.output_bytes,
+        **said,
+    }
+
+
+def _seconds(model: Model, measurement: ModelMeasurement) -> dict[str, float]:
+    seconds_per_item = measurement.seconds_per_item(model.batch.max_items)
+    work = measurement.work_per_item
+    if work is None:
+        return {"seconds_per_item": seconds_per_item}
+    return {"seconds_per_work": seconds_per_item / work, "work_per_item": work}
+
+
+def _path_of(model: Model, rate: dict[str, Any], folder: Path) -> Path | None:
+    """The measurement of a model. None: rates name none, and its class's folder has none."""
+    if isinstance(named := rate.get(FIELD), str):
+        return folder / named
+    if not model.source.startswith(LOCAL):
+        return None
+    path = MEASUREMENT_FILE.find(Path(model.source.removeprefix(LOCAL)).expanduser())
+    return path if path.exists() else None
+
+
+def _check_measurement(model: Model, measurement: ModelMeasurement, path: Path) -> None:
+    again = f"measure again: penstock models measure {path.parent}"
+    if model.interface and model.interface.sources_sha256 != measurement.sources_sha256:
+        raise ConfigurationError(
+            f"models.{model.name}: {path}: the sources have changed since; {again}",
+            field=f"models.{model.name}",
+        )
+    if not measurement.is_of(model.gpu.type):
+        raise ConfigurationError(
+            f"models.{model.name}: {path}: measured on {measurement.device}, and gpu.type is "
+            f"{model.gpu.type}; {again}",
+            field=f"models.{model.name}",
+        )
+
+
+BROKER_ROUND_TRIP_S = 0.05
+"""Within a region: from publish to receipt over Pub/Sub, p90 46.8 ms with Google's Go client at 100
+messages/s (https://github.com/davidxia/cloud-message-latency, "Metrics", 2021).
+"""
+MAX_BROKER_ROUND_TRIP_S = 5.0
+GIVEN_HERE = "given on the command line"
+HOW_TO_MEASURE = (
+    "what a worker takes for an item on the GPU of the catalog. Where the model runs on it "
+    "already, `penstock report batches` says it (inference_ms_per_item / 1000; of texts only in "
+    "hours whose fill_percent is near 100); else `python -m bench.gpu` on a machine with that GPU "
+    "measures it; for a custom model, `penstock models measure FOLDER` does"
+)
+
+
+class ModelRate(ItemLoad):
+    """The requests of one model, and what one of its items takes.
+
+    Seconds are required if there are requests.
+    """
+
+    mean_per_s: float = Field(ge=0)
+    """Requests a second, averaged over a month."""
+    peak_per_s: float | None = Field(None, ge=0)
+    """Requests per second in the busiest minutes. Default: the mean."""
+    items_per_request: float = Field(1.0, ge=1)
+    hit_share: float = Field(0.0, ge=0, le=1)
+    """The share of all items that the cache answers."""
+    measured_share: int = Field(1, ge=1, le=48)
+    """Workers that were busy on the same GPU while it was measured."""
+    input_bytes: int | None = Field(None, ge=0)
+    """Size of one item, as the caller sends it."""
+    output_bytes: int | None = Field(None, ge=0)
+    """Size of one item's result, as the caller gets it."""
+    peak_memory_bytes: int | None = Field(None, gt=0)
+    """The most that a process of a custom model had in memory."""
+
+    @model_validator(mode="after")
+    def _peak_is_above_the_mean(self) -> Self:
+        if self.peak_per_s is not None and self.peak_per_s < self.mean_per_s:
+            raise ValueError("peak_per_s is below mean_per_s")
+        return self
+
+    @model_validator(mode="after")
+    def _seconds_are_measured(self) -> Self:
+        if self.peak > 0 and self.item_s is None:
+            raise ValueError(f"seconds_per_item is missing: {HOW_TO_MEASURE}")
+        if self.peak > 0 and not self.measured:
+            raise ValueError(
+                "measured is missing: where seconds_per_item comes from, as `penstock report "
+                "batches, L4`"
+            )
+        return self
+
+    @property
+    def peak(self) -> float:
+        """Requests a second at the peak."""
+        return self.mean_per_s if self.peak_per_s is None else self.peak_per_s
+
+
+class FlowRate(Entry):
+    """The runs of one flow. Its steps are requests of their models."""
+
+    mean_per_s: float = Field(ge=0)
+    """Runs a second, averaged over a month."""
+    peak_per_s: float | None = Field(None, ge=0)
+    """Runs per second in the busiest minutes. Default: the mean."""
+    items: dict[str, Annotated[float, Field(ge=0)]] = Field({})
+    """The items that a run has of a step, by its id. Default: one, and of a `for_each` it must be
+    said."""
+
+    @property
+    def peak(self) -> float:
+        """Runs a second at the peak."""
+        return self.mean_per_s if self.peak_per_s is None else self.peak_per_s
+
+
+class DemandRates(Entry):
+    """The rates of all models, how they spread over regions, and how much slack is wanted."""
+
+    models: dict[str, ModelRate] = Field(min_length=1)
+    """With what flows ask of them, once the rates are read."""
+    flows: dict[str, FlowRate] = Field({})
+    regions: dict[str, float] = Field({})
+    """The share of requests of each region. Default: equal shares."""
+    late_share: float = Field(0.001, gt=0, lt=1)
+    """The share of requests at the peak that may wait past the deadline."""
+    api_requests_per_s: float | None = Field(None, gt=0)
+    """The measured rate of one API instance. Without it, only its concurrency counts."""
+    broker_round_trip_s: float = Field(BROKER_ROUND_TRIP_S, ge=0, le=MAX_BROKER_ROUND_TRIP_S)
+    """Seconds from a worker to the broker and back, as `penstock_worker_round_trip_seconds` says.
+
+    A job and its reply take one each.
+    """
+
+    @model_validator(mode="after")
+    def _shares_add_up(self) -> Self:
+        if self.regions and (
+            min(self.regions.values()) < 0 or abs(sum(self.regions.values()) - 1) > 1e-6
+        ):
+            raise ValueError("the shares of the regions are 0 or more and add up to 1")
+        return self
+
+
+def read_rates(path: Path, catalog: Catalog) -> DemandRates:
+    """Reads a rates file.
+
+    Raises:
+        ConfigurationError: it can't be read, or a field is wrong, missing or of an unknown model.
+    """
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+    return _checked(document, catalog, str(path), path.parent)
+
+
+def at_distance(rates: DemandRates, round_trip_s: float) -> DemandRates:
+    """The same rates with another round trip to the broker.
+
+    Raises:
+        ConfigurationError: it is out of range.
+    """
+    if not 0 <= round_trip_s <= MAX_BROKER_ROUND_TRIP_S:
+        raise ConfigurationError(
+            f"--broker-round-trip: seconds from 0 to {MAX_BROKER_ROUND_TRIP_S:g}, not "
+            f"{round_trip_s:g}",
+            field="broker_round_trip",
+        )
+    return rates.model_copy(update={"broker_round_trip_s": round_trip_s})
+
+
+def rates_of_words(rates: Sequence[str], seconds: Sequence[str], catalog: Catalog) -> DemandRates:
+    """The rates that `--rate MODEL=MEAN[:PEAK]` and `--seconds MODEL=SECONDS` say.
+
+    Raises:
+        ConfigurationError: a word is malformed, or names no model, or a model's seconds are
+            missing.
+    """
+    models: dict[str, dict[str, Any]] = {}
+    for word in rates:
+        name, values = _split(word, "--rate MODEL=MEAN[:PEAK]", most=2)
+        if name in models:
+            raise ConfigurationError(f"--rate {word}: {name!r} has a rate already", field=name)
+        models[name] = dict(zip(("mean_per_s", "peak_per_s"), values, strict=False))
+    for word in seconds:
+        name, (value,) = _split(word, "--seconds MODEL=SECONDS", most=1)
+        if name not in models:
+            raise ConfigurationError(f"--seconds {word}: no --rate for {name!r}", field=name)
+        models[name] |= {"seconds_per_item": value, "measured": GIVEN_HERE}
+    return _checked({"models": models}, catalog, "--rate")
+
+
+def _split(word: str, form: str, most: int) -> tuple[str, list[float]]:
+    name, _, tail = word.rpartition("=")
+    try:
+        values = [float(part) for part in tail.split(":")]
+    except ValueError:
+        values = []
+    if not name or not 1 <= len(values) <= most:
+        raise ConfigurationError(f"{word!r} is not of the form {form}", field=form.split()[0])
+    return name, values
+
+
+def _checked(document: object, catalog: Catalog, where: str, folder: Path = Path()) -> DemandRates:
+    try:
+        rates = DemandRates.model_validate(with_measurements(document, catalog, folder))
+    except ValidationError as error:
+        raise explained(error, where) from error
+    known = {model.name: model for model in catalog.models}
+    for name, rate in rates.models.items():
+        if name not in known:
+            served = ", ".join(sorted(known))
+            raise ConfigurationError(
+                f"{where}: models.{name}: not in the catalog; it has: {served}", field=name
+            )
+        check_work(known[name], rate, f"{where}: models.{name}")
+    return _with_flows(rates, catalog, where)
+
+
+def _with_flows(rates: DemandRates, catalog: Catalog, where: str) -> DemandRates:
+    """The rates with those of the steps of flows in the rates of their models.
+
+    Raises:
+        ConfigurationError: a flow or a step is not in the catalog, or the rates say too little.
+    """
+    models = dict(rates.models)
+    for name, rate in rates.flows.items():
+        place = f"{where}: flows.{name}"
+        flow = next((one for one in catalog.flows if one.name == name), None)
+        if flow is None or flow.flow is None:
+            served = ", ".join(sorted(one.name for one in catalog.flows)) or "none"
+            raise ConfigurationError(f"{place}: not in the catalog; it has: {served}", field=name)
+        steps = flow.flow.steps
+        if unknown := rate.items.keys() - {step.id for step in steps}:
+            raise ConfigurationError(f"{place}.items: no step {min(unknown)!r}", field=name)
+        for step, model in zip(steps, flow.step_models, strict=True):
+            if step.for_each is not None and step.id not in rate.items:
+                raise ConfigurationError(
+                    f"{place}.items.{step.id}: missing: how many items its for_each has",
+                    field=name,
+                )
+            if model.name not in models:
+                raise ConfigurationError(
+                    f"{place}: models.{model.name} is missing: what its items take "
+                    "(with mean_per_s: 0 if nobody else asks for it)",
+                    field=name,
+                )
+            items = rate.items.get(step.id, 1.0)
+            models[model.name] = _more(models[model.name], rate, items, f"{where}: {model.name}")
+    return rates.model_copy(update={"models": models})
+
+
+def _more(model: ModelRate, flow: FlowRate, items: float, where: str) -> ModelRate:
+    """The rate of a model with so many items for each run of a flow, each a request."""
+    mean, peak = (model.mean_per_s + flow.mean_per_s * items, model.peak + flow.peak * items)
+    own = model.peak * model.items_per_request
+    fields = model.model_dump(exclude_unset=True) | {
+        "mean_per_s": mean,
+        "peak_per_s": peak,
+        "items_per_request": (own + flow.peak * items) / peak if peak else 1.0,
+    }
+    try:
+        return ModelRate.model_validate(fields)
+    except ValidationError as error:
+        raise explained(error, where) from error

@@ -1,0 +1,66 @@
+"""Costs of replies on each of the two topics of an inbox."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from penstock_planning.deploy.platform_variables import Platform
+from penstock_planning.deploy.prices import ListPrice, Prices
+from penstock_planning.deploy.volumes import Volume
+from shared.catalog_entry import Replies
+
+TIB = 2**40
+MIN_BYTES = 1000
+"""Minimum size of a publish or delivery, as Pub/Sub bills it."""
+THROUGHPUT = "pubsub/throughput"
+
+
+def billed_tib(messages: float, size_bytes: int, times: int) -> float:
+    """Returns the billed TiB of the messages, each of which is billed `times` times."""
+    return messages * times * max(MIN_BYTES, size_bytes) / TIB
+
+
+def reply_times(replies: Replies, platform: Platform) -> int:
+    """Returns how often a reply is billed: for its publish and for each subscription of its topic.
+
+    What a filter drops is billed too
+    (docs.cloud.google.com/pubsub/docs/subscription-message-filter).
+    """
+    return 2 if replies == "direct" else 1 + platform.inboxes.made_slots
+
+
+def replies_tib(volume: Volume, replies: Replies, platform: Platform) -> float | None:
+    """Returns the billed TiB of a month of replies. None if their size is not known."""
+    size_bytes = volume.reply_bytes[replies]
+    if size_bytes is None:
+        return None
+    return billed_tib(volume.jobs, size_bytes, reply_times(replies, platform))
+
+
+def reply_notes(volumes: Sequence[Volume], platform: Platform, prices: Prices) -> Iterator[str]:
+    """Yields a note on the cost of each model's replies on either topic, if it is known."""
+    price = prices.prices.get(THROUGHPUT)
+    for one in volumes:
+        direct, slots = (replies_tib(one, kind, platform) for kind in ("direct", "slots"))
+        if price is None or not direct or not slots:
+            continue
+        # The free amount is used up by the rest of the traffic, or small.
+        direct_usd = price.cost_usd("", direct, before=price.free)
+        slots_usd = price.cost_usd("", slots, before=price.free)
+        if direct_usd is not None and slots_usd is not None:
+            yield (
+                f"the replies of {one.model}: about {direct_usd:,.2f} USD a month direct, "
+                f"{slots_usd:,.2f} with {platform.inboxes.made_slots} slots; "
+                f"models.yaml has {one.replies}{_shared(one, platform, price)}"
+            )
+
+
+def _shared(volume: Volume, platform: Platform, price: ListPrice) -> str:
+    """What replies cost at least, because those of a batch for one instance share a message."""
+    count, size_bytes = volume.shared_replies, volume.shared_reply_bytes
+    if count == 1 or size_bytes is None:
+        return ""
+    times = reply_times(volume.replies, platform)
+    least = billed_tib(volume.jobs / count, size_bytes, times)
+    usd = price.cost_usd("", least, before=price.free)
+    return "" if usd is None else f", {usd:,.2f} if {count} share each message"

@@ -1,0 +1,450 @@
+"""From rates to workers, GPUs, nodes and API instances, per model, region and node class.
+
+The number of workers follows from the load, the utilization that the autoscaler keeps (decision
+43), and waits within the deadline. Quotas and bounds also have what it asks for by chance.
+Workers of one model are the servers of one queue, as all of them pull from one subscription.
+Arrivals are taken as Poisson and service times as exponential (M/M/c). Batches of one model differ
+less than that, and M/D/c waits less than M/M/c at the same load, so the result is on the safe side.
+With continuous batching, the servers are the slots of all workers, each as slow as in a full
+worker. Workers of several models are the servers of one queue too: the loads of the models add up,
+each wait is as long as the longest full batch among them, and the shortest slack counts.
+Not counted: a request of more items than a batch holds brings them all at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from infra.kubernetes.deployment import GpuType, gpu_class, zones_with
+from infra.kubernetes.placement import CPU_ONLY, is_standard, processes_of
+from penstock_planning.autoscaled import gpu_nodes, most_workers, usual_workers
+from penstock_planning.deploy.platform_variables import INSTANCES_TO_INBOXES, Platform
+from penstock_planning.deploy.rates import DemandRates, ModelRate
+from penstock_planning.item_load import batch_items
+from shared.catalog import Model, WorkerGroup
+from shared.catalog_entry import Gpu
+from shared.errors import ConfigurationError
+from shared.service_rate import held_messages, messages_ahead, refill_s
+
+
+def servers_needed(
+    load: float,
+    service_s: float,
+    wait_s: float,
+    *,
+    late_share: float,
+    places: int = 1,
+) -> int:
+    """The least number of servers that keeps to both bounds.
+
+    Args:
+        load: offered load in Erlangs: arrivals per second x seconds of one server that each takes.
+        service_s: seconds for which one server is taken at a time, or one of its places.
+        wait_s: seconds that an arrival may wait for a server. Above 0.
+        late_share: the share of arrivals that may wait longer.
+        places: of a server whose items join and leave one by one. An arrival waits for any place of
+            any server, each of which does its part of the server's work.
+
+    Returns:
+        0 for no load, else at least 1. More load never gives fewer.
+    """
+    if load <= 0:
+        return 0
+    servers = max(1, usual_workers(load))
+    while late(servers * places, load * places, service_s, wait_s) > late_share:
+        servers += 1
+    return servers
+
+
+def late(servers: int, load: float, service_s: float, wait_s: float) -> float:
+    """The share of arrivals that wait longer than `wait_s`: P(W > t) = C(c, a) exp(-(c - a) t / s).
+
+    Source: Gross, Shortle, Thompson, Harris: Fundamentals of Queueing Theory, section "Multiserver
+        queues (M/M/c)".
+    """
+    if load >= servers:
+        return 1.0
+    return erlang_c(servers, load) * math.exp(-(servers - load) * wait_s / service_s)
+
+
+def erlang_c(servers: int, load: float) -> float:
+    """The share of arrivals that find all servers busy (A. K.
+
+    Erlang, 1917), by way of the loss formula B.
+
+    B(0) = 1, B(k) = a B(k-1) / (k + a B(k-1)), and C = B / (1 - (a / c) (1 - B)), for a < c.
+    """
+    lost = 1.0
+    for count in range(1, servers + 1):
+        lost = load * lost / (count + load * lost)
+    return lost / (1 - load / servers * (1 - lost))
+
+
+def mean_wait_s(servers: int, load: float, service_s: float) -> float:
+    """Seconds that an arrival waits on average: C(c, a) s / (c - a), for a < c."""
+    return erlang_c(servers, load) * service_s / (servers - load) if load else 0.0
+
+
+CPUS_OF_A_WORKER = int(CPU_ONLY["cpu"])
+"""CPUs of a worker without a GPU."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers of one model in one region. Processes and pods may serve other models too."""
+
+    model: Model
+    group: WorkerGroup
+    region: str
+    rate: ModelRate
+    requests_mean_per_s: float
+    requests_peak_per_s: float
+    computed_peak_per_s: float
+    """Items at the peak that the cache does not answer."""
+    service_s: float
+    """Seconds of one worker that is full for an item, all shares of its GPU taken."""
+    batch: int
+    processes_mean: int
+    processes_peak: int
+    pods_mean: int
+    pods_peak: int
+    pods_most: int
+    """What the autoscaler asks for at the peak by chance, and while it catches up."""
+    answer_s: float
+    """Seconds from request to answer at the peak, without hits: network, mean wait, one batch."""
+    held_jobs: int
+    """Jobs of a priority that one of its processes holds at most (shared/service_rate.py)."""
+    most_busy: float
+    """Share of its time that it can compute, however much work there is. Below 1 if it would have
+    to hold more than it may, because the broker is too far.
+    """
+    repeated_s: float
+    """Seconds of a process for what it holds. That comes again if it dies."""
+
+    @property
+    def batch_s(self) -> float:
+        """Seconds of one worker for a full batch."""
+        return self.batch * self.service_s
+
+
+def once(workers: Iterable[Workers]) -> list[Workers]:
+    """One for each group of workers, to count its pods once."""
+    return list({(one.region, one.group.name): one for one in workers}.values())
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A class of GPU nodes in one region: machines, and how many at mean, peak and most."""
+
+    region: str
+    gpu: Gpu
+    node: GpuType
+    nodes_mean: int
+    nodes_peak: int
+    nodes_most: int
+
+    @property
+    def machine_type(self) -> str:
+        """Machine type of each node."""
+        return self.node.machine_type
+
+    @property
+    def name(self) -> str:
+        """Terraform's name of the on-demand pool.
+
+        Its others end in `-spot` and `-on-<overflow>`.
+        """
+        return gpu_class(self.gpu)
+
+
+@dataclass(frozen=True)
+class Site:
+    """The sizing of one region."""
+
+    region: str
+    share: float
+    """Share of all requests."""
+    workers: tuple[Workers, ...]
+    pools: tuple[Pool, ...]
+    general_mean: int
+    general_peak: int
+    general_most: int
+    api_mean: int
+    api_peak: int
+
+
+@dataclass(frozen=True)
+class _Hand:
+    """What a process of a worker holds."""
+
+    jobs: int
+    most_busy: float
+    work_s: float
+
+
+@dataclass(frozen=True)
+class _Demand:
+    """What one model asks of its workers in one region."""
+
+    model: Model
+    rate: ModelRate
+    mean_per_s: float
+    peak_per_s: float
+    service_s: float
+    batch: int
+    spare_s: float
+    hand: _Hand
+
+    def load(self, requests_per_s: float) -> float:
+        """Erlangs: workers that it keeps busy."""
+        computed_per_s = requests_per_s * self.rate.items_per_request * (1 - self.rate.hit_share)
+        return computed_per_s * self.service_s / self.hand.most_busy
+
+
+def _demand(model: Model, rate: ModelRate, share: float, rates: DemandRates) -> _Demand:
+    service_s, batch = _service_s(model, rate), batch_items(model, rate)
+    trips_s = 2 * rates.broker_round_trip_s
+    return _Demand(
+        model=model,
+        rate=rate,
+        mean_per_s=rate.mean_per_s * share,
+        peak_per_s=rate.peak * share,
+        service_s=service_s,
+        batch=batch,
+        spare_s=_spare_s(model, batch, batch * service_s, trips_s),
+        hand=_hand(model, rate, service_s, batch, rates.broker_round_trip_s),
+    )
+
+
+def size_workers(
+    group: WorkerGroup,
+    rate_of: Callable[[Model], ModelRate],
+    share: float,
+    region: str,
+    rates: DemandRates,
+) -> list[Workers]:
+    """Workers for the part `share` of the rates of their models, by model.
+
+    Offered load = items per second x (1 - hit share) x seconds per item. As many workers as keep
+    their utilization at the target and let no more than `late_share` wait past the deadline
+    (Erlang C). Time-sharing gives each of n workers an n-th of a GPU: with n places
+    taken an item takes n times as long as with one, and longer by what sharing itself costs.
+    Texts join and leave between steps, so they wait for a place of a worker, not for a batch. If
+    their worker has other models, they wait for it.
+
+    Raises:
+        ConfigurationError: a full batch alone takes longer than the deadline.
+    """
+    demands = [_demand(model, rate_of(model), share, rates) for model in group.models]
+    asked = [one for one in demands if one.peak_per_s] or demands
+    service_s = max(one.batch * one.service_s for one in asked)
+    in_steps = not group.is_shared and group.models[0].definition.shares_weights
+    places = demands[0].batch if in_steps else 1
+
+    def processes(load: float) -> int:
+        spare_s = min(one.spare_s for one in asked)
+        return servers_needed(load, service_s, spare_s, late_share=rates.late_share, places=places)
+
+    def pods(processes: int) -> int:
+        return max(group.replicas.min, math.ceil(processes / processes_of(group.models)))
+
+    load = sum(one.load(one.peak_per_s) for one in demands)
+    at_peak = processes(load)
+    at_mean = processes(sum(one.load(one.mean_per_s) for one in demands))
+    computed_per_s = sum(one.peak_per_s * (1 - one.rate.hit_share) for one in demands)
+    most = most_workers(load / processes_of(group.models), computed_per_s)
+    wait_s = mean_wait_s(at_peak * places, load * places, service_s)
+    return [
+        Workers(
+            model=one.model,
+            group=group,
+            region=region,
+            rate=one.rate,
+            requests_mean_per_s=one.mean_per_s,
+            requests_peak_per_s=one.peak_per_s,
+            computed_peak_per_s=(
+                one.peak_per_s * one.rate.items_per_request * (1 - one.rate.hit_share)
+            ),
+            service_s=one.service_s,
+            batch=one.batch,
+            processes_mean=at_mean,
+            processes_peak=at_peak,
+            pods_mean=pods(at_mean),
+            pods_peak=pods(at_peak),
+            pods_most=max(pods(at_peak), most),
+            answer_s=2 * rates.broker_round_trip_s + wait_s + one.batch * one.service_s,
+            held_jobs=one.hand.jobs,
+            most_busy=one.hand.most_busy,
+            repeated_s=one.hand.work_s,
+        )
+        for one in demands
+    ]
+
+
+def _hand(
+    model: Model, rate: ModelRate, service_s: float, batch: int, round_trip_s: float
+) -> _Hand:
+    """By the rule of workers: two batches, and the work of the time until a permit is used again.
+
+    By Little's law a process that is always busy has its rate times (the time of a batch + that
+    time) in hand. A model that computes in steps holds a fixed number.
+    """
+    in_steps = model.definition.shares_weights
+    held = held_messages(model.batch.max_items, 1, in_steps=in_steps)
+    if not service_s:
+        return _Hand(held, 1.0, 0.0)
+    job_items = min(rate.items_per_request, model.definition.largest_job(model))
+    jobs_per_s, batch_s = 1 / service_s / job_items, batch * service_s
+    gap_s = refill_s(round_trip_s) if round_trip_s else 0.0
+    if not in_steps:
+        held += messages_ahead(jobs_per_s, gap_s, batch_s)
+    most_busy = min(1.0, held / (jobs_per_s * (gap_s + batch_s)))
+    return _Hand(held, most_busy, held / jobs_per_s)
+
+
+def _service_s(model: Model, rate: ModelRate) -> float:
+    """Seconds for an item on the model's share of a GPU, which may not be the one measured."""
+    share = model.gpu.share if model.gpu.type != "none" else 1
+    service_s = rate.item_s or 0.0
+    if share == rate.measured_share:
+        return service_s
+    return service_s * share / rate.measured_share / rate.kept_when_sharing
+
+
+def _spare_s(model: Model, batch: int, batch_s: float, trips_s: float) -> float:
+    """Returns how long a request may wait for its batch and still meet its deadline."""
+    spare_s = model.deadline.default_s - trips_s - batch_s
+    if spare_s <= 0:
+        raise ConfigurationError(
+            f"models.{model.name}: seconds_per_item: a full batch of {batch} takes "
+            f"{batch_s:.3g} s on its share of the GPU, the deadline (deadline.default_s) "
+            f"is {model.deadline.default_s:g} s: no number of workers is enough; lower "
+            "batch.max_items or gpu.share",
+            field=f"models.{model.name}.seconds_per_item",
+        )
+    return spare_s
+
+
+def size_site(
+    region: str,
+    share: float,
+    workers: Sequence[Workers],
+    rates: DemandRates,
+    platform: Platform,
+    gpus: dict[str, GpuType],
+    buffer: int,
+) -> Site:
+    """The nodes and the API instances of one region, which has the part `share` of all requests.
+
+    Peaks of models are assumed to coincide. `buffer` places of each class are kept warm alongside
+    the workers.
+
+    Raises:
+        ConfigurationError: a model's GPU type, or the one that takes over, is in no zone of the
+            region that the platform's variables allow, or is not sold as they want it.
+    """
+    classes: dict[Gpu, list[Workers]] = {}
+    deployed = once(workers)
+    for one in deployed:
+        if one.model.gpu.type != "none":
+            classes.setdefault(one.model.gpu, []).append(one)
+    _check_gpus(region, list(classes), platform, gpus)
+    pools = tuple(_pool(region, members, gpus, buffer) for members in classes.values())
+    without = [one for one in deployed if one.model.gpu.type == "none"]
+    fits = _cpu_workers_per_node(platform.nodes.general.machine_type)
+    least = platform.nodes.general.min
+    return Site(
+        region=region,
+        share=share,
+        workers=tuple(workers),
+        pools=pools,
+        general_mean=least + math.ceil(sum(one.pods_mean for one in without) / fits),
+        general_peak=least + math.ceil(sum(one.pods_peak for one in without) / fits),
+        general_most=least + math.ceil(sum(one.pods_most for one in without) / fits),
+        api_mean=_api_instances(workers, rates, platform, at_peak=False),
+        api_peak=_api_instances(workers, rates, platform, at_peak=True),
+    )
+
+
+def _check_gpus(
+    region: str, asked: Sequence[Gpu], platform: Platform, gpus: dict[str, GpuType]
+) -> None:
+    variables = platform.regions[region]
+    among = variables.zones
+    for gpu in asked:
+        zones_with(gpu.type, region, gpus, among)
+        is_sold = platform.nodes.spot or gpus[gpu.type].on_demand
+        if not is_sold and is_standard(gpu) and gpu.type not in variables.reservations:
+            raise ConfigurationError(
+                f"nodes.spot: {gpu.type} is not sold on demand, and nodes.spot is false",
+                field="nodes.spot",
+            )
+    for type_, reservation in variables.reservations.items():
+        if reservation.zone not in gpus[type_].zones_in(region):
+            raise ConfigurationError(
+                f"regions.{region}.reservations.{type_}: {reservation.zone} is not a zone of "
+                f"{region} that has the GPU (infra/kubernetes/gpus.yaml)",
+                field=f"regions.{region}.reservations",
+            )
+    overflow = platform.overflow_in(region)
+    if asked and overflow is not None:
+        if not gpus[overflow].on_demand:
+            raise ConfigurationError(
+                f"nodes.overflow: {overflow} is not sold on demand", field="nodes.overflow"
+            )
+        if not gpus[overflow].zones_in(region, among):
+            raise ConfigurationError(
+                f"regions.{region}: no zone has {overflow}, which takes over (nodes.overflow); set "
+                f"regions.{region}.overflow to another type, or to none",
+                field=f"regions.{region}.overflow",
+            )
+
+
+def _pool(region: str, members: Sequence[Workers], gpus: dict[str, GpuType], buffer: int) -> Pool:
+    gpu = members[0].model.gpu
+    mean, peak, most = (
+        gpu_nodes(pods, buffer, gpu.share)
+        for pods in zip(
+            *((one.pods_mean, one.pods_peak, one.pods_most) for one in members), strict=True
+        )
+    )
+    return Pool(region, gpu, gpus[gpu.type], mean, peak, most)
+
+
+def _cpu_workers_per_node(machine_type: str) -> int:
+    """Workers without a GPU per general node. One of its vCPUs is for system pods."""
+    tail = machine_type.rpartition("-")[2]
+    if not tail.isdigit():
+        raise ConfigurationError(
+            f"nodes.general.machine_type: {machine_type!r} does not end in its vCPUs, as "
+            "e2-standard-4 does",
+            field="nodes.general.machine_type",
+        )
+    return max(1, (int(tail) - 1) // CPUS_OF_A_WORKER)
+
+
+def _api_instances(
+    workers: Sequence[Workers], rates: DemandRates, platform: Platform, *, at_peak: bool
+) -> int:
+    """By Little's law: requests in flight = rate x seconds until the answer.
+
+    Hits take almost none.
+    """
+    in_flight = asked_per_s = 0.0
+    for one in workers:
+        per_s = one.requests_peak_per_s if at_peak else one.requests_mean_per_s
+        asked_per_s += per_s
+        # A request waits as soon as one of its items is computed.
+        in_flight += (
+            per_s * min(1.0, one.rate.items_per_request * (1 - one.rate.hit_share)) * one.answer_s
+        )
+    by_concurrency = math.ceil(in_flight / platform.api.concurrency)
+    by_rate = math.ceil(asked_per_s / rates.api_requests_per_s) if rates.api_requests_per_s else 0
+    return max(platform.api.min_instances, by_concurrency, by_rate)
+
+
+def inboxes_for(instances: int, runners: int) -> int:
+    """Inboxes of a region with these maximum numbers of API instances and batch runners."""
+    return (instances + runners) * INSTANCES_TO_INBOXES

@@ -1,0 +1,77 @@
+"""The metrics that rules may query: one row each. A new metric of a rule needs a row here.
+
+A row has the values of one target at a time, with the labels that distinguish them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock_planning.simulation.api_site import ApiSite
+from penstock_planning.simulation.worker import SimulatedWorker
+
+Labels = tuple[tuple[str, str], ...]
+Values = tuple[tuple[Labels, float], ...]
+
+INTERACTIVE: Labels = (("lane", "interactive"),)
+BATCH: Labels = (("lane", "batch"),)
+BUSY_DIGITS = 3
+"""Equals DIGITS of workers/metrics.py."""
+
+
+def _of_models(
+    value: Callable[[SimulatedWorker], float],
+) -> Callable[[SimulatedWorker, float], Values]:
+    """A counter with the label `model`, which a worker of several models has for each of them."""
+    return lambda worker, now_s: tuple(
+        ((("model", part.model),), value(part)) for part in worker.parts or (worker,)
+    )
+
+
+def _busy_ratio(worker: SimulatedWorker, now_s: float) -> Values:
+    ratios = [part.busy_ratio(now_s) for part in worker.parts or (worker,)]
+    interactive, batch = (sum(parts) for parts in zip(*ratios, strict=True))
+    return (
+        (INTERACTIVE, round(interactive, BUSY_DIGITS)),
+        (BATCH, round(batch, BUSY_DIGITS)),
+    )
+
+
+OF_WORKERS: dict[str, Callable[[SimulatedWorker, float], Values]] = {
+    "penstock_worker_inference_seconds_sum": _of_models(lambda one: one.inference_s),
+    "penstock_worker_spare_seconds_total": _of_models(lambda one: one.spare_s),
+    "penstock_worker_inference_seconds_count": _of_models(lambda one: one.batches),
+    "penstock_worker_batch_items_sum": _of_models(lambda one: one.items),
+    "penstock_worker_batch_items_count": _of_models(lambda one: one.batches),
+    "penstock_worker_items_waiting": lambda one, now_s: (
+        ((), sum(len(held) for part in one.parts or (one,) for held in part.held)),
+    ),
+    "penstock_worker_busy_ratio": _busy_ratio,
+}
+"""Metrics of each pod, as in workers/metrics.py, plus the labels `worker`, `pod` and `location`."""
+
+LOST_GPUS = "penstock_worker_lost_gpus_total"
+"""Counter of each pod. Only alerts query it."""
+XID_ERRORS = "DCGM_FI_DEV_XID_ERRORS"
+"""DCGM's gauge of each GPU: the last error of the driver."""
+
+OF_API: dict[str, Callable[[ApiSite], Values]] = {
+    "penstock_api_items_in_flight": lambda site: (
+        (INTERACTIVE, site.interactive),
+        (BATCH, site.batch),
+    ),
+    "penstock_api_items_shed_total": lambda site: (
+        (INTERACTIVE, site.shed[0]),
+        (BATCH, site.shed[1]),
+    ),
+    "penstock_api_items_admitted_total": lambda site: (
+        (INTERACTIVE, site.admitted[0]),
+        (BATCH, site.admitted[1]),
+    ),
+}
+"""Metrics of each region's API, as in api/metrics.py, plus the labels `model` and `location`."""
+
+UNDELIVERED = "pubsub_googleapis_com:subscription_num_undelivered_messages"
+"""Metric of each subscription, labeled `subscription_id` and `monitored_resource`."""
+
+KNOWN = frozenset((*OF_WORKERS, *OF_API, UNDELIVERED))

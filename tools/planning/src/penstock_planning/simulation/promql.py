@@ -1,0 +1,377 @@
+"""Evaluates the PromQL queries of the autoscaler over simulated time series.
+
+The parser is promql-parser's, which follows Prometheus'. An expression that is not supported here
+is refused by name, so that a rule is never simulated as something else.
+
+Semantics: prometheus.io/docs/prometheus/latest/querying; extrapolation of `rate` and `increase` as
+in prometheus/prometheus, promql/functions.go, `extrapolatedRate`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import promql_parser as parser
+
+from penstock_planning.simulation.timeseries import (
+    Labels,
+    Matcher,
+    Series,
+    TimeSeries,
+    newest,
+    window,
+)
+from shared.errors import ConfigurationError
+
+Vector = dict[Labels, float]
+Value = float | Vector
+
+ARITHMETIC: dict[str, Callable[[float, float], float]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": lambda left, right: left / right if right else _divided_by_zero(left),
+    "%": math.fmod,
+    "^": operator.pow,
+}
+COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    ">": operator.gt,
+    "<": operator.lt,
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+AGGREGATIONS: dict[str, Callable[[list[float]], float]] = {
+    "sum": sum,
+    "max": max,
+    "min": min,
+    "avg": lambda values: sum(values) / len(values),
+    "count": lambda values: float(len(values)),
+}
+OVER_TIME: dict[str, Callable[[list[float]], float]] = {
+    "avg_over_time": lambda values: sum(values) / len(values),
+    "max_over_time": max,
+    "min_over_time": min,
+    "sum_over_time": sum,
+    "count_over_time": lambda values: float(len(values)),
+    "last_over_time": lambda values: values[-1],
+}
+OF_EACH: dict[str, Callable[..., float]] = {
+    "ceil": math.ceil,
+    "floor": math.floor,
+    "abs": abs,
+    "clamp_min": max,
+    "clamp_max": min,
+    "clamp": lambda value, least, most: min(max(value, least), most),
+}
+
+
+def _divided_by_zero(left: float) -> float:
+    return math.nan if left == 0 or math.isnan(left) else math.copysign(math.inf, left)
+
+
+def increase(series: Series, first: int, last: int, from_s: float, to_s: float) -> float | None:
+    """Returns the growth of a counter, extrapolated to the range. None for less than two samples.
+
+    Args:
+        first: the place of its first sample in the range.
+        last: the place after the last one.
+        from_s: the start of the range.
+    """
+    if last - first < 2:
+        return None
+    times_s, values = series.times_s, series.values
+    start_s, end_s = times_s[first], times_s[last - 1]
+    grown = values[last - 1] - values[first]
+    if series.has_fallen:
+        # A counter that fell was reset to zero.
+        pairs = pairwise(values[first:last])
+        grown += sum(before for before, after in pairs if after < before)
+    sampled_s = end_s - start_s
+    mean_s = sampled_s / (last - first - 1)
+    to_start_s, to_end_s = start_s - from_s, to_s - end_s
+    if to_start_s >= 1.1 * mean_s:
+        to_start_s = mean_s / 2
+    if grown > 0 and values[first] >= 0:
+        # A counter starts at zero, not below.
+        to_start_s = min(to_start_s, sampled_s * values[first] / grown)
+    if to_end_s >= 1.1 * mean_s:
+        to_end_s = mean_s / 2
+    return grown * (sampled_s + to_start_s + to_end_s) / sampled_s
+
+
+def grouping(modifier: Any) -> Callable[[Labels], Labels]:
+    """The labels that are left of an element's, by the `by` or `without` of an aggregation."""
+    if modifier is None:
+        return lambda labels: ()
+    kept = frozenset(modifier.labels)
+    is_by = str(modifier.type).endswith("By")
+    return lambda labels: tuple(pair for pair in labels if (pair[0] in kept) == is_by)
+
+
+def vector(value: Value) -> Vector:
+    """A value as a vector. A number has no labels."""
+    return {(): value} if isinstance(value, float) else value
+
+
+def number(value: Value) -> float:
+    return value if isinstance(value, float) else only(value)
+
+
+def only(vector: Vector) -> float:
+    """The only element of a vector. NaN if there is not exactly one, as `scalar` says."""
+    return next(iter(vector.values())) if len(vector) == 1 else math.nan
+
+
+def each(value: Value, how: Callable[[float], float]) -> Value:
+    """A function of one number for each element."""
+    if isinstance(value, float):
+        return how(value)
+    return {labels: how(one) for labels, one in value.items()}
+
+
+def set_operation(symbol: str, left: Vector, right: Vector) -> Vector:
+    """`or`, `and` and `unless`, by all labels."""
+    if symbol == "or":
+        return {**right, **left}
+    is_kept = symbol == "and"
+    return {labels: one for labels, one in left.items() if (labels in right) == is_kept}
+
+
+def combined(left: Value, right: Value, how: Callable[[float, float], float | None]) -> Value:
+    """Element by element. Vectors are matched by all of their labels."""
+    if isinstance(left, float) and isinstance(right, float):
+        return how(left, right) or 0.0
+    return dict(_pairs(left, right, how))
+
+
+def _pairs(
+    left: Value, right: Value, how: Callable[[float, float], float | None]
+) -> Iterator[tuple[Labels, float]]:
+    for labels in left if isinstance(left, dict) else right:  # type: ignore[union-attr]
+        first = left[labels] if isinstance(left, dict) else left
+        second = right.get(labels) if isinstance(right, dict) else right
+        if second is None:
+            continue
+        value = how(first, second)
+        if value is not None:
+            yield labels, value
+
+
+LOOKBACK_S = 300.0
+"""Maximum age of the newest sample of an instant vector: Prometheus' default."""
+
+_MATCHES = {"Equal": "=", "NotEqual": "!=", "Re": "=~", "NotRe": "!~"}
+
+
+class PromQuery:
+    """One PromQL query, parsed once.
+
+    Raises:
+        ConfigurationError: it can't be parsed, or has something that is not evaluated here.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        try:
+            parsed = parser.parse(text)
+        except ValueError as error:
+            raise ConfigurationError(f"query {text!r}: {error}", field="query") from error
+        compiler = _Compiler(text)
+        self._evaluate = compiler.compiled(parsed)
+        self.metrics = frozenset(compiler.metrics)
+        """The names of the metrics that it queries."""
+        self.looks_back_s = compiler.looks_back_s
+        """The lookback in seconds."""
+
+    def value(self, series: TimeSeries, now_s: float) -> Value:
+        """A number, or a vector by labels, at a time in seconds."""
+        return self._evaluate(_Moment(series, now_s, now_s))
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """A time to evaluate at, and the time of the query, up to which samples have arrived."""
+
+    series: TimeSeries
+    at_s: float
+    now_s: float
+
+
+_Step = Callable[[_Moment], Value]
+
+
+class _Compiler:
+    """Turns an expression into nested functions, which takes the parser off the hot path."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self.metrics: set[str] = set()
+        self.looks_back_s = 0.0
+        self._outer_s = 0.0
+        """Range in seconds of the subqueries around the current expression."""
+
+    def compiled(self, node: Any) -> _Step:
+        kind = type(node).__name__
+        method = getattr(self, f"_{kind.lower()}", None)
+        if method is None:
+            raise self._refused(kind)
+        step: _Step = method(node)
+        return step
+
+    def _refused(self, construct: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"query {self._text!r}: {construct} is not evaluated by the simulation "
+            "(penstock_planning/simulation/promql.py)",
+            field="query",
+        )
+
+    def _parenexpr(self, node: Any) -> _Step:
+        return self.compiled(node.expr)
+
+    def _numberliteral(self, node: Any) -> _Step:
+        value = float(node.val)
+        return lambda at: value
+
+    def _unaryexpr(self, node: Any) -> _Step:
+        inner = self.compiled(node.expr)
+        return lambda at: each(inner(at), operator.neg)
+
+    def _vectorselector(self, node: Any) -> _Step:
+        name, matchers, back_s = self._selected(node)
+
+        def step(at: _Moment) -> Value:
+            vector: Vector = {}
+            for one in at.series.select(name, matchers):
+                value = newest(one, at.at_s - back_s, at.now_s, LOOKBACK_S)
+                if value is not None:
+                    vector[one.labels] = value
+            return vector
+
+        return step
+
+    def _selected(self, node: Any) -> tuple[str, tuple[Matcher, ...], float]:
+        if node.at is not None or node.matchers.or_matchers or node.name is None:
+            raise self._refused("@, `or` between matchers or a selector without a name")
+        matchers = tuple(
+            Matcher(one.name, _MATCHES[str(one.op).rpartition(".")[2]], one.value)
+            for one in node.matchers.matchers
+        )
+        self.metrics.add(node.name)
+        back_s = node.offset.total_seconds() if node.offset else 0.0
+        self._look_back(back_s + LOOKBACK_S)
+        return node.name, matchers, back_s
+
+    def _look_back(self, back_s: float) -> None:
+        self.looks_back_s = max(self.looks_back_s, self._outer_s + back_s)
+
+    def _aggregateexpr(self, node: Any) -> _Step:
+        how = AGGREGATIONS.get(str(node.op))
+        if how is None or node.param is not None:
+            raise self._refused(str(node.op))
+        inner, key = self.compiled(node.expr), grouping(node.modifier)
+
+        def step(at: _Moment) -> Value:
+            groups: dict[Labels, list[float]] = {}
+            for labels, value in vector(inner(at)).items():
+                groups.setdefault(key(labels), []).append(value)
+            return {labels: how(values) for labels, values in groups.items()}
+
+        return step
+
+    def _call(self, node: Any) -> _Step:
+        name, arguments = node.func.name, list(node.args)
+        if name == "vector":
+            scalar = self.compiled(arguments[0])
+            return lambda at: {(): number(scalar(at))}
+        if name == "scalar":
+            inner = self.compiled(arguments[0])
+            return lambda at: only(vector(inner(at)))
+        if name == "time":
+            return lambda at: at.at_s
+        if name == "absent":
+            inner = self.compiled(arguments[0])
+            return lambda at: {} if vector(inner(at)) else {(): 1.0}
+        if name in ("rate", "increase", *OVER_TIME):
+            return self._over_range(name, arguments[-1])
+        if name in OF_EACH:
+            return self._of_each(OF_EACH[name], arguments)
+        raise self._refused(f"{name}()")
+
+    def _of_each(self, how: Callable[..., float], arguments: list[Any]) -> _Step:
+        first, *others = (self.compiled(one) for one in arguments)
+
+        def step(at: _Moment) -> Value:
+            bounds = [number(other(at)) for other in others]
+            return each(first(at), lambda value: float(how(value, *bounds)))
+
+        return step
+
+    def _over_range(self, name: str, node: Any) -> _Step:
+        if type(node).__name__ == "SubqueryExpr":
+            return self._over_subquery(name, node)
+        chosen, matchers, back_s = self._selected(node.vector_selector)
+        range_s = node.range.total_seconds()
+        self._look_back(back_s + range_s)
+        how = OVER_TIME.get(name)
+
+        def step(at: _Moment) -> Value:
+            to_s = at.at_s - back_s
+            vector: Vector = {}
+            for one in at.series.select(chosen, matchers):
+                first, last = window(one, to_s - range_s, to_s, at.now_s)
+                if how is not None:
+                    value = how(one.values[first:last]) if last > first else None
+                else:
+                    value = increase(one, first, last, to_s - range_s, to_s)
+                    if value is not None and name == "rate":
+                        value /= range_s
+                if value is not None:
+                    vector[one.labels] = value
+            return vector
+
+        return step
+
+    def _over_subquery(self, name: str, node: Any) -> _Step:
+        how = OVER_TIME.get(name)
+        if how is None or node.at is not None or node.offset is not None or node.step is None:
+            raise self._refused(f"{name}() of such a subquery")
+        range_s, step_s = node.range.total_seconds(), node.step.total_seconds()
+        self._outer_s += range_s
+        inner = self.compiled(node.expr)
+        self._outer_s -= range_s
+
+        def step(at: _Moment) -> Value:
+            groups: dict[Labels, list[float]] = {}
+            # Times of a subquery are multiples of its step, whatever the time of the query.
+            first = math.floor((at.at_s - range_s) / step_s) + 1
+            for turn in range(first, math.floor(at.at_s / step_s) + 1):
+                moment = _Moment(at.series, turn * step_s, at.now_s)
+                for labels, value in vector(inner(moment)).items():
+                    groups.setdefault(labels, []).append(value)
+            return {labels: how(values) for labels, values in groups.items()}
+
+        return step
+
+    def _binaryexpr(self, node: Any) -> _Step:
+        symbol, modifier = str(node.op), node.modifier
+        left, right = self.compiled(node.lhs), self.compiled(node.rhs)
+        if modifier is not None and (modifier.group_labels or modifier.matching):
+            raise self._refused("on, ignoring or group_left")
+        if symbol in ("or", "and", "unless"):
+            return lambda at: set_operation(symbol, vector(left(at)), vector(right(at)))
+        if symbol in ARITHMETIC:
+            how = ARITHMETIC[symbol]
+            return lambda at: combined(left(at), right(at), lambda a, b: how(a, b))
+        if symbol in COMPARISONS:
+            test = COMPARISONS[symbol]
+            if modifier is not None and modifier.return_bool:
+                return lambda at: combined(left(at), right(at), lambda a, b: float(test(a, b)))
+            return lambda at: combined(left(at), right(at), lambda a, b: a if test(a, b) else None)
+        raise self._refused(symbol)

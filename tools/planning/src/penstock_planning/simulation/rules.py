@@ -1,0 +1,365 @@
+"""The rules that deploy, read from the overlay that is deployed: autoscaler, rollout, drain.
+
+The overlay is written as `python -m infra.kubernetes` writes it, and put together as Kustomize
+does, as far as its files need: resources, components, strategic merges. tests/infra/simulation
+compares the two where kubectl is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+import infra
+from infra.kubernetes.deployment import Deployment
+from infra.kubernetes.overlay import write_overlay
+from penstock_planning.item_load import check_work
+from penstock_planning.simulation.scenario import Scenario
+from shared.catalog import Catalog, WorkerGroup
+from shared.catalog_file import read_catalog
+from shared.errors import ConfigurationError
+from shared.kubernetes_names import slug
+
+ALERTS_FILE = Path(infra.__file__).parent / "monitoring/rendered/alerts.json.tftpl"
+Document = dict[str, Any]
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""That of libyaml takes a tenth of the time, if PyYAML was built with it."""
+
+
+class _Read(BaseModel):
+    """Fields that are not named here do not change what is simulated."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class ScalingPolicy(_Read):
+    """A limit on how much scaling may change within a period."""
+
+    type: Literal["Percent", "Pods"]
+    value: int
+    periodSeconds: float
+
+
+class ScalingRules(_Read):
+    """One direction of the HPA's `behavior`."""
+
+    stabilizationWindowSeconds: float
+    policies: tuple[ScalingPolicy, ...]
+    selectPolicy: Literal["Max", "Min", "Disabled"] = "Max"
+    tolerance: float = 0.1
+    """KEP-4951. Default: of kube-controller-manager, --horizontal-pod-autoscaler-tolerance."""
+
+
+DEFAULT_UP = {
+    "stabilizationWindowSeconds": 0,
+    "policies": [
+        {"type": "Percent", "value": 100, "periodSeconds": 15},
+        {"type": "Pods", "value": 4, "periodSeconds": 15},
+    ],
+}
+DEFAULT_DOWN = {
+    "stabilizationWindowSeconds": 300,
+    "policies": [{"type": "Percent", "value": 100, "periodSeconds": 15}],
+}
+"""Values of unset fields: kubernetes.io, Horizontal Pod Autoscaling, "Default Behavior"."""
+
+
+class Behavior(_Read):
+    """The HPA's `behavior`, with the defaults of Kubernetes filled in."""
+
+    scaleUp: ScalingRules = ScalingRules.model_validate(DEFAULT_UP)
+    scaleDown: ScalingRules = ScalingRules.model_validate(DEFAULT_DOWN)
+
+
+class Fallback(_Read):
+    """The value that KEDA reports to the HPA while a trigger fails."""
+
+    failureThreshold: int
+    replicas: int
+    behavior: Literal[
+        "static", "currentReplicas", "currentReplicasIfHigher", "currentReplicasIfLower"
+    ] = "static"
+
+
+class Trigger(_Read):
+    """One Prometheus trigger. Its threshold is the HPA's AverageValue."""
+
+    name: str
+    query: str
+    threshold: float = Field(gt=0)
+    activationThreshold: float = 0.0
+    ignoreNullValues: bool = True
+
+
+class AutoscalerRules(_Read):
+    """A ScaledObject."""
+
+    pollingInterval: float = 30.0
+    cooldownPeriod: float = 300.0
+    minReplicaCount: int = 0
+    maxReplicaCount: int = 100
+    fallback: Fallback | None = None
+    behavior: Behavior = Behavior()
+    triggers: tuple[Trigger, ...]
+
+
+class WorkerRules(_Read):
+    """The manifests' rules for the workers of one model, or of several."""
+
+    models: tuple[str, ...]
+    slug: str
+    autoscaler: AutoscalerRules
+    max_surge: str
+    max_unavailable: str
+    """Unavailable pods allowed during a rollout: a number, or a share with `%`."""
+    drain_s: float
+    """Seconds that a stopping worker allows its running batches."""
+    processes: int = 1
+    """Model processes of a worker."""
+    spread_over_nodes: bool
+    """True if pods of a model prefer nodes without each other."""
+
+
+class AlertRules(_Read):
+    """An alert, as Terraform makes it."""
+
+    query: str
+    duration_s: float
+    """How long the query must return a series before the alert fires."""
+    evaluation_interval_s: float
+
+
+def read_alert(key: str) -> AlertRules:
+    """The alert that deploys under this key."""
+    alert = json.loads(ALERTS_FILE.read_text(encoding="utf-8"))[key]
+    return AlertRules(
+        query=alert["query"],
+        duration_s=float(alert["duration"].removesuffix("s")),
+        evaluation_interval_s=float(alert["evaluation_interval"].removesuffix("s")),
+    )
+
+
+def read_rules(
+    catalog: Catalog, models_file: Path, deployment: Deployment
+) -> dict[str, WorkerRules]:
+    """The rules of the workers of one region, by the names of their groups.
+
+    Raises:
+        ConfigurationError: the overlay can't be written, or has a field that is not understood.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-rules-") as folder:
+        out = Path(folder) / "overlay"
+        write_overlay(out, catalog, models_file, deployment)
+        return {
+            group.name: _worker_rules(group, out / f"worker-{slug(group.name)}")
+            for group in catalog.worker_groups
+            if not group.models[0].is_canary
+            and (deployment.models is None or group.models[0].name in deployment.models)
+        }
+
+
+def _worker_rules(group: WorkerGroup, folder: Path) -> WorkerRules:
+    objects = rendered(folder)
+    deployment = _one(objects, "Deployment")["spec"]
+    update = (deployment.get("strategy") or {}).get("rollingUpdate") or {}
+    pod = deployment["template"]["spec"]
+    settings = _settings(folder)
+    preferred = ((pod.get("affinity") or {}).get("podAntiAffinity") or {}).get(
+        "preferredDuringSchedulingIgnoredDuringExecution"
+    )
+    try:
+        return WorkerRules(
+            models=tuple(model.name for model in group.models),
+            slug=slug(group.name),
+            autoscaler=autoscaler_rules(_one(objects, "ScaledObject")),
+            max_surge=str(update.get("maxSurge", "25%")),
+            max_unavailable=str(update.get("maxUnavailable", "25%")),
+            drain_s=float(settings["PENSTOCK_DRAIN_S"]),
+            processes=int(settings["PENSTOCK_PROCESSES"]),
+            spread_over_nodes=bool(preferred),
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigurationError(
+            f"rules of {group.name}: {where}: {first['msg']}", field=where
+        ) from error
+
+
+def autoscaler_rules(scaled_object: Document) -> AutoscalerRules:
+    """The rules of a ScaledObject.
+
+    Raises:
+        ConfigurationError: it has something that is not simulated.
+    """
+    spec = scaled_object["spec"]
+    advanced = spec.get("advanced") or {}
+    if advanced.get("scalingModifiers") or spec.get("idleReplicaCount") is not None:
+        raise ConfigurationError(
+            "the ScaledObject has scalingModifiers or idleReplicaCount, which is not simulated"
+        )
+    for trigger in spec["triggers"]:
+        if trigger["type"] != "prometheus" or trigger.get("metricType", "AverageValue") != (
+            "AverageValue"
+        ):
+            raise ConfigurationError(
+                f"trigger {trigger.get('name')}: only prometheus with AverageValue is simulated"
+            )
+    config = advanced.get("horizontalPodAutoscalerConfig") or {}
+    policy = config.get("behavior") or {}
+    behavior = {
+        "scaleUp": DEFAULT_UP | (policy.get("scaleUp") or {}),
+        "scaleDown": DEFAULT_DOWN | (policy.get("scaleDown") or {}),
+    }
+    triggers = [
+        {"name": trigger.get("name", f"trigger-{number}")} | trigger["metadata"]
+        for number, trigger in enumerate(spec["triggers"])
+    ]
+    return AutoscalerRules.model_validate(spec | {"behavior": behavior, "triggers": triggers})
+
+
+def _kustomization(folder: Path) -> Document:
+    text = (folder / "kustomization.yaml").read_text(encoding="utf-8")
+    document: Document = yaml.load(text, _LOADER)
+    return document
+
+
+def _settings(folder: Path) -> dict[str, str]:
+    kustomization = _kustomization(folder)
+    literals = [
+        literal
+        for config in kustomization["configMapGenerator"]
+        for literal in config.get("literals", [])
+    ]
+    return dict(literal.split("=", 1) for literal in literals)
+
+
+def _one(objects: list[Document], kind: str) -> Document:
+    matching = [one for one in objects if one["kind"] == kind]
+    if len(matching) != 1:
+        raise ConfigurationError(f"the overlay of a worker has {len(matching)} objects {kind}")
+    return matching[0]
+
+
+def rendered(folder: Path) -> list[Document]:
+    """The objects of a Kustomize folder, without names, labels and namespaces that it adds."""
+    kustomization = _kustomization(folder)
+    objects = list(_resources(folder, kustomization))
+    for component in kustomization.get("components", []):
+        _apply(folder / component, objects)
+    _patch(kustomization, objects)
+    return objects
+
+
+def _resources(folder: Path, kustomization: Document) -> Iterator[Document]:
+    for name in kustomization.get("resources", []):
+        path = folder / name
+        if path.is_dir():
+            yield from rendered(path)
+        else:
+            yield from yaml.load_all(path.read_text(encoding="utf-8"), _LOADER)
+
+
+def _apply(component: Path, objects: list[Document]) -> None:
+    kustomization = _kustomization(component)
+    objects += _resources(component, kustomization)
+    _patch(kustomization, objects)
+
+
+def _patch(kustomization: Document, objects: list[Document]) -> None:
+    for entry in kustomization.get("patches", []):
+        patch = yaml.load(entry["patch"], _LOADER)
+        if not isinstance(patch, dict):
+            continue  # JSON 6902, which only network policies have
+        target = entry.get("target") or {
+            "kind": patch["kind"],
+            "name": patch["metadata"]["name"],
+        }
+        for number, one in enumerate(objects):
+            if one["kind"] == target["kind"] and target.get("name") in (
+                None,
+                one["metadata"]["name"],
+            ):
+                by_name = one["apiVersion"].partition("/")[0] in ("v1", "apps")
+                changed = {key: value for key, value in patch.items() if key != "metadata"}
+                objects[number] = _merged(one, changed, by_name=by_name)
+
+
+def _merged(base: Any, patch: Any, *, by_name: bool) -> Any:
+    """A strategic merge. Lists of Kubernetes' own kinds are merged by name, others replaced."""
+    if isinstance(base, dict) and isinstance(patch, dict):
+        merged = dict(base)
+        for key, value in patch.items():
+            if value is None:
+                merged.pop(key, None)
+            else:
+                merged[key] = _merged(base[key], value, by_name=by_name) if key in base else value
+        return merged
+    if by_name and _is_named(base) and _is_named(patch):
+        names = {one["name"]: one for one in base}
+        for one in patch:
+            known = names.get(one["name"])
+            names[one["name"]] = one if known is None else _merged(known, one, by_name=True)
+        return list(names.values())
+    return patch
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) and "name" in one for one in value)
+
+
+Rules = Mapping[str, Mapping[str, WorkerRules]]
+"""Rules by region and model."""
+
+
+def deployed_rules(scenario: Scenario, models_file: Path | None = None) -> tuple[Catalog, Rules]:
+    """The catalog of a scenario, and the rules that would be deployed for it.
+
+    Raises:
+        ConfigurationError: the catalog can't be read, or a model of the scenario is missing.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-simulate-") as folder:
+        path = models_file or scenario.catalog
+        if not isinstance(path, Path):
+            entries: dict[str, Any] = {"models": list(path)}
+            if scenario.workers:
+                entries["workers"] = list(scenario.workers)
+            path = Path(folder) / "models.yaml"
+            path.write_text(yaml.safe_dump(entries), encoding="utf-8")
+        catalog = read_catalog(path)
+        known = {model.name: model for model in catalog.models}
+        for name, load in scenario.models.items():
+            if name not in known:
+                raise ConfigurationError(f"models: {name!r} is not in the catalog", field="models")
+            check_work(known[name], load, f"models.{name}")
+        deployments = {region: _deployment(scenario, region) for region in scenario.regions}
+        return catalog, {
+            region: read_rules(catalog, path, deployment)
+            for region, deployment in deployments.items()
+        }
+
+
+def _deployment(scenario: Scenario, region: str) -> Deployment:
+    """The deployment of a region. What does not change the rules is made up."""
+    return Deployment(
+        project="simulated",
+        region=region,
+        namespace="penstock",
+        dataset="simulated",
+        objects_url="gs://simulated",
+        redis_url="redis://10.0.0.2",
+        records_url="redis://10.0.0.2",
+        redis_cidrs=("10.0.0.0/29",),
+        models=tuple(scenario.models),
+        spot=scenario.cluster.spot,
+        overflow=None,
+        compute_classes=False,
+        image="penstock-worker:simulated",
+        buffer=scenario.cluster.buffer,
+    )

@@ -1,0 +1,333 @@
+"""A scenario: what arrives, what serves it, and what goes wrong. Read from YAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from penstock_planning.deploy.platform_variables import ApiVariable
+from penstock_planning.entry import Entry, explained
+from penstock_planning.simulation.model_load import ModelLoad
+from penstock_planning.simulation.streams import Arrivals, Seconds
+from shared.errors import ConfigurationError
+
+SHIPPED = Path(__file__).parent / "scenarios"
+
+MAX_BASES = 8
+
+
+class ScenarioRegion(Entry):
+    """A region of the deployment."""
+
+    share: float = Field(gt=0, le=1)
+    """Share of all requests."""
+    max_gpus: int | None = Field(None, ge=0)
+    """Quota or stock of GPU nodes. Default: no bound."""
+
+
+class Cluster(Entry):
+    """Times of nodes and pods, and what is kept. docs/explanation/simulation.md has the sources."""
+
+    node_start_s: Seconds = 150.0
+    """Time from the order of a GPU node until pods can start on it."""
+    pod_start_s: Seconds = 60.0
+    """Time from its placement on a node until a worker is warm and pulls."""
+    node_idle_s: Seconds = 600.0
+    """A node without workers is deleted then: cluster-autoscaler's scale-down-unneeded-time."""
+    tick_s: float = Field(10.0, gt=0)
+    """The cluster autoscaler's scan-interval."""
+    buffer: int = Field(1, ge=0)
+    """Places kept warm for each GPU class, as `python -m infra.kubernetes --buffer`."""
+    spot: bool = True
+    spot_notice_s: Seconds = 30.0
+    """Time from the notice of a spot node to its end."""
+    spot_losses_per_node_day: float = Field(0.0, ge=0)
+    """Losses of single spot nodes, at random."""
+
+
+class ScenarioApi(Entry):
+    """The API of each region."""
+
+    max_instances: int = Field(ApiVariable().max_instances, ge=1)
+    concurrency: int = Field(ApiVariable().concurrency, ge=1)
+    trip_s: Seconds = 0.1
+    """Both ways over Pub/Sub: 2 x BROKER_ROUND_TRIP_S of penstock_planning/deploy/rates.py."""
+
+
+class ScenarioBroker(Entry):
+    """Rules by which Pub/Sub delivers jobs to workers."""
+
+    delivery: Literal["random", "idle_first"] = "random"
+    """`random`: to any worker whose flow control has room. Pub/Sub promises nothing better."""
+    lease_s: Seconds = 20.0
+    """Lease of a job that a worker holds (PubSubTransport.subscribe), renewed after each third."""
+    round_trip_s: Seconds = 0.0
+    """From a worker to its broker and back. The permit of a job that ends is used again after two
+    of them (shared/service_rate.py). 0: at once. The time of one request is `api.trip_s`.
+    """
+    batches_held: int | None = Field(None, ge=1)
+    """Full batches that a worker holds at any distance. None: what workers do, which is two near
+    the broker, and as much more as the distance asks for (shared/service_rate.py).
+    """
+
+
+class Metrics(Entry):
+    """Delays until queries see a sample."""
+
+    scrape_s: float = Field(10.0, gt=0)
+    """PodMonitoring and the API's collector (infra/kubernetes/cluster/pod-monitoring.yaml)."""
+    age_s: Seconds = 5.0
+    """Delay from a scrape until queries see it."""
+    has_stale_markers: bool = False
+    """True if queries see at once that a target is gone. Prometheus does, Google's backend does
+    not (cloud.google.com/stackdriver/docs/managed-prometheus/promql-differences).
+    """
+    pubsub_sample_s: float = Field(60.0, gt=0)
+    """Sampling interval of Pub/Sub's gauges."""
+    pubsub_age_s: Seconds = 120.0
+    """Delay until queries see them (cloud.google.com/monitoring/api/metrics_gcp)."""
+
+
+class SpotLoss(Entry):
+    """A share of all spot nodes gets its notice at once."""
+
+    kind: Literal["spot_loss"]
+    at_s: Seconds
+    share: float = Field(gt=0, le=1)
+    region: str | None = None
+    """None: all."""
+
+
+class StockOut(Entry):
+    """No GPU node can be had for a while."""
+
+    kind: Literal["stock_out"]
+    at_s: Seconds
+    for_s: float = Field(gt=0)
+    gpu: str | None = None
+    """A type of models.yaml. None: all."""
+    region: str | None = None
+
+
+class GpuFailure(Entry):
+    """GPUs fail, each on a node of its own (decision 98).
+
+    Their workers leave, and their nodes are emptied and deleted.
+    """
+
+    kind: Literal["gpu_failure"]
+    at_s: Seconds
+    count: int = Field(1, ge=1)
+    gpu: str | None = None
+    """A type of models.yaml. None: all."""
+    region: str | None = None
+    """None: all."""
+    worker_leaves_s: Seconds = 20.0
+    """Time until a worker has lost its GPU twice in a row, which ends it. An assumption."""
+    node_emptied_s: Seconds = 45.0
+    """Time until a condition of the node says it and workers/gpu_nodes.py, which looks every 15 s,
+    has cordoned the node. An assumption.
+    """
+
+
+class RegionLoss(Entry):
+    """A region is gone for a while: API, nodes and workers. Callers go to the others."""
+
+    kind: Literal["region_loss"]
+    at_s: Seconds
+    for_s: float = Field(gt=0)
+    region: str
+
+
+class MetricsOutage(Entry):
+    """Metrics are away for a while."""
+
+    kind: Literal["metrics_outage"]
+    at_s: Seconds
+    for_s: float = Field(gt=0)
+    what: Literal["endpoint", "samples"] = "endpoint"
+    """`endpoint`: queries fail. `samples`: they are answered, but nothing new is scraped."""
+    metrics: tuple[str, ...] = ()
+    """Prefixes of the metrics whose samples are affected. Empty: all."""
+
+
+class RolloutEvent(Entry):
+    """A new version of a model's workers, rolled out as the Deployment says."""
+
+    kind: Literal["rollout"]
+    at_s: Seconds
+    model: str
+
+
+class SetReplicas(Entry):
+    """Somebody sets how many workers a model has in each region, in index of the autoscaler."""
+
+    kind: Literal["set_replicas"]
+    at_s: Seconds
+    model: str
+    count: int = Field(ge=0)
+    is_kill: bool = False
+    """True if surplus workers die at once with the jobs that they hold, instead of draining."""
+
+
+Event = Annotated[
+    SpotLoss | StockOut | GpuFailure | RegionLoss | MetricsOutage | RolloutEvent | SetReplicas,
+    Field(discriminator="kind"),
+]
+
+
+class ScenarioFlow(Entry):
+    """The runs of a flow. Each step is a request of one item, of its model."""
+
+    steps: tuple[str, ...] = Field(min_length=1)
+    """The models, one after the other."""
+    arrivals: tuple[Arrivals, ...] = Field(min_length=1)
+    deadline_s: float = Field(60.0, gt=0)
+    """Of all steps together."""
+
+
+class Scenario(Entry):
+    """All that a simulation needs in addition to the deployment's rules."""
+
+    about: str = ""
+    duration_s: float = Field(gt=0)
+    settle_s: Seconds = 600.0
+    """Replicas are judged after this."""
+    seed: int = 0
+    catalog: Path | tuple[dict[str, Any], ...] = Path("models.yaml")
+    """A catalog's file, relative to the scenario's, or its entries."""
+    models: dict[str, ModelLoad] = Field(min_length=1)
+    """Load by the catalog's model names. Models without an entry are not simulated."""
+    workers: tuple[dict[str, Any], ...] = ()
+    """The list `workers` of the catalog, if its entries are here."""
+    flows: dict[str, ScenarioFlow] = Field({})
+    """Flows by name. Their steps add to the load of their models."""
+    regions: dict[str, ScenarioRegion] = Field(
+        {"us-central1": ScenarioRegion(share=1.0)}, min_length=1
+    )
+    cluster: Cluster = Cluster()
+    api: ScenarioApi = ScenarioApi()
+    broker: ScenarioBroker = ScenarioBroker()
+    metrics: Metrics = Metrics()
+    events: tuple[Event, ...] = ()
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> Self:
+        if abs(sum(region.share for region in self.regions.values()) - 1) > 1e-6:
+            raise ValueError("the shares of the regions add up to 1")
+        for name, flow in self.flows.items():
+            if unknown := [step for step in flow.steps if step not in self.models]:
+                raise ValueError(f"flows.{name}.steps: no model {unknown[0]!r}")
+        of_flows = {step for flow in self.flows.values() for step in flow.steps}
+        for name, load in self.models.items():
+            if not load.arrivals and name not in of_flows:
+                raise ValueError(f"models.{name}.arrivals: missing, and no flow asks for it")
+        for event in self.events:
+            region = getattr(event, "region", None)
+            if region is not None and region not in self.regions:
+                raise ValueError(f"events: {event.kind}: no region {region!r}")
+            model = getattr(event, "model", None)
+            if model is not None and model not in self.models:
+                raise ValueError(f"events: {event.kind}: no model {model!r}")
+        return self
+
+
+def read_scenario(name: str, changes: tuple[str, ...] = ()) -> Scenario:
+    """Reads a scenario.
+
+    A file may have a `base`: another file, whose fields are the defaults.
+
+    Args:
+        name: a file, or the name of a shipped scenario.
+        changes: `key=value`, with dots between keys. A value is YAML.
+
+    Raises:
+        ConfigurationError: it can't be read, or a field is wrong. The message names the field.
+    """
+    path = Path(name)
+    if not path.suffix and (SHIPPED / f"{name}.yaml").is_file():
+        path = SHIPPED / f"{name}.yaml"
+    document = _read(path)
+    for change in changes:
+        document = _changed(document, change)
+    return scenario_of(document, str(path))
+
+
+def _read(path: Path, nested: int = 0) -> Any:
+    """The content of a file, with what it has from its `base`."""
+    if nested > MAX_BASES:
+        raise ConfigurationError(f"{path}: base: more than {MAX_BASES} of them", field="base")
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        known = ", ".join(sorted(one.stem for one in SHIPPED.glob("*.yaml")))
+        raise ConfigurationError(
+            f"{path}: {error.strerror}; shipped scenarios: {known}", field="scenario"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: {error}", field="scenario") from error
+    document = _with_paths(document, path.parent)
+    if isinstance(document, dict) and isinstance(base := document.pop("base", None), Path):
+        return _merged(_read(base, nested + 1), document)
+    return document
+
+
+def _merged(base: Any, over: Any) -> Any:
+    if isinstance(base, dict) and isinstance(over, dict):
+        return base | {key: _merged(base.get(key), value) for key, value in over.items()}
+    return over
+
+
+def scenario_of(document: object, where: str = "scenario") -> Scenario:
+    """Checks a scenario.
+
+    Raises:
+        ConfigurationError: a field is wrong.
+    """
+    try:
+        return Scenario.model_validate(document)
+    except ValidationError as error:
+        raise explained(error, where) from error
+
+
+def _changed(document: Any, change: str) -> Any:
+    key, is_set, value = change.partition("=")
+    if not is_set or not key:
+        raise ConfigurationError(f"--set {change}: the form is KEY=VALUE", field="set")
+    try:
+        return _with(document, key.split("."), yaml.safe_load(value))
+    except (KeyError, IndexError, ValueError, TypeError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"--set {change}: no such field", field=key) from error
+
+
+def _with(document: Any, keys: list[str], value: Any) -> Any:
+    if not keys:
+        return value
+    if isinstance(document, list):
+        index = int(keys[0])
+        return [*document[:index], _with(document[index], keys[1:], value), *document[index + 1 :]]
+    # A model's name may have dots: the longest key that is there wins.
+    for length in range(len(keys), 0, -1):
+        name = ".".join(keys[:length])
+        if name in (document or {}):
+            return {**document, name: _with(document[name], keys[length:], value)}
+    return {**(document or {}), keys[0]: _with({}, keys[1:], value)}
+
+
+def _with_paths(document: Any, folder: Path) -> Any:
+    """Files of a scenario are relative to it."""
+    if isinstance(document, dict):
+        if isinstance(document.get("catalog"), str):
+            document = document | {"catalog": folder / document["catalog"]}
+        return {
+            key: folder / value
+            if key in ("file", "base") and isinstance(value, str)
+            else _with_paths(value, folder)
+            for key, value in document.items()
+        }
+    return (
+        [_with_paths(one, folder) for one in document] if isinstance(document, list) else document
+    )

@@ -1,0 +1,602 @@
+"""One model: its subscriptions, and what its workers of all regions get from them.
+
+A whole batch consists of the requests that wait when the model of a worker falls idle. In a batch
+of steps (continuous batching, decision 62), all steps between two changes take the same time, so
+only changes are events: an item is admitted, has read its prompt, or is done. A step is not waited
+for: an item is admitted at once, and one that is late leaves with the next change.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, cast
+
+import simpy
+
+from penstock_planning.item_load import batch_items
+from penstock_planning.simulation.api_site import ApiSite, SimulatedJob
+from penstock_planning.simulation.model_load import ModelLoad
+from penstock_planning.simulation.recorder import ModelRecord, RequestEnd
+from penstock_planning.simulation.scenario import ScenarioBroker
+from penstock_planning.simulation.worker import (
+    Inside,
+    RunningBatch,
+    SimulatedWorker,
+    Steps,
+)
+from shared.catalog import Model
+from shared.service_rate import StepTime, held_messages, refill_s
+
+INTERACTIVE, BATCH = 0, 1
+BATCH_PRIORITY_EVERY = 16
+"""Every 16th batch begins with `batch` priority (workers/scheduling/priority_queue.py)."""
+
+OnEnded = Callable[[SimulatedWorker, list[SimulatedJob], float], None]
+"""Called with jobs that a worker is done with, and the seconds that the model took for them."""
+
+
+class WholeBatches:
+    """The batches of one model.
+
+    Args:
+        load: seconds of batches.
+        on_ended: called after each batch. It starts the next one.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        model: Model,
+        load: ModelLoad,
+        chance: random.Random,
+        on_ended: OnEnded,
+    ) -> None:
+        self._env = env
+        self._load = load
+        self._chance = chance
+        self._on_ended = on_ended
+        self._most_items = batch_items(model, load)
+        self._batches = 0
+
+    def start(self, worker: SimulatedWorker) -> None:
+        """Each process of a worker that has no batch begins one, if the worker holds jobs."""
+        while len(worker.computing) < worker.processes:
+            jobs = list(self._batch_of(worker))
+            if not jobs:
+                return
+            self._begin(worker, jobs)
+
+    def _begin(self, worker: SimulatedWorker, jobs: list[SimulatedJob]) -> None:
+        items = sum(job.items for job in jobs)
+        if not worker.running:
+            worker.occupy(self._env.now)
+        took_s = self._load.batch_s(items)
+        if self._load.spread == "exponential":
+            took_s = self._chance.expovariate(1 / took_s)
+        # Those that compute share the GPU in time. It counts as of the start of the batch.
+        took_s *= worker.slowed(self._load.kept_when_sharing)
+        in_batch_priority = 0
+        for job in jobs:
+            job.started_s = self._env.now
+            in_batch_priority += job.items * job.is_batch_priority
+        batch = RunningBatch(worker, jobs, took_s, in_batch_priority / items, self._env.now)
+        worker.computing.append(batch)
+        worker.running = [*worker.running, *jobs]
+        worker.set_busy_of_batches(self._env.now)
+        done = self._env.timeout(took_s, batch)
+        assert done.callbacks is not None
+        done.callbacks.append(self._finish)
+
+    def _batch_of(self, worker: SimulatedWorker) -> Iterator[SimulatedJob]:
+        """Returns waiting jobs, up to a full batch: interactive first, except every 16th time."""
+        self._batches += 1
+        priorities = (INTERACTIVE, BATCH)
+        if worker.held[BATCH] and self._batches % BATCH_PRIORITY_EVERY == 0:
+            priorities = (BATCH, INTERACTIVE)
+        items, most_items = 0, self._share(worker)
+        for priority in priorities:
+            held = worker.held[priority]
+            while held and (items == 0 or items + held[0].items <= most_items):
+                job = held.popleft()
+                if job.has_ended:
+                    worker.held_jobs[priority] -= 1
+                    continue
+                items += job.items
+                yield job
+
+    def _share(self, worker: SimulatedWorker) -> int:
+        """Items of a batch, as `take` of workers/scheduling/priority_queue.py: an even part.
+
+        A larger batch would delay items that another process could compute at the same time.
+        """
+        if worker.processes == 1:
+            return self._most_items
+        there = (*worker.held[INTERACTIVE], *worker.held[BATCH], *worker.running)
+        return min(self._most_items, -(-sum(job.items for job in there) // worker.processes))
+
+    def _finish(self, event: simpy.Event) -> None:
+        batch = cast(RunningBatch, event.value)
+        worker = batch.worker
+        if batch not in worker.computing:
+            return  # it was cut off
+        worker.inference_s += batch.took_s
+        worker.batches += 1
+        self._end(batch)
+        self._on_ended(worker, batch.jobs, batch.took_s)
+
+    def _end(self, batch: RunningBatch) -> None:
+        worker, now_s = batch.worker, self._env.now
+        worker.count(batch, now_s)
+        worker.computing.remove(batch)
+        worker.running = [job for other in worker.computing for job in other.jobs]
+        if worker.running:
+            worker.set_busy_of_batches(now_s)
+        else:
+            worker.vacate(now_s)
+
+    def stop(self, worker: SimulatedWorker) -> list[SimulatedJob]:
+        """Ends the batches of a worker, done or not. Returns its jobs."""
+        jobs = worker.running
+        for batch in list(worker.computing):
+            self._end(batch)
+        return jobs
+
+
+BATCH_SLOTS_SHARE = 1 / 4
+"""Share of a batch for `batch` priority, as in workers/scheduling/priority_queue.py."""
+SHARED_WEIGHTS_SHARE = 0.5
+"""The value in workers/runtime/execution.py."""
+NEARLY = 1e-9
+"""Steps or seconds of which nothing is left."""
+
+
+class SteppedBatches:
+    """The batches of one model. Arguments as of WholeBatches."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        model: Model,
+        load: ModelLoad,
+        chance: random.Random,
+        on_ended: OnEnded,
+    ) -> None:
+        assert load.steps is not None, "the caller asks for them; this is a bug"
+        self._env = env
+        self._steps = load.steps
+        self._kept_when_sharing = load.kept_when_sharing
+        self._chance = chance
+        self._on_ended = on_ended
+        self._slots = batch_items(model, load)
+        self._fixed_share = SHARED_WEIGHTS_SHARE if model.definition.shares_weights else 0.0
+
+    def start(self, worker: SimulatedWorker) -> None:
+        """Admits the items that a worker holds, up to its free slots."""
+        self._advance(worker)
+        admitted = list(self._admitted(worker))
+        if not admitted:
+            return
+        inside = worker.inside
+        if inside is None:
+            worker.occupy(self._env.now)
+            if worker.step_time is None:
+                worker.step_time = StepTime(self._fixed_share, self._slots)
+            inside = worker.inside = Inside(worker.step_time)
+            worker.started_s = self._env.now
+        for job in admitted:
+            job.started_s = self._env.now
+            job.read_s, job.steps = self._steps.first_s * job.items, self._steps.count
+            if self._steps.spread == "exponential":
+                job.steps = self._chance.expovariate(1 / self._steps.count)
+            job.share_s, job.spare_s = inside.share_s, inside.spare_s
+        worker.running = [*worker.running, *admitted]
+        self._schedule(worker, inside)
+
+    def _admitted(self, worker: SimulatedWorker) -> Iterator[SimulatedJob]:
+        """Interactive jobs first. Alongside, `batch` priority gets 1/4 of the slots."""
+        free = self._slots - sum(job.items for job in worker.running)
+        has_callers = any(not job.is_batch_priority for job in worker.running)
+        for priority in (INTERACTIVE, BATCH):
+            if priority == BATCH and (has_callers or worker.held[INTERACTIVE]):
+                taken = sum(job.items for job in worker.running if job.is_batch_priority)
+                free = min(free, max(1, int(self._slots * BATCH_SLOTS_SHARE)) - taken)
+            held = worker.held[priority]
+            while held and held[0].items <= free:
+                job = held.popleft()
+                if job.has_ended:
+                    worker.held_jobs[priority] -= 1
+                    continue
+                has_callers = has_callers or priority == INTERACTIVE
+                free -= job.items
+                yield job
+
+    def _schedule(self, worker: SimulatedWorker, inside: Inside) -> None:
+        """Returns the next event in a worker, and its spare time until then."""
+        items = sum(job.items for job in worker.running)
+        fill = min(1.0, items / self._slots)
+        slowed = worker.slowed(self._kept_when_sharing)
+        reads = _reading(worker)
+        if reads is not None:
+            step_s, next_s, work = (
+                self._steps.first_s,
+                reads.read_s * slowed,
+                self._steps.first_work,
+            )
+            inside.steps_per_s, inside.work_part = 0.0, 1 / slowed
+        else:
+            step_s, work = self._steps.step_s(items), items
+            next_s = min(job.steps for job in worker.running) * step_s * slowed
+            inside.steps_per_s = 1 / step_s / slowed
+            full_s = self._steps.step_s(self._slots)
+            inside.work_part = fill * full_s / step_s / slowed
+        inside.time.observe(work, step_s * slowed)
+        spare_s = inside.time.spare_s(fill, work, step_s * slowed)
+        inside.spare_part = spare_s / (step_s * slowed)
+        in_batch_priority = (
+            sum(job.items for job in worker.running if job.is_batch_priority) / items
+        )
+        taken = 1 - inside.spare_part
+        parts = (taken * (1 - in_batch_priority), taken * in_batch_priority)
+        worker.set_busy(parts, self._env.now)
+        worker.batch_done = self._env.timeout(max(0.0, next_s), worker)
+        assert worker.batch_done.callbacks is not None
+        worker.batch_done.callbacks.append(self._change)
+
+    def _advance(self, worker: SimulatedWorker) -> None:
+        """Counts what a worker did since its last change."""
+        inside = worker.inside
+        if inside is None:
+            return
+        passed_s = self._env.now - worker.started_s
+        worker.started_s = self._env.now
+        worker.busy_s += passed_s
+        worker.work_s += passed_s * inside.work_part
+        items = sum(job.items for job in worker.running)
+        inside.share_s += passed_s / items
+        inside.spare_s += passed_s * inside.spare_part / items
+        if inside.steps_per_s:
+            for job in worker.running:
+                job.steps -= passed_s * inside.steps_per_s
+        elif (reads := _reading(worker)) is not None:
+            reads.read_s -= passed_s * inside.work_part
+
+    def _change(self, event: simpy.Event) -> None:
+        worker = cast(SimulatedWorker, event.value)
+        inside = worker.inside
+        if worker.batch_done is not event or inside is None:
+            return  # something else came before
+        self._advance(worker)
+        done = [job for job in worker.running if job.steps <= NEARLY or job.has_ended]
+        if not done:
+            self._schedule(worker, inside)
+            return
+        worker.running = [job for job in worker.running if job not in done]
+        for job in done:
+            worker.inference_s += (inside.share_s - job.share_s) * job.items
+            worker.spare_s += (inside.spare_s - job.spare_s) * job.items
+            worker.batches += job.items
+        if worker.running:
+            self._schedule(worker, inside)
+        else:
+            self._leave(worker)
+        for job in done:
+            self._on_ended(worker, [job], self._env.now - job.started_s)
+
+    def _leave(self, worker: SimulatedWorker) -> None:
+        worker.inside = worker.batch_done = None
+        worker.vacate(self._env.now)
+
+    def stop(self, worker: SimulatedWorker) -> list[SimulatedJob]:
+        """Ends what a worker computes. Returns its jobs, which start over elsewhere."""
+        self._advance(worker)
+        jobs, worker.running = worker.running, []
+        self._leave(worker)
+        return jobs
+
+
+def _reading(worker: SimulatedWorker) -> SimulatedJob | None:
+    """The job whose prompt is read: one after the other, while the other texts wait."""
+    return next((job for job in worker.running if job.read_s > NEARLY), None)
+
+
+class Service:
+    """The broker's and the workers' side of one model.
+
+    Args:
+        load: seconds of batches.
+        broker: rules of job delivery to workers.
+        record: gets the ending of each request.
+        trip_s: both ways over Pub/Sub.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        model: Model,
+        load: ModelLoad,
+        broker: ScenarioBroker,
+        record: ModelRecord,
+        trip_s: float,
+        chance: random.Random,
+    ) -> None:
+        self._env = env
+        self.model = model
+        self.name = model.name
+        self.load = load
+        self.record = record
+        self._trip_s = trip_s
+        self._chance = chance
+        self._is_idle_first = broker.delivery == "idle_first"
+        self._lease_s = broker.lease_s
+        self._refill_s = refill_s(broker.round_trip_s) if broker.round_trip_s else 0.0
+        self._batches_held = broker.batches_held
+        # A model that computes in steps holds a fixed number (workers/worker.py).
+        self._holds_more = broker.batches_held is None and load.steps is None
+        self.queues: tuple[deque[SimulatedJob], deque[SimulatedJob]] = (deque(), deque())
+        """Published, and with no worker."""
+        self._open: list[SimulatedWorker] = []
+        self._idle: dict[SimulatedWorker, None] = {}
+        self._deadlines: deque[SimulatedJob] = deque()
+        kind = WholeBatches if load.steps is None else SteppedBatches
+        self._work = kind(env, model, load, chance, self._ended)
+        self._has_jobs: simpy.Event | None = None
+        env.process(self._expire())
+
+    # Requests
+
+    def publish(self, job: SimulatedJob) -> None:
+        """Takes an admitted job."""
+        self._deadlines.append(job)
+        if self._has_jobs is not None:
+            self._has_jobs.succeed()
+            self._has_jobs = None
+        self._deliver(job)
+
+    def _expire(self) -> Steps:
+        """Ends jobs at their deadline, wherever they are. Deadlines come in order of arrival."""
+        while True:
+            if not self._deadlines:
+                self._has_jobs = self._env.event()
+                yield self._has_jobs
+            job = self._deadlines[0]
+            if not job.has_ended and job.deadline_s > self._env.now:
+                yield self._env.timeout(job.deadline_s - self._env.now)
+            self._deadlines.popleft()
+            if not job.has_ended:
+                job.site.gave_up(job, self._env.now)
+                self.end(job, RequestEnd.EXPIRED)
+
+    def refuse(self) -> None:
+        """Counts a request that was refused at once."""
+        self.record.outcomes[RequestEnd.REFUSED] += 1
+        self.record.ended_s.append(self._env.now)
+
+    def end(self, job: SimulatedJob, outcome: RequestEnd) -> None:
+        """Counts how a job ended that was not served."""
+        job.has_ended = True
+        self.record.outcomes[outcome] += 1
+        self.record.ended_s.append(self._env.now)
+
+    def lose_requests(self, site: ApiSite) -> None:
+        """Ends all requests of a region's API."""
+        for job in self._deadlines:
+            if job.site is site and not job.has_ended:
+                site.lost(job)
+                self.end(job, RequestEnd.LOST)
+
+    def open_jobs(self) -> int:
+        """Jobs that have not ended."""
+        return sum(not job.has_ended for job in self._deadlines)
+
+    # Delivery
+
+    def _deliver(self, job: SimulatedJob) -> None:
+        priority = BATCH if job.is_batch_priority else INTERACTIVE
+        worker = self._worker_for(priority) if not self.queues[priority] else None
+        if worker is None:
+            self.queues[priority].append(job)
+        else:
+            self._hold(worker, job, priority)
+            self._compute(worker)
+
+    def _worker_for(self, priority: int) -> SimulatedWorker | None:
+        if self._is_idle_first and self._idle:
+            return next(iter(self._idle))
+        count = len(self._open)
+        first = int(self._chance.random() * count)
+        for number in range(first, first + count):
+            worker = self._open[number % count]
+            # Workers are open by their room for `interactive` priority.
+            if worker.has_room(priority):
+                return worker
+        return None
+
+    def _hold(self, worker: SimulatedWorker, job: SimulatedJob, priority: int) -> None:
+        worker.held[priority].append(job)
+        worker.held_jobs[priority] += 1
+        if priority == INTERACTIVE and not worker.has_room(priority):
+            self._close(worker)
+
+    def _refill(self, worker: SimulatedWorker) -> None:
+        for priority, queue in enumerate(self.queues):
+            while queue and worker.has_room(priority):
+                job = queue.popleft()
+                if not job.has_ended:
+                    self._hold(worker, job, priority)
+
+    def _open_up(self, worker: SimulatedWorker) -> None:
+        if worker.open_at < 0 and worker.has_room(INTERACTIVE):
+            worker.open_at = len(self._open)
+            self._open.append(worker)
+
+    def _close(self, worker: SimulatedWorker) -> None:
+        if worker.open_at >= 0:
+            last = self._open.pop()
+            if last is not worker:
+                self._open[worker.open_at] = last
+                last.open_at = worker.open_at
+            worker.open_at = -1
+
+    def _held(self, worker: SimulatedWorker) -> int:
+        """Jobs of each priority that a worker near its broker holds, those that run included."""
+        most_items = self.model.batch.max_items
+        if self._batches_held is not None:
+            return self._batches_held * most_items
+        in_steps = self.load.steps is not None
+        return held_messages(most_items, worker.processes, in_steps=in_steps)
+
+    # What workers compute
+
+    def _without_work(self, worker: SimulatedWorker) -> None:
+        """A worker has nothing that it could compute."""
+        if worker.drained is not None and not worker.drained.triggered:
+            worker.drained.succeed()
+        elif worker.is_serving:
+            self._idle[worker] = None
+
+    def _ended(self, worker: SimulatedWorker, jobs: list[SimulatedJob], took_s: float) -> None:
+        """A worker is done with jobs, for which the model took this time. It continues."""
+        ended = [0, 0]
+        for job in jobs:
+            ended[BATCH if job.is_batch_priority else INTERACTIVE] += 1
+            worker.items += job.items
+            if not job.has_ended:
+                self._serve(job, took_s)
+        if self._holds_more:
+            for priority, count in enumerate(ended):
+                ahead = worker.ahead[priority].batch_ended(
+                    worker.processes * count / max(took_s, 1e-3),
+                    took_s,
+                    self._refill_s,
+                    self._env.now,
+                )
+                worker.most_held[priority] = self._held(worker) + ahead
+        _pass_turn(worker)
+        self._compute(worker)
+        if self._refill_s:
+            self._env.process(self._free_later(worker, ended))
+        else:
+            self._free(worker, ended)
+
+    def _free_later(self, worker: SimulatedWorker, ended: list[int]) -> Steps:
+        """Frees permits when the replies and acks have traveled, and the next jobs come."""
+        yield self._env.timeout(self._refill_s)
+        if not worker.is_gone:
+            self._free(worker, ended)
+
+    def _free(self, worker: SimulatedWorker, ended: list[int]) -> None:
+        """Takes the next jobs of each priority in the place of those that ended."""
+        for priority, count in enumerate(ended):
+            worker.held_jobs[priority] -= count
+        if not worker.is_draining:
+            self._refill(worker)
+            self._compute(worker)
+            self._open_up(worker)
+
+    def _compute(self, worker: SimulatedWorker) -> None:
+        """A worker takes on what it holds, as far as it can now."""
+        if not worker.has_gpu:
+            self._idle.pop(worker, None)
+            return
+        if worker.waits_for_turn:
+            self._idle.pop(worker, None)
+            if not any(worker.held) and worker.drained is not None:
+                self._without_work(worker)
+            return
+        self._work.start(worker)
+        if not worker.running:
+            self._without_work(worker)
+        elif worker.has_free_process and worker.is_serving:
+            self._idle[worker] = None
+        else:
+            self._idle.pop(worker, None)
+
+    def _serve(self, job: SimulatedJob, took_s: float) -> None:
+        now_s, record = self._env.now, self.record
+        job.has_ended = True
+        job.site.answered(job, now_s, took_s)
+        record.outcomes[RequestEnd.SERVED] += 1
+        record.arrived_s.append(job.arrived_s)
+        record.answer_s.append(now_s - job.arrived_s + self._trip_s)
+        record.queue_s.append(job.started_s - job.arrived_s)
+        if job.then is not None:
+            job.then(job)
+
+    # Workers that come and go
+
+    def add_worker(self, worker: SimulatedWorker) -> None:
+        """A worker is warm: it pulls."""
+        worker.take_turn = partial(self._compute, worker)
+        worker.is_ready, worker.ready_s = True, self._env.now
+        worker.most_held[:] = [self._held(worker)] * 2
+        self._refill(worker)
+        self._compute(worker)
+        self._open_up(worker)
+
+    def drain(self, worker: SimulatedWorker) -> simpy.Event:
+        """A worker stops pulling. The event comes when it has done what it holds."""
+        worker.is_draining = True
+        self._close(worker)
+        self._idle.pop(worker, None)
+        worker.drained = self._env.event()
+        if not worker.running:
+            worker.drained.succeed()
+        return worker.drained
+
+    def leave(self, worker: SimulatedWorker) -> None:
+        """A worker is gone. The broker gets what it still held."""
+        self._hand_back(self._taken_from(worker))
+
+    def lose_gpu(self, worker: SimulatedWorker) -> None:
+        """A worker's GPU has failed. It still holds what it ran, to try it again, and pulls."""
+        jobs = self._work.stop(worker) if worker.running else []
+        for job in sorted(jobs, key=_age, reverse=True):
+            worker.held[BATCH if job.is_batch_priority else INTERACTIVE].appendleft(job)
+        self._compute(worker)
+
+    def lose(self, worker: SimulatedWorker) -> None:
+        """A worker died. The broker gives what it held to others when the leases end."""
+        self._env.process(self._hand_back_later(self._taken_from(worker)))
+
+    def _hand_back_later(self, jobs: list[SimulatedJob]) -> Steps:
+        yield self._env.timeout(self._lease_s * self._chance.uniform(2 / 3, 1))
+        self._hand_back(job for job in jobs if not job.has_ended)
+
+    def _taken_from(self, worker: SimulatedWorker) -> list[SimulatedJob]:
+        worker.is_draining = worker.is_gone = True
+        self._close(worker)
+        self._idle.pop(worker, None)
+        back: list[SimulatedJob] = self._work.stop(worker) if worker.running else []
+        for held in worker.held:
+            back += held
+            held.clear()
+        worker.held_jobs[:] = [0, 0]
+        return [job for job in back if not job.has_ended]
+
+    def _hand_back(self, jobs: Iterable[SimulatedJob]) -> None:
+        for job in sorted(jobs, key=_age, reverse=True):
+            self.queues[BATCH if job.is_batch_priority else INTERACTIVE].appendleft(job)
+        while self._open and any(self.queues):
+            worker = self._open[int(self._chance.random() * len(self._open))]
+            self._refill(worker)
+            self._compute(worker)
+            if not self.queues[INTERACTIVE]:
+                break
+
+
+def _age(job: SimulatedJob) -> Any:
+    return job.arrived_s
+
+
+def _pass_turn(worker: SimulatedWorker) -> None:
+    """Of a pod of several models, the one whose oldest job is the oldest computes next."""
+    if not worker.others:
+        return
+    waiting = [one for one in (worker, *worker.others) if any(one.held)]
+    waiting.sort(key=lambda one: min(held[0].arrived_s for held in one.held if held))
+    for one in waiting:
+        if one.take_turn is not None:
+            one.take_turn()

@@ -1,0 +1,143 @@
+"""Shows a result as text."""
+
+from __future__ import annotations
+
+from infra.text_table import transposed
+from penstock_planning.simulation.result import (
+    FlowSummary,
+    GpuFailureSummary,
+    ModelSummary,
+    RunSummary,
+    SimulationResult,
+)
+
+
+def text(result: SimulationResult) -> str:
+    """The figures of a run: of each model, then of the GPUs."""
+    summary, scenario = result.summary, result.scenario
+    title = [scenario.about] if scenario.about else []
+    return "\n\n".join(
+        [
+            *title,
+            transposed(_MODEL_HEADS, [_model_row(one) for one in summary.models]),
+            *([transposed(_FLOW_HEADS, list(map(_flow_row, summary.flows)))] * bool(summary.flows)),
+            transposed(_GPU_HEADS, [_gpu_row(summary)]),
+            *(f"workers ended, {reason}: {count}" for reason, count in _lost(summary)),
+            *(_failure(one) for one in summary.gpu_failures),
+        ]
+    )
+
+
+def rows_of_models(result: SimulationResult) -> list[tuple[object, ...]]:
+    """The figures of models: a head, and a value of each."""
+    return list(zip(_MODEL_HEADS, *map(_model_row, result.summary.models), strict=True))
+
+
+def rows_of_gpus(result: SimulationResult) -> list[tuple[object, ...]]:
+    """The figures of GPUs: a head and its value."""
+    return list(zip(_GPU_HEADS, _gpu_row(result.summary), strict=True))
+
+
+_MODEL_HEADS = (
+    "model",
+    "requests",
+    "answered in time, share",
+    "refused at once (429)",
+    "deadline passed (504)",
+    "lost with their region",
+    "in flight at the end",
+    "deadline, s",
+    "answer p50, s",
+    "answer p95, s",
+    "answer p99, s",
+    "wait for a batch p95, s",
+    "replicas least",
+    "replicas most",
+    "replicas mean",
+)
+
+
+def _model_row(one: ModelSummary) -> tuple[object, ...]:
+    return (
+        one.model,
+        one.arrived,
+        _rounded(one.within_deadline, 5),
+        one.refused,
+        one.expired,
+        one.lost,
+        one.open,
+        one.deadline_s,
+        _rounded(one.p50_s, 2),
+        _rounded(one.p95_s, 2),
+        _rounded(one.p99_s, 2),
+        _rounded(one.queue_p95_s, 2),
+        one.replicas.least,
+        one.replicas.most,
+        _rounded(one.replicas.mean, 1),
+    )
+
+
+_FLOW_HEADS = (
+    "flow",
+    "runs",
+    "answered in time",
+    "answer p50, s",
+    "answer p95, s",
+    "GPU-seconds idle per run",
+)
+
+
+def _flow_row(one: FlowSummary) -> tuple[object, ...]:
+    return (
+        one.flow,
+        one.arrived,
+        one.served,
+        _rounded(one.p50_s, 2),
+        _rounded(one.p95_s, 2),
+        _rounded(one.gpu_idle_s_per_run, 2),
+    )
+
+
+_GPU_HEADS = (
+    "GPUs at the peak",
+    "GPUs to request, by the rule of deploy plan",
+    "GPUs on average",
+    "GPU hours",
+    "GPU busy, share of what is paid",
+    "workers busy, share",
+    "work of what workers can do, share",
+    "dollars of GPU nodes",
+    "dollars a day",
+)
+
+
+def _gpu_row(summary: RunSummary) -> tuple[object, ...]:
+    return (
+        summary.gpus_most,
+        summary.gpus_to_request,
+        _rounded(summary.gpus_mean, 1),
+        _rounded(summary.gpu_hours, 1),
+        _rounded(summary.gpu_busy_share, 3),
+        _rounded(summary.worker_busy_share, 3),
+        _rounded(summary.worker_work_share, 3),
+        _rounded(summary.dollars, 2),
+        _rounded(summary.dollars_per_day, 2),
+    )
+
+
+def _failure(one: GpuFailureSummary) -> str:
+    times = (
+        ("alert", one.alert_s),
+        ("node emptied", one.emptied_s),
+        ("all workers ready", one.replaced_s),
+    )
+    after = (f"{step} {'never' if at is None else f'after {at:.0f} s'}" for step, at in times)
+    return f"GPU failed at {one.at_s:.0f} s: {', '.join(after)}"
+
+
+def _lost(summary: RunSummary) -> list[tuple[str, int]]:
+    return sorted(summary.workers_lost.items())
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)

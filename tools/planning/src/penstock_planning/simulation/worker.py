@@ -1,0 +1,258 @@
+"""Nodes, and workers on them."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from functools import partial
+from typing import Any
+
+import simpy
+
+from penstock_planning.simulation.api_site import SimulatedJob
+from shared.service_rate import HeldAhead, StepTime
+
+BUSY_FADE_S = 30.0
+"""Equals FADE_S of workers/metrics.py."""
+
+Steps = Generator[simpy.Event, Any, None]
+"""A process of the simulation."""
+
+
+@dataclass(slots=True)
+class Inside:
+    """State of a batch that admits items between steps (continuous batching)."""
+
+    time: StepTime
+    """The worker's estimate of its step times."""
+    share_s: float = 0.0
+    """Seconds of the worker that an item got if it was in the batch all the time."""
+    spare_s: float = 0.0
+    """The spare part of share_s."""
+    spare_part: float = 0.0
+    """The part of each second that currently counts as spare."""
+    work_part: float = 0.0
+    """The part of each second in which a full worker would do the same work."""
+    steps_per_s: float = 0.0
+    """0: a prompt is read."""
+
+
+@dataclass(slots=True, eq=False)
+class RunningBatch:
+    """A whole batch that one process of a worker computes."""
+
+    worker: SimulatedWorker
+    jobs: list[SimulatedJob]
+    took_s: float
+    batch_share: float
+    """Share of its items at `batch` priority."""
+    counted_s: float
+    """The time up to which the worker has counted it."""
+
+
+class Node:
+    """A machine with one GPU, which `places` workers share in time."""
+
+    __slots__ = (
+        "busy",
+        "busy_s",
+        "has_failed",
+        "is_cordoned",
+        "is_ready",
+        "is_spot",
+        "name",
+        "ordered_s",
+        "places",
+        "since_s",
+        "workers",
+    )
+
+    def __init__(self, name: str, places: int, is_spot: bool) -> None:
+        self.name = name
+        self.places = places
+        self.is_spot = is_spot
+        self.is_ready = self.has_failed = self.is_cordoned = False
+        """True if pods can start on it, its GPU has failed, and it was cordoned for that."""
+        self.workers: list[SimulatedWorker] = []
+        self.busy = 0
+        """Workers that compute right now."""
+        self.busy_s = 0.0
+        """Seconds in which at least one did."""
+        self.ordered_s = 0.0
+        self.since_s = 0.0
+        """Start of the current state: idle, or computing."""
+
+    @property
+    def free(self) -> int:
+        """Places for more workers."""
+        return self.places - len(self.workers)
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedWorker:
+    """One pod. It pulls jobs up to its flow control, and runs what it holds in batches."""
+
+    name: str
+    region: str
+    model: str
+    _: KW_ONLY
+    processes: int
+    """Model processes, each with a CPU of its own if there are several."""
+    placed: simpy.Event
+    """Comes when it has a place on a node."""
+    is_spread: bool
+    on_evict: InitVar[Callable[[SimulatedWorker, str], None]]
+    on_lost_gpu: InitVar[Callable[[SimulatedWorker, float], None]]
+    evict: Callable[[str], None] = field(init=False)
+    """Tells its Deployment that its node goes, and why."""
+    lose_gpu: Callable[[float], None] = field(init=False)
+    """Tells its Deployment that its GPU has failed, and after which time it leaves."""
+    lost_gpus: int = 0
+    node: Node | None = None
+    is_ready: bool = False
+    is_draining: bool = False
+    is_gone: bool = False
+    is_new: bool = True
+    """True if it has the newest version of its Deployment."""
+    ready_s: float = -1.0
+    held: tuple[deque[SimulatedJob], deque[SimulatedJob]] = field(
+        default_factory=lambda: (deque(), deque())
+    )
+    """Jobs of each priority that wait here: interactive, batch."""
+    held_jobs: list[int] = field(default_factory=lambda: [0, 0])
+    """Of each priority: those that wait or run here, and those whose acks are on their way."""
+    most_held: list[int] = field(default_factory=lambda: [0, 0])
+    """Jobs of each priority that it holds at most."""
+    ahead: tuple[HeldAhead, HeldAhead] = field(default_factory=lambda: (HeldAhead(), HeldAhead()))
+    """What it measures of each priority."""
+    running: list[SimulatedJob] = field(default_factory=list)
+    computing: list[RunningBatch] = field(default_factory=list)
+    """The whole batches of `running`, at most one for each process."""
+    started_s: float = 0.0
+    batch_done: simpy.Event | None = None
+    drained: simpy.Event | None = None
+    open_at: int = -1
+    """Its place among the workers with room."""
+    parts: tuple[SimulatedWorker, ...] = ()
+    """Of a pod of several models: what it is to each of them. All but the counts is the pod's."""
+    others: tuple[SimulatedWorker, ...] = ()
+    """Of such a part: the other ones, which compute in turn with it."""
+    take_turn: Callable[[], None] | None = None
+    """Of such a part: has it compute, if it can."""
+    inside: Inside | None = None
+    """Set if the worker admits items between steps."""
+    step_time: StepTime | None = None
+    """Its estimate of its step times, from its first step on."""
+    inference_s: float = 0.0
+    spare_s: float = 0.0
+    items: int = 0
+    """A counter of its metrics, as `batches` is."""
+    batches: int = 0
+    busy_s: float = 0.0
+    """Seconds in which it computed."""
+    work_s: float = 0.0
+    """Seconds in which a full worker would have done the same work."""
+    busy_parts: tuple[float, float] = (0.0, 0.0)
+    """The share of each priority in what it computes."""
+    busy_average: tuple[float, float] = (0.0, 0.0)
+    busy_since_s: float = 0.0
+
+    def __post_init__(
+        self,
+        on_evict: Callable[[SimulatedWorker, str], None],
+        on_lost_gpu: Callable[[SimulatedWorker, float], None],
+    ) -> None:
+        self.evict = partial(on_evict, self)
+        self.lose_gpu = partial(on_lost_gpu, self)
+
+    def has_room(self, priority: int) -> bool:
+        """Returns whether its flow control takes another job."""
+        return self.held_jobs[priority] < self.most_held[priority]
+
+    def occupy(self, now_s: float) -> None:
+        """It begins to compute on its GPU."""
+        node = self.node
+        assert node is not None
+        if node.busy == 0:
+            node.since_s = now_s
+        node.busy += 1
+
+    def vacate(self, now_s: float) -> None:
+        """It computes no more."""
+        node = self.node
+        assert node is not None
+        node.busy -= 1
+        if node.busy == 0:
+            node.busy_s += now_s - node.since_s
+        self.set_busy((0.0, 0.0), now_s)
+
+    @property
+    def has_free_process(self) -> bool:
+        """Returns whether a process could begin a whole batch while others compute."""
+        return 0 < len(self.computing) < self.processes
+
+    @property
+    def is_computing(self) -> bool:
+        """Returns whether it, or a part of it, computes."""
+        return bool(self.running) or any(part.running for part in self.parts)
+
+    @property
+    def waits_for_turn(self) -> bool:
+        """Returns whether its pod computes for another model."""
+        return any(part.running for part in self.others)
+
+    def settle(self, now_s: float) -> None:
+        """Counts what it did in what it computes now."""
+        if self.parts:
+            for part in self.parts:
+                part.settle(now_s)
+            self.busy_s = sum(part.busy_s for part in self.parts)
+            self.work_s = sum(part.work_s for part in self.parts)
+            return
+        if self.inside is not None:
+            passed_s, self.started_s = now_s - self.started_s, now_s
+            self.busy_s += passed_s
+            self.work_s += passed_s * self.inside.work_part
+        for batch in self.computing:
+            self.count(batch, now_s)
+
+    def count(self, batch: RunningBatch, now_s: float) -> None:
+        """Counts what a process did in a batch, as a part of the worker."""
+        part_s = (now_s - batch.counted_s) / self.processes
+        batch.counted_s = now_s
+        self.busy_s += part_s
+        self.work_s += part_s
+
+    def set_busy_of_batches(self, now_s: float) -> None:
+        """Its processes compute the batches that they have now."""
+        share = sum(batch.batch_share for batch in self.computing) / self.processes
+        self.set_busy((len(self.computing) / self.processes - share, share), now_s)
+
+    def slowed(self, kept_when_sharing: float) -> float:
+        """Returns the current slowdown factor from others that compute on the same GPU."""
+        node = self.node
+        assert node is not None
+        return 1.0 if node.busy <= 1 else node.busy / kept_when_sharing
+
+    def set_busy(self, parts: tuple[float, float], now_s: float) -> None:
+        """It computes for each priority, by parts of what a full one does, or not at all (0, 0)."""
+        self.busy_average = self.busy_ratio(now_s)
+        self.busy_since_s, self.busy_parts = now_s, parts
+
+    def busy_ratio(self, now_s: float) -> tuple[float, float]:
+        """Returns penstock_worker_busy_ratio of each priority."""
+        fade = math.exp((self.busy_since_s - now_s) / BUSY_FADE_S)
+        (interactive, batch), (old, old_batch) = self.busy_parts, self.busy_average
+        return interactive + (old - interactive) * fade, batch + (old_batch - batch) * fade
+
+    @property
+    def has_gpu(self) -> bool:
+        """Returns whether it can compute."""
+        return self.node is None or not self.node.has_failed
+
+    @property
+    def is_serving(self) -> bool:
+        """Returns whether it pulls jobs."""
+        return self.is_ready and not self.is_draining and not self.is_gone

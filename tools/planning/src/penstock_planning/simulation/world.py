@@ -1,0 +1,668 @@
+"""Puts a scenario together and runs it, with its failures and the actions of its operators.
+
+Requests arrive at streams of times, computed a minute at a time. Metrics enter the time series as
+collectors bring them: at intervals, late, and not always. Parts are found by model and region.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import simpy
+
+from infra.kubernetes.deployment import gpu_class, read_gpu_types
+from infra.kubernetes.placement import processes_of
+from penstock_planning.autoscaled import gpu_nodes, most_workers
+from penstock_planning.deploy.platform_variables import GeneralNodes
+from penstock_planning.deploy.prices import Prices, read_prices
+from penstock_planning.item_load import batch_items
+from penstock_planning.simulation.api_site import ApiSite, SimulatedJob
+from penstock_planning.simulation.fleet import Fleet
+from penstock_planning.simulation.hpa import SYNC_S
+from penstock_planning.simulation.metrics_table import (
+    LOST_GPUS,
+    OF_API,
+    OF_WORKERS,
+    UNDELIVERED,
+    XID_ERRORS,
+    Labels,
+    Values,
+)
+from penstock_planning.simulation.promql import PromQuery, vector
+from penstock_planning.simulation.recorder import (
+    GpuSample,
+    ModelRecord,
+    Recorder,
+    RequestEnd,
+    Sample,
+)
+from penstock_planning.simulation.replicas import Autoscaler, SimulatedDeployment
+from penstock_planning.simulation.result import FleetCost, SimulationResult
+from penstock_planning.simulation.rules import (
+    AlertRules,
+    Rules,
+    WorkerRules,
+    deployed_rules,
+    read_alert,
+)
+from penstock_planning.simulation.scenario import (
+    Event,
+    GpuFailure,
+    Metrics,
+    MetricsOutage,
+    RegionLoss,
+    RolloutEvent,
+    Scenario,
+    ScenarioFlow,
+    SetReplicas,
+    SpotLoss,
+    StockOut,
+)
+from penstock_planning.simulation.service import Service
+from penstock_planning.simulation.shared_service import SharedService
+from penstock_planning.simulation.streams import Arrivals, arrival_times, peak_per_s
+from penstock_planning.simulation.timeseries import TimeSeries
+from penstock_planning.simulation.worker import Steps
+from shared.catalog import Catalog, Model
+from shared.settings import ApiSettings
+from shared.transport import batch_subscription_id, workers_subscription_id
+
+SiteKey = tuple[str, str]
+"""Model and region."""
+
+
+@dataclass
+class Parts:
+    """The parts of the simulated world. Events change them."""
+
+    services: dict[str, Service]
+    """Services by model. Workers of all regions pull from one subscription."""
+    sites: dict[SiteKey, ApiSite] = field(default_factory=dict)
+    fleets: dict[tuple[str, str], Fleet] = field(default_factory=dict)
+    """Fleets by GPU class and region."""
+    replicas: dict[SiteKey, SimulatedDeployment] = field(default_factory=dict)
+    """Workers by the name of their group, and region."""
+    autoscalers: dict[SiteKey, Autoscaler] = field(default_factory=dict)
+    """The same, of their autoscalers."""
+    groups: dict[str, str] = field(default_factory=dict)
+    """The names of the groups of workers by model."""
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """A run of a flow."""
+
+    flow: ScenarioFlow
+    record: ModelRecord
+    arrived_s: float
+    deadline_s: float
+    region: str
+    sites: Mapping[tuple[str, int], ApiSite]
+    """What waits of each step, by region and step."""
+
+
+FLOW_SEED = 1
+"""Sets the chance of flows apart from that of models."""
+BROKER_WAIT_S = float(ApiSettings.model_fields["broker_wait_s"].default)
+ROUND_TRIPS = 2
+"""Equals ROUND_TRIPS of api/dispatch/model_window.py."""
+
+FORGET_EVERY_S = 300.0
+FALLEN_OFF_THE_BUS = 79
+"""The XID of a GPU that has failed."""
+
+
+class Scraper:
+    """The collectors of workers and APIs, and Pub/Sub's own gauges.
+
+    Args:
+        broker_wait_s: how long published jobs may be on their way and wait at the broker.
+        has_gpu_failures: True if GPUs fail, and with that metrics that only alerts query.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        series: TimeSeries,
+        metrics: Metrics,
+        parts: Parts,
+        broker_wait_s: float = BROKER_WAIT_S,
+        *,
+        has_gpu_failures: bool = False,
+    ) -> None:
+        self._env = env
+        self._series = series
+        self._metrics = metrics
+        self._parts = parts
+        self._broker_wait_s = broker_wait_s
+        self._has_gpu_failures = has_gpu_failures
+        self.away: list[tuple[str, ...]] = []
+        """Outages: beginnings of the names that are not scraped. An empty one is any name."""
+        self._forget_s = 0.0
+        self._scraped: dict[tuple[str, Labels], None] = {}
+        """The series of the last scrape, by name and labels."""
+        env.process(self._scrape())
+        env.process(self._sample_pubsub())
+
+    def _is_away(self, name: str) -> bool:
+        return any(not names or name.startswith(names) for names in self.away)
+
+    def _append(self, name: str, labels: Labels, value: float, age_s: float) -> None:
+        if not self._is_away(name):
+            self._series.append(name, labels, self._env.now, value, age_s)
+
+    def _scrape(self) -> Steps:
+        while True:
+            before, self._scraped = self._scraped, {}
+            for (model, region), site in self._parts.sites.items():
+                if not site.is_lost:
+                    target = (("location", region), ("model", model))
+                    for name, values_of in OF_API.items():
+                        self._target(name, target, values_of(site))
+            self._scrape_workers()
+            if self._has_gpu_failures:
+                self._scrape_gpus()
+            if self._metrics.has_stale_markers:
+                for name, labels in before.keys() - self._scraped.keys():
+                    self._series.end(name, labels, self._env.now)
+            if self._env.now >= self._forget_s:
+                self._series.forget(self._env.now)
+                self._forget_s = self._env.now + FORGET_EVERY_S
+            yield self._env.timeout(self._metrics.scrape_s)
+
+    def _scrape_workers(self) -> None:
+        now_s = self._env.now
+        for (_, region), replicas in self._parts.replicas.items():
+            for worker in (*replicas.workers, *replicas.leaving):
+                # The port answers as soon as the process is up. Until it is ready all is zero.
+                if worker.node is None:
+                    continue
+                slug = replicas.rules.slug
+                target = (("location", region), ("pod", worker.name), ("worker", slug))
+                for name, values_of in OF_WORKERS.items():
+                    self._target(name, target, values_of(worker, now_s))
+
+    def _scrape_gpus(self) -> None:
+        for (_, region), fleet in self._parts.fleets.items():
+            for node in fleet.nodes:
+                if node.has_failed:
+                    labels = (("Hostname", node.name), ("gpu", "0"), ("location", region))
+                    self._target(XID_ERRORS, labels, (((), float(FALLEN_OFF_THE_BUS)),))
+        for (_, region), replicas in self._parts.replicas.items():
+            for worker in (*replicas.workers, *replicas.leaving):
+                slug = replicas.rules.slug
+                target = (("location", region), ("pod", worker.name), ("worker", slug))
+                self._target(LOST_GPUS, target, (((), float(worker.lost_gpus)),))
+
+    def _target(self, name: str, target: Labels, values: Values) -> None:
+        for own, value in values:
+            labels = tuple(sorted(own + target))
+            self._scraped[name, labels] = None
+            self._append(name, labels, value, self._metrics.age_s)
+
+    def _sample_pubsub(self) -> Steps:
+        while True:
+            for name, service in self._parts.services.items():
+                sites = [site for key, site in self._parts.sites.items() if key[0] == name]
+                published = sum(site.published(self._broker_wait_s) for site in sites)
+                in_flight = sum(site.in_flight for site in sites)
+                batch = sum(site.batch for site in sites)
+                share = published / in_flight if in_flight else 0.0
+                items = service.load.items_per_request
+                for subscription, count in (
+                    (workers_subscription_id(name), in_flight - batch),
+                    (batch_subscription_id(name), batch),
+                ):
+                    labels = (
+                        ("monitored_resource", "pubsub_subscription"),
+                        ("subscription_id", subscription),
+                    )
+                    messages = count * share / items
+                    self._append(UNDELIVERED, labels, messages, self._metrics.pubsub_age_s)
+            yield self._env.timeout(self._metrics.pubsub_sample_s)
+
+
+def happen(env: simpy.Environment, event: Event, parts: Parts, scraper: Scraper) -> Steps:
+    """The process of one event."""
+    yield env.timeout(event.at_s)
+    if isinstance(event, StockOut):
+        yield from _stock_out(env, event, parts)
+    elif isinstance(event, MetricsOutage):
+        yield from _metrics_outage(env, event, parts, scraper)
+    elif isinstance(event, RegionLoss):
+        yield from _region_loss(env, event, parts)
+    else:
+        _begin(event, parts)
+
+
+def _begin(event: SpotLoss | GpuFailure | RolloutEvent | SetReplicas, parts: Parts) -> None:
+    """Events that nobody ends."""
+    if isinstance(event, SpotLoss):
+        for (_, region), fleet in parts.fleets.items():
+            if event.region in (None, region):
+                fleet.lose(event.share)
+    elif isinstance(event, GpuFailure):
+        _fail_gpus(event, parts)
+    elif isinstance(event, RolloutEvent):
+        for (group, _), replicas in parts.replicas.items():
+            if group == parts.groups[event.model]:
+                replicas.roll_out()
+    else:
+        _set_replicas(event, parts)
+
+
+def _set_replicas(event: SetReplicas, parts: Parts) -> None:
+    for key, replicas in parts.replicas.items():
+        if key[0] == parts.groups[event.model]:
+            old = parts.autoscalers[key]
+            bounds = {"minReplicaCount": event.count, "maxReplicaCount": event.count}
+            rules = old.rules.model_copy(update=bounds)
+            parts.autoscalers[key] = Autoscaler(rules, old.series)
+            if event.is_kill:
+                replicas.kill_down_to(event.count)
+            replicas.set(event.count)
+
+
+def _fail_gpus(event: GpuFailure, parts: Parts) -> None:
+    for (pool, region), fleet in parts.fleets.items():
+        type_ = pool.rpartition("-x")[0]
+        has_gpus = type_ in read_gpu_types()
+        if has_gpus and event.region in (None, region) and event.gpu in (None, type_):
+            fleet.fail_gpus(event)
+
+
+def _stock_out(env: simpy.Environment, event: StockOut, parts: Parts) -> Steps:
+    out = [
+        fleet
+        for (pool, region), fleet in parts.fleets.items()
+        if event.region in (None, region) and event.gpu in (None, pool.rpartition("-x")[0])
+    ]
+    for fleet in out:
+        fleet.is_out_of_stock = True
+    yield env.timeout(event.for_s)
+    for fleet in out:
+        fleet.is_out_of_stock = False
+
+
+def _metrics_outage(
+    env: simpy.Environment, event: MetricsOutage, parts: Parts, scraper: Scraper
+) -> Steps:
+    if event.what == "endpoint":
+        _set_endpoint(parts, is_up=False)
+        yield env.timeout(event.for_s)
+        _set_endpoint(parts, is_up=True)
+        return
+    scraper.away.append(event.metrics)
+    yield env.timeout(event.for_s)
+    scraper.away.remove(event.metrics)
+
+
+def _set_endpoint(parts: Parts, *, is_up: bool) -> None:
+    for autoscaler in parts.autoscalers.values():
+        autoscaler.is_endpoint_up = is_up
+
+
+def _region_loss(env: simpy.Environment, event: RegionLoss, parts: Parts) -> Steps:
+    keys = [key for key in parts.sites if key[1] == event.region]
+    of_workers = [key for key in parts.replicas if key[1] == event.region]
+    fleets = [fleet for key, fleet in parts.fleets.items() if key[1] == event.region]
+    for key in keys:
+        parts.sites[key].is_lost = True
+        parts.services[key[0]].lose_requests(parts.sites[key])
+    for fleet in fleets:
+        fleet.lose_all()
+    for key in of_workers:
+        parts.replicas[key].lose_all()
+    yield env.timeout(event.for_s)
+    for fleet in fleets:
+        fleet.is_lost = False
+    for key in keys:
+        parts.sites[key].is_lost = False
+    for key in of_workers:
+        old = parts.autoscalers[key]
+        parts.autoscalers[key] = Autoscaler(old.rules, old.series)
+        parts.replicas[key].set(old.rules.minReplicaCount)
+
+
+SAMPLES = 1440
+"""Samples of a run, for plots over time."""
+GPU_ALERT = "gpu-failed"
+MARGIN_S = 60.0
+"""Series are kept for longer than queries look back."""
+MIN_SAMPLE_S = 5.0
+
+
+def simulate(
+    scenario: Scenario, *, models_file: Path | None = None, rules: Rules | None = None
+) -> SimulationResult:
+    """Runs a scenario. The same scenario and rules give the same result.
+
+    Args:
+        models_file: a catalog that replaces the scenario's.
+        rules: replace those that are read from what deploys (`deployed_rules`).
+
+    Raises:
+        ConfigurationError: scenario, catalog and rules do not fit together.
+    """
+    catalog, deployed = deployed_rules(scenario, models_file)
+    world = World(scenario, catalog, rules or deployed, read_prices())
+    world.env.run(until=scenario.duration_s)
+    return world.result()
+
+
+class World:
+    """Everything that a scenario has, in one SimPy environment."""
+
+    def __init__(self, scenario: Scenario, catalog: Catalog, rules: Rules, prices: Prices) -> None:
+        self.env = simpy.Environment()
+        self.scenario = scenario
+        self._prices = prices
+        self._chance = random.Random(scenario.seed)
+        self.models = {name: catalog.find(name) for name in scenario.models}
+        self.recorder = Recorder(tuple(self.models), tuple(scenario.flows))
+        self.series = TimeSeries()
+        self.parts = Parts({name: self._service(model) for name, model in self.models.items()})
+        for region in scenario.regions:
+            for name, of_group in rules[region].items():
+                self._add(region, name, of_group)
+        looks_back_s = max(one.looks_back_s for one in self.parts.autoscalers.values())
+        has_gpu_failures = any(isinstance(event, GpuFailure) for event in scenario.events)
+        if has_gpu_failures:
+            alert = read_alert(GPU_ALERT)
+            query = PromQuery(alert.query)
+            looks_back_s = max(looks_back_s, query.looks_back_s)
+            self.env.process(self._watch(alert, query))
+        self.series.kept_s = looks_back_s + scenario.metrics.pubsub_age_s + MARGIN_S
+        self._start_workers()
+        # As api/dispatch/model_window.py.
+        stay_s = BROKER_WAIT_S + ROUND_TRIPS * scenario.broker.round_trip_s
+        scraper = Scraper(
+            self.env,
+            self.series,
+            scenario.metrics,
+            self.parts,
+            stay_s,
+            has_gpu_failures=has_gpu_failures,
+        )
+        for number, (name, stream) in enumerate(
+            (name, stream) for name, load in scenario.models.items() for stream in load.arrivals
+        ):
+            self.env.process(self._arrive(name, stream, number))
+        for number, (name, stream) in enumerate(
+            (name, stream) for name, flow in scenario.flows.items() for stream in flow.arrivals
+        ):
+            self.env.process(self._arrive_runs(name, stream, number))
+        self.env.process(self._sample())
+        for event in scenario.events:
+            self.env.process(happen(self.env, event, self.parts, scraper))
+
+    def _service(self, model: Model) -> Service:
+        return Service(
+            self.env,
+            model,
+            self.scenario.models[model.name],
+            self.scenario.broker,
+            self.recorder.models[model.name],
+            self.scenario.api.trip_s,
+            self._chance,
+        )
+
+    def _add(self, region: str, group: str, rules: WorkerRules) -> None:
+        scenario, key = self.scenario, (group, region)
+        model = self.models[rules.models[0]]
+        for name in rules.models:
+            self.parts.groups[name] = group
+            self.parts.sites[name, region] = self._site_of(name, region)
+        pool = (gpu_class(model.gpu), region)
+        if pool not in self.parts.fleets:
+            cluster = scenario.cluster
+            if model.gpu.type == "none":
+                # General nodes: nothing is kept warm for them, and they are not spot.
+                cluster = cluster.model_copy(update={"buffer": 0, "spot": False})
+            most = scenario.regions[region].max_gpus if model.gpu.type != "none" else None
+            self.parts.fleets[pool] = Fleet(self.env, cluster, model.gpu.share, most, self._chance)
+        self.parts.replicas[key] = SimulatedDeployment(
+            self.env,
+            self._service_of(group, rules.models),
+            self.parts.fleets[pool],
+            rules,
+            scenario.cluster,
+            region,
+            self.recorder,
+        )
+        self.parts.autoscalers[key] = Autoscaler(rules.autoscaler, self.series)
+        self.env.process(self._poll(key))
+        self.env.process(self._sync(key))
+
+    def _site_of(self, model: str, region: str) -> ApiSite:
+        api = self.scenario.api
+        return ApiSite(region, self.models[model], api.max_instances, api.concurrency)
+
+    def _service_of(self, group: str, models: Sequence[str]) -> Service | SharedService:
+        services = [self.parts.services[name] for name in models]
+        return services[0] if len(services) == 1 else SharedService(self.env, group, services)
+
+    def _start_workers(self) -> None:
+        """Workers, and nodes for them and for the buffer, that are there at the start."""
+        for fleet in self.parts.fleets.values():
+            members = [
+                key for key in self.parts.replicas if self.parts.replicas[key].fleet is fleet
+            ]
+            counts = {key: self._first_replicas(key) for key in members}
+            workers = sum(counts.values()) + fleet.buffer
+            fleet.start_with(-(-workers // fleet.places))
+            for key, count in counts.items():
+                self.parts.replicas[key].start_with(count)
+
+    def _first_replicas(self, key: SiteKey) -> int:
+        names = self.parts.replicas[key].rules.models
+        said = [self.scenario.models[name].start_replicas for name in names]
+        asked = [one for one in said if one is not None]
+        return max(asked) if asked else self.models[names[0]].replicas.min
+
+    # Processes
+
+    def _poll(self, key: SiteKey) -> Steps:
+        autoscaler = self.parts.autoscalers[key]
+        period_s = autoscaler.rules.pollingInterval
+        yield self.env.timeout(self._chance.uniform(0, period_s))
+        while True:
+            replicas = self.parts.replicas[key]
+            if not replicas.fleet.is_lost:
+                replicas.set(autoscaler.poll(self.env.now, replicas.wanted))
+            yield self.env.timeout(period_s)
+
+    def _sync(self, key: SiteKey) -> Steps:
+        yield self.env.timeout(self._chance.uniform(0, SYNC_S))
+        while True:
+            replicas = self.parts.replicas[key]
+            if not replicas.fleet.is_lost:
+                replicas.set(self.parts.autoscalers[key].sync(self.env.now, replicas.wanted))
+            yield self.env.timeout(SYNC_S)
+
+    def _arrive(self, name: str, stream: Arrivals, number: int) -> Steps:
+        env, load, chance = self.env, self.scenario.models[name], self._chance
+        service, record = self.parts.services[name], self.recorder.models[name]
+        limit_s = load.deadline_s or self.models[name].deadline.default_s
+        # The reply needs its time too.
+        limit_s -= self.scenario.api.trip_s
+        generator = np.random.default_rng([self.scenario.seed, number])
+        for times in arrival_times(stream, self.scenario.duration_s, generator):
+            for at_s in times.tolist():
+                if at_s > env.now:
+                    yield env.timeout(at_s - env.now)
+                record.arrived += 1
+                is_batch = load.batch_lane_share > 0 and chance.random() < load.batch_lane_share
+                site = self._site(name)
+                if site is None:
+                    service.refuse()
+                    continue
+                job = SimulatedJob(
+                    env.now, env.now + limit_s, load.items_per_request, is_batch, site
+                )
+                if site.admits(job, env.now):
+                    service.publish(job)
+                else:
+                    service.refuse()
+
+    def _arrive_runs(self, name: str, stream: Arrivals, number: int) -> Steps:
+        """Runs of a flow. The API sees the flow, and not the requests of its steps' models."""
+        flow, record = self.scenario.flows[name], self.recorder.runs[name]
+        sites = {
+            (region, step): self._site_of(model, region)
+            for region in self.scenario.regions
+            for step, model in enumerate(flow.steps)
+        }
+        generator = np.random.default_rng([self.scenario.seed, FLOW_SEED, number])
+        for times in arrival_times(stream, self.scenario.duration_s, generator):
+            for at_s in times.tolist():
+                if at_s > self.env.now:
+                    yield self.env.timeout(at_s - self.env.now)
+                record.arrived += 1
+                site = self._site(flow.steps[0])
+                if site is not None:
+                    limit_s = self.env.now + flow.deadline_s - self.scenario.api.trip_s
+                    run = SimulatedRun(flow, record, self.env.now, limit_s, site.region, sites)
+                    self._publish_step(run, 0)
+
+    def _publish_step(self, run: SimulatedRun, step: int) -> None:
+        name, now_s = run.flow.steps[step], self.env.now
+        site, service = run.sites[run.region, step], self.parts.services[name]
+        job = SimulatedJob(now_s, run.deadline_s, 1, False, site)
+        job.then = partial(self._end_step, run, step)
+        self.recorder.models[name].arrived += 1
+        if step and now_s < run.deadline_s:
+            site.take(job, now_s)
+        elif step or not site.admits(job, now_s):
+            service.refuse()
+            return
+        service.publish(job)
+
+    def _end_step(self, run: SimulatedRun, step: int, job: SimulatedJob) -> None:
+        if step + 1 < len(run.flow.steps):
+            self.env.process(self._next_step(run, step + 1))
+            return
+        run.record.outcomes[RequestEnd.SERVED] += 1
+        run.record.arrived_s.append(run.arrived_s)
+        run.record.answer_s.append(self.env.now - run.arrived_s + self.scenario.api.trip_s)
+
+    def _next_step(self, run: SimulatedRun, step: int) -> Steps:
+        """Its job takes one way over Pub/Sub, from worker to worker."""
+        yield self.env.timeout(self.scenario.api.trip_s / 2)
+        self._publish_step(run, step)
+
+    def _site(self, name: str) -> ApiSite | None:
+        """The region of a request. None: all are lost."""
+        regions = self.scenario.regions
+        if len(regions) == 1:
+            site = self.parts.sites[name, next(iter(regions))]
+            return None if site.is_lost else site
+        up = [region for region in regions if not self.parts.sites[name, region].is_lost]
+        if not up:
+            return None
+        shares = [regions[region].share for region in up]
+        return self.parts.sites[name, self._chance.choices(up, shares)[0]]
+
+    def _watch(self, alert: AlertRules, query: PromQuery) -> Steps:
+        """Notes when an alert begins to fire."""
+        since_s: float | None = None
+        is_firing = False
+        while True:
+            now_s = self.env.now
+            if not vector(query.value(self.series, now_s)):
+                since_s, is_firing = None, False
+            else:
+                since_s = now_s if since_s is None else since_s
+                if not is_firing and now_s - since_s >= alert.duration_s:
+                    is_firing = True
+                    self.recorder.alerted_s.append(now_s)
+            yield self.env.timeout(alert.evaluation_interval_s)
+
+    def _sample(self) -> Steps:
+        period_s = max(MIN_SAMPLE_S, self.scenario.duration_s / SAMPLES)
+        while True:
+            self._take_samples()
+            yield self.env.timeout(period_s)
+
+    def _take_samples(self) -> None:
+        now_s = self.env.now
+        for (_, region), replicas in self.parts.replicas.items():
+            busy = sum(worker.is_computing for worker in replicas.workers)
+            for model in replicas.rules.models:
+                in_flight = self.parts.sites[model, region].in_flight
+                self.recorder.samples.append(
+                    Sample(now_s, model, region, replicas.wanted, replicas.ready, busy, in_flight)
+                )
+        for (pool, region), fleet in self.parts.fleets.items():
+            nodes, busy = len(fleet.nodes), sum(node.busy > 0 for node in fleet.nodes)
+            self.recorder.gpu_samples.append(GpuSample(now_s, pool, region, nodes, busy))
+
+    # Result
+
+    def result(self) -> SimulationResult:
+        """Returns the results, after the end."""
+        self._take_samples()
+        for replicas in self.parts.replicas.values():
+            replicas.count_workers()
+        for service in self.parts.services.values():
+            service.record.outcomes[RequestEnd.OPEN] += service.open_jobs()
+        return SimulationResult(
+            scenario=self.scenario,
+            deadlines_s={
+                name: self.scenario.models[name].deadline_s or model.deadline.default_s
+                for name, model in self.models.items()
+            },
+            recorder=self.recorder,
+            fleets=tuple(self._costs()),
+            emptied_s=tuple(
+                sorted(at_s for fleet in self.parts.fleets.values() for at_s in fleet.emptied_s)
+            ),
+        )
+
+    def _costs(self) -> Iterator[FleetCost]:
+        for (pool, region), fleet in self.parts.fleets.items():
+            price = self._prices.prices.get(_machine_price(pool, self.scenario.cluster.spot))
+            per_h = None if price is None else price.cost_usd(region, 1.0)
+            most = self._most_nodes(pool, region, fleet)
+            yield FleetCost(pool, region, fleet.node_s, fleet.gpu_busy_s, per_h, most)
+
+    def _most_nodes(self, pool: str, region: str, fleet: Fleet) -> int:
+        """Nodes for which quota and bounds have to have room, as `penstock deploy plan` counts."""
+        share = self.scenario.regions[region].share
+        workers = []
+        for (_, of_region), replicas in self.parts.replicas.items():
+            members = [self.models[name] for name in replicas.rules.models]
+            if replicas.fleet is not fleet or of_region != region:
+                continue
+            erlangs = requests = 0.0
+            for model in members:
+                load = self.scenario.models[model.name]
+                item_s = load.full_item_s(batch_items(model, load))
+                if fleet.places > 1:
+                    item_s *= fleet.places / load.kept_when_sharing
+                per_s = share * self._peak_per_s(model.name)
+                requests += per_s
+                erlangs += per_s * load.items_per_request * item_s / processes_of(members)
+            workers.append(max(members[0].replicas.min, most_workers(erlangs, requests)))
+        return gpu_nodes(workers, fleet.buffer, fleet.places)
+
+    def _peak_per_s(self, model: str) -> float:
+        """The most requests a second, those of flows included."""
+        duration_s = self.scenario.duration_s
+        return peak_per_s(self.scenario.models[model].arrivals, duration_s) + sum(
+            flow.steps.count(model) * peak_per_s(flow.arrivals, duration_s)
+            for flow in self.scenario.flows.values()
+        )
+
+
+def _machine_price(pool: str, is_spot: bool) -> str:
+    """The price of a node of a GPU class. Workers without a GPU run on general nodes."""
+    gpu_types, type_ = read_gpu_types(), pool.rpartition("-x")[0]
+    if type_ not in gpu_types:
+        return f"machine/{GeneralNodes().machine_type}/on-demand"
+    return f"machine/{gpu_types[type_].machine_type}/{'spot' if is_spot else 'on-demand'}"

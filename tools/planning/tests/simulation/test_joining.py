@@ -1,0 +1,93 @@
+"""The rules that deploy, where items join between steps: what decision 73 promises of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from penstock_planning.simulation.result import SimulationResult
+from penstock_planning.simulation.scenario import read_scenario
+from penstock_planning.simulation.world import simulate
+
+pytestmark = pytest.mark.slow(about_s=10)
+
+START_S = 150.0 + 60.0 + 60.0 + 60.0 + 60.0
+"""Node, pod, what the autoscaler has to see and order them, a step of more than four workers, and
+the deadline of the texts that came before."""
+
+
+def run(name: str, *changes: str) -> SimulationResult:
+    return simulate(read_scenario(name, changes))
+
+
+def wanted(result: SimulationResult, model: str, per_s: float) -> float:
+    """The workers whose full steps do the work, at 0.7."""
+    steps = result.scenario.models[model].steps
+    assert steps is not None
+    places = {"writer": 16, "sd-1-5": 8}[model]
+    return per_s * steps.item_s(places) / 0.7
+
+
+@pytest.mark.parametrize("per_s", [0.2, 2.0, 9.0])
+@pytest.mark.parametrize("start", [1, 8])
+def test_texts_have_the_workers_that_can_write_them_in_company(per_s: float, start: int) -> None:
+    result = run(
+        "text-constant",
+        "duration_s=2400",
+        "settle_s=1500",
+        f"models.writer.arrivals=[{{kind: constant, per_s: {per_s}}}]",
+        f"models.writer.start_replicas={start}",
+    )
+    (one,) = result.summary.models
+    needed = math.ceil(wanted(result, "writer", per_s))
+    assert needed <= one.replicas.least
+    assert one.replicas.most <= max(needed + 1, 1.2 * needed)
+    # One worker can't do the work of nine until others have started.
+    late = [at_s for at_s in result.recorder.models["writer"].ended_s if at_s > START_S]
+    assert len(late) < 0.001 * one.arrived
+
+
+def test_four_times_the_texts_get_workers_within_minutes() -> None:
+    at_s = 600.0
+    step = f"{{kind: step, before_per_s: 3, after_per_s: 12, at_s: {at_s:g}}}"
+    result = run(
+        "text-step",
+        "duration_s=2400",
+        f"models.writer.arrivals=[{step}]",
+        "models.writer.start_replicas=2",
+    )
+    (one,) = result.summary.models
+    needed = math.ceil(wanted(result, "writer", 12))
+    assert needed <= one.replicas.most <= 1.3 * needed
+    last = max(result.recorder.models["writer"].ended_s, default=at_s)
+    assert last < at_s + START_S
+
+
+def test_images_that_join_count_as_those_that_do_not() -> None:
+    """One alone takes nearly all of its GPU, so most of its steps are work."""
+    result = run(
+        "sd-joining",
+        "duration_s=1800",
+        "models.sd-1-5.arrivals=[{kind: constant, per_s: 3}]",
+        "models.sd-1-5.start_replicas=8",
+    )
+    (one,) = result.summary.models
+    needed = math.ceil(wanted(result, "sd-1-5", 3))
+    assert needed <= one.replicas.least
+    assert one.replicas.most <= needed + 2
+    # Without arrivals, as in a region whose callers are elsewhere, busy workers must say as much.
+    assert result.summary.worker_busy_share == pytest.approx(
+        result.summary.worker_work_share, rel=0.1
+    )
+
+
+def test_texts_stop_as_many_workers_as_are_too_many() -> None:
+    result = run(
+        "text-constant",
+        "duration_s=2400",
+        "models.writer.arrivals=[{kind: constant, per_s: 2}]",
+        "models.writer.start_replicas=20",
+    )
+    # 20 workers with a text each are busy nearly all the time, and two can do it.
+    assert result.recorder.samples[-1].replicas <= 3

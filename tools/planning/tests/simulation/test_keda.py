@@ -1,0 +1,121 @@
+"""KEDA's part: zero, fallbacks, and what counts as a failure."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock_planning.simulation.replicas import Autoscaler
+from penstock_planning.simulation.rules import AutoscalerRules
+from penstock_planning.simulation.timeseries import TimeSeries
+
+IN_FLIGHT = "penstock_api_items_in_flight"
+STILL = {
+    "stabilizationWindowSeconds": 0,
+    "policies": [{"type": "Percent", "value": 100, "periodSeconds": 15}],
+}
+
+
+def autoscaler(series: TimeSeries, **fields: object) -> Autoscaler:
+    trigger = {"name": "items", "query": f"sum({IN_FLIGHT})", "threshold": 2}
+    given = {"triggers": [trigger], "behavior": {"scaleUp": STILL, "scaleDown": STILL}}
+    return Autoscaler(AutoscalerRules.model_validate(given | fields), series)
+
+
+def gauge(value: float, at_s: float = 0.0) -> TimeSeries:
+    found = TimeSeries()
+    found.append(IN_FLIGHT, (), at_s, value)
+    return found
+
+
+def test_a_value_above_the_activation_leaves_zero() -> None:
+    assert autoscaler(gauge(0.0)).poll(1, 0) == 0
+    assert autoscaler(gauge(1.0)).poll(1, 0) == 1
+    assert autoscaler(gauge(1.0), minReplicaCount=3).poll(1, 0) == 3
+
+
+def test_zero_is_reached_after_the_cooldown() -> None:
+    series = gauge(1.0)
+    one = autoscaler(series, cooldownPeriod=300)
+    assert one.poll(0, 1) == 1
+    series.append(IN_FLIGHT, (), 5.0, 0.0)
+    assert one.poll(299, 1) == 1
+    assert one.poll(301, 1) == 0
+
+
+def test_the_hpa_leaves_zero_alone() -> None:
+    assert autoscaler(gauge(50.0)).sync(1, 0) == 0
+    assert autoscaler(gauge(8.0)).sync(1, 2) == 4
+
+
+@pytest.mark.parametrize(
+    ("behavior", "replicas", "kept"),
+    [
+        ("static", 40, 20),
+        ("currentReplicas", 40, 40),
+        ("currentReplicasIfHigher", 40, 40),
+        ("currentReplicasIfHigher", 2, 3),
+        ("currentReplicasIfLower", 2, 2),
+    ],
+)
+def test_fallback_comes_after_more_failures_than_its_threshold(
+    behavior: str, replicas: int, kept: int
+) -> None:
+    down = STILL | {"policies": [{"type": "Percent", "value": 50, "periodSeconds": 15}]}
+    fallback = {"failureThreshold": 3, "replicas": 3, "behavior": behavior}
+    one = autoscaler(gauge(5.0), fallback=fallback, behavior={"scaleUp": STILL, "scaleDown": down})
+    one.is_endpoint_up = False
+    for turn in range(3):
+        assert one.sync(turn * 15, replicas) == replicas
+    # The static one is reached in steps.
+    assert one.sync(45, replicas) == kept
+
+
+def test_keda_counts_failures_of_its_own_polls_too() -> None:
+    fallback = {"failureThreshold": 3, "replicas": 9}
+    one = autoscaler(gauge(5.0), fallback=fallback)
+    one.is_endpoint_up = False
+    for turn in range(3):
+        one.poll(turn * 5, 5)
+    assert one.sync(15, 5) == 9
+
+
+def test_a_model_at_zero_gets_one_worker_when_the_fallback_begins() -> None:
+    fallback = {"failureThreshold": 6, "replicas": 1, "behavior": "currentReplicasIfHigher"}
+    one = autoscaler(gauge(0.0), fallback=fallback)
+    one.is_endpoint_up = False
+    assert [one.poll(turn * 5, 0) for turn in range(7)] == [0] * 6 + [1]
+    assert one.poll(35, 1) == 1
+    assert one.sync(45, 1) == 1
+
+
+def test_a_good_reading_ends_the_fallback() -> None:
+    one = autoscaler(gauge(10.0), fallback={"failureThreshold": 0, "replicas": 9})
+    one.is_endpoint_up = False
+    assert one.sync(0, 5) == 9
+    one.is_endpoint_up = True
+    assert one.sync(15, 5) == 5
+
+
+def test_without_a_fallback_failures_change_nothing() -> None:
+    one = autoscaler(gauge(5.0))
+    one.is_endpoint_up = False
+    assert [one.sync(turn * 15, 40) for turn in range(9)] == [40] * 9
+    assert [one.poll(200 + turn * 5, 40) for turn in range(99)] == [40] * 99
+
+
+def test_nothing_found_is_zero_or_a_failure() -> None:
+    assert autoscaler(TimeSeries()).sync(0, 8) == 1
+    trigger = {
+        "name": "items",
+        "query": f"sum({IN_FLIGHT})",
+        "threshold": 2,
+        "ignoreNullValues": "false",
+    }
+    assert autoscaler(TimeSeries(), triggers=[trigger]).sync(0, 8) == 8
+
+
+def test_a_query_with_several_values_fails() -> None:
+    found = gauge(5.0)
+    found.append(IN_FLIGHT, (("location", "here"),), 0.0, 5.0)
+    trigger = {"name": "items", "query": IN_FLIGHT, "threshold": 2}
+    assert autoscaler(found, triggers=[trigger]).sync(0, 40) == 40
