@@ -99,6 +99,11 @@ def test_a_decision_is_one_page_of_context_decision_and_consequences(page: Path)
     assert f"({page.name})" in (page.parent / "README.md").read_text()
 
 
+def test_each_decision_has_a_number_of_its_own() -> None:
+    numbers = [page.name[:4] for page in DECISIONS]
+    assert numbers == sorted(set(numbers))
+
+
 @pytest.mark.parametrize("folder", ["", *FOLDERS])
 def test_decisions_that_are_named_have_a_page(folder: str) -> None:
     """A comment often has only a number. A changelog names the decisions of its day."""
