@@ -13,7 +13,7 @@ SOURCES := api workers shared infra models bench examples tests tools
 # Each has a pyproject.toml, a Makefile and tests of its own.
 EMULATORS := emulators/bigquery emulators/pubsub
 # Commands of `penstock` that serve nothing, each with a pyproject.toml and tests of its own.
-TOOLS := tools/load tools/planning
+TOOLS := tools/load tools/monitoring tools/planning
 MEMBERS := $(EMULATORS) $(TOOLS)
 
 # The tests alone start some hundred processes, each of which would compile our modules again.
@@ -113,7 +113,7 @@ constraints: ## write constraints.txt again for pyproject.toml, with hashes, and
 	  $(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --requirement $(VENV)/uv.txt; }
 	@$(BIN)/uv pip compile --quiet $(if $(UPGRADE),--upgrade) --all-extras --universal --generate-hashes \
 	  --no-emit-index-url --no-annotate --custom-compile-command "make constraints" \
-	  --no-emit-package penstock $(foreach name,bigquery-emulator load planning pubsub-emulator,--no-emit-package penstock-$(name)) \
+	  --no-emit-package penstock $(foreach name,bigquery-emulator load monitoring planning pubsub-emulator,--no-emit-package penstock-$(name)) \
 	  --output-file constraints.txt pyproject.toml $(MEMBERS:=/pyproject.toml)
 	@infra/check_wheels.sh $(BIN)/uv
 

@@ -7,7 +7,7 @@ index=$("$venv/bin/pip" config get global.index-url 2> /dev/null || true)
 test -z "$index" || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
 export UV_PYTHON_DOWNLOADS=never
 # Penstock, the embedded servers and the tools are in no index: setup.sh installs them from their folders.
-members=(emulators/bigquery emulators/pubsub tools/load tools/planning)
+members=(emulators/bigquery emulators/pubsub tools/load tools/monitoring tools/planning)
 grep -hE '^name = "penstock' pyproject.toml "${members[@]/%//pyproject.toml}" | cut -d '"' -f 2 > "$venv/members.txt"
 packages=(--constraint constraints.txt --excludes "$venv/members.txt" --requirement pyproject.toml)
 for member in "${members[@]}"; do packages+=(--requirement "$member/pyproject.toml"); done

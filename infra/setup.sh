@@ -35,7 +35,7 @@ step "$log" "$(wc -l < "$venv/pins.txt") packages" infra/install_locked.sh "$ven
 step "$log" "torch's own" "$venv/bin/pip" install --disable-pip-version-check --no-compile \
   --constraint "$venv/pins.txt" "$torch"
 # The embedded servers and the tools are in no index.
-members=(emulators/bigquery emulators/pubsub tools/load tools/planning)
+members=(emulators/bigquery emulators/pubsub tools/load tools/monitoring tools/planning)
 step "$log" Penstock env UV_PYTHON_DOWNLOADS=never "$venv/bin/uv" pip install --python "$venv/bin/python" \
   --no-build-isolation --no-deps --editable . \
   "${members[@]/#/--editable=./}"

@@ -22,12 +22,6 @@ from infra.cli.canaries.commands import canary
 from infra.cli.dead_letters.commands import dead_letters
 from infra.cli.withdrawals import list_withdrawn, withdraw
 from infra.local.ports import Ports
-from infra.monitoring.alerts import RUNBOOK
-from infra.monitoring.objectives import (
-    DEFAULT_LEAST_BAD_EVENTS,
-    DEFAULT_TARGETS,
-    DEFAULT_WORKER_HOUR_USD,
-)
 from infra.reports.commands import invoice, report, run_daily
 from shared.errors import BadInput, ConfigurationError, PenstockError
 from shared.loopback import exempt_loopback_from_proxies
@@ -268,42 +262,7 @@ def kill(
     typer.echo(f"killed {names[0]}, process {pid}")
 
 
-@app.command()
-def monitoring(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="where the files go")],
-    models_file: Annotated[
-        Path, typer.Option(metavar="FILE", help="the models of the local stack")
-    ] = Path("models.yaml"),
-    availability: Annotated[
-        float, typer.Option(help="share of requests that must not fail")
-    ] = DEFAULT_TARGETS["availability"],
-    deadlines: Annotated[
-        float, typer.Option(help="share of items that must be in time")
-    ] = DEFAULT_TARGETS["deadlines"],
-    least_bad_events: Annotated[
-        int, typer.Option(help="in a window, before an alert fires")
-    ] = DEFAULT_LEAST_BAD_EVENTS,
-    worker_hour_usd: Annotated[
-        float, typer.Option(help="what one worker costs in an hour")
-    ] = DEFAULT_WORKER_HOUR_USD,
-    runbook_url: Annotated[
-        str, typer.Option(metavar="URL", help="where docs/how-to/operations.md can be read")
-    ] = RUNBOOK,
-) -> None:
-    """Write alerts for Prometheus and dashboards for Grafana."""
-    from infra.monitoring.files import write_for_prometheus
-    from shared.catalog_file import read_catalog
-
-    files = write_for_prometheus(
-        out,
-        read_catalog(models_file),
-        targets={"availability": availability, "deadlines": deadlines},
-        least_bad_events=least_bad_events,
-        worker_hour_usd=worker_hour_usd,
-        runbook_url=runbook_url,
-    )
-    for file in files:
-        typer.echo(file)
+add_tool(app, "monitoring", "penstock-monitoring")
 
 
 @app.command(context_settings=_FORWARDED)

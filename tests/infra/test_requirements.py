@@ -26,6 +26,7 @@ REASONS = {
     "onnxscript": "torch.onnx.export needs it",
     "opentelemetry-exporter-credential-provider-gcp": "OpenTelemetry loads it by its entry point",
     "penstock-load": "adds its command by an entry point",
+    "penstock-monitoring": "adds its command by an entry point",
     "penstock-planning": "adds its commands by entry points",
     "pytest-timeout": "a plugin of pytest: the time limits of the emulators' tests",
     "types-protobuf": "types",

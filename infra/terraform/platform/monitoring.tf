@@ -2,7 +2,7 @@
 # part for each alert.
 
 locals {
-  # infra/monitoring defines alerts and dashboard, for Prometheus and Grafana
+  # tools/monitoring defines alerts and dashboard, for Prometheus and Grafana
   # too, and writes these templates.
   _monitoring = "${path.module}/../../monitoring/rendered"
   # Terraform's 1 - 0.999 has 500 bits.

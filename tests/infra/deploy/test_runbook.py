@@ -23,8 +23,8 @@ import shared.usage.writer
 import workers.functions.dependencies
 import workers.functions.main
 import workers.metrics
-from infra.monitoring.alerts import OF_FUNCTIONS, OFF_GOOGLE, ON_GOOGLE, alerts
-from infra.monitoring.objectives import DEFAULT_LEAST_BAD_EVENTS, DEFAULT_TARGETS, bounds_of
+from penstock_monitoring.alerts import OF_FUNCTIONS, OFF_GOOGLE, ON_GOOGLE, alerts
+from penstock_monitoring.objectives import DEFAULT_LEAST_BAD_EVENTS, DEFAULT_TARGETS, bounds_of
 from shared.catalog_file import read_catalog
 from tests.infra.deploy.terraform import Plan, plan_platform
 from tests.infra.release.replay import KEYS, blocks

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from infra.monitoring.alerts import OFF_GOOGLE, Alert
+from penstock_monitoring.alerts import OFF_GOOGLE, Alert
 from shared.catalog_file import read_catalog
 from shared.kubernetes_names import slug
 from shared.logs import JsonFormatter
 from tests.infra.deploy.terraform import PROJECT, Plan, plan_platform
-from tests.infra.monitoring.test_other_alerts import ALL, OF_OBJECTIVES, UP, Series, firing
+from tools.monitoring.tests.test_other_alerts import ALL, OF_OBJECTIVES, UP, Series, firing
 
 SLUGS = [slug(model.name) for model in read_catalog(Path("models.yaml")).models]
 ARCHIVED = Series("penstock_row_archive_oldest_seconds", {}, 0)

@@ -21,8 +21,8 @@ from infra.kubernetes.autoscaling import (
 from shared.catalog_file import read_catalog
 from shared.charge import SHARED
 from shared.slo import ENDS
-from tests.infra.monitoring.promql import asked_by, grafana_queries, queries
 from tests.limits import START_LIMIT_S
+from tools.monitoring.tests.promql import asked_by, grafana_queries, queries
 
 MODULES = (
     "api.__main__",
@@ -44,7 +44,7 @@ print(json.dumps({c._name: [c._type, list(c._labelnames)] for c in REGISTRY._col
 _SAMPLES = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}
 FROM_THE_COLLECTOR = "worker"
 """Label of the workers' series: infra/kubernetes/cluster/pod-monitoring.yaml,
-infra/monitoring/files.py.
+penstock_monitoring/files.py.
 """
 OF_GOOGLE = {
     "pubsub_googleapis_com:subscription_oldest_unacked_message_age",

@@ -15,16 +15,16 @@ from grafana_foundation_sdk.models import dashboard as grafana_models
 from typer.testing import CliRunner
 
 from infra.cli.main import app
-from infra.monitoring import objectives
-from infra.monitoring.files import RENDERED, rendered
+from penstock_monitoring import objectives
+from penstock_monitoring.files import RENDERED, rendered
 from penstock_planning.deploy.prices import read_prices
-from tests.infra.monitoring.promql import google_dashboard, grafana
 from tests.limits import START_LIMIT_S
+from tools.monitoring.tests.promql import google_dashboard, grafana
 
 
 def test_repository_has_what_the_code_makes() -> None:
     found = {path.name: path.read_text(encoding="utf-8") for path in RENDERED.iterdir()}
-    assert found == rendered(), "run: python -m infra.monitoring"
+    assert found == rendered(), "run: python -m penstock_monitoring"
 
 
 def test_grafana_knows_every_field_of_its_dashboard() -> None:

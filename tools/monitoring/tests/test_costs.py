@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.monitoring.files import TERMS as GOOGLE
-from infra.monitoring.grafana import TERMS as GRAFANA
-from infra.monitoring.panels import Terms, sections
+from penstock_monitoring.files import TERMS as GOOGLE
+from penstock_monitoring.grafana import TERMS as GRAFANA
+from penstock_monitoring.panels import Terms, sections
 from tests.limits import START_LIMIT_S
 
 pytestmark = pytest.mark.slow

@@ -16,9 +16,10 @@ from typing import Any, Literal
 
 import yaml
 
+import infra
 from infra.local.ports import Ports
-from infra.monitoring import grafana, grafana_usage
-from infra.monitoring.alerts import (
+from penstock_monitoring import grafana, grafana_usage
+from penstock_monitoring.alerts import (
     OF_FUNCTIONS,
     OFF_GOOGLE,
     ON_GOOGLE,
@@ -26,7 +27,7 @@ from infra.monitoring.alerts import (
     Alert,
     alerts,
 )
-from infra.monitoring.objectives import (
+from penstock_monitoring.objectives import (
     DEFAULT_LEAST_BAD_EVENTS,
     DEFAULT_TARGETS,
     DEFAULT_WORKER_HOUR_USD,
@@ -41,7 +42,7 @@ from infra.monitoring.objectives import (
     bounds_of,
     error_ratio,
 )
-from infra.monitoring.panels import Panel, PanelQuery, Terms, Unit, sections
+from penstock_monitoring.panels import Panel, PanelQuery, Terms, Unit, sections
 from shared.catalog import Catalog
 from shared.errors import ConfigurationError
 from shared.kubernetes_names import slug
@@ -275,8 +276,8 @@ def _job(name: str, static_configs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"job_name": name, "static_configs": static_configs}
 
 
-RENDERED = Path(__file__).parent / "rendered"
-_HEAD = "# Made by infra/monitoring. Change that, not this.\n"
+RENDERED = Path(infra.__file__).parent / "monitoring" / "rendered"
+_HEAD = "# Made by tools/monitoring. Change that, not this.\n"
 _PROMETHEUS_URL = "http://127.0.0.1:9090"
 
 

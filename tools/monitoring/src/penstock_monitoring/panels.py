@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from infra.monitoring.objectives import OBJECTIVES, Bounds, Objective, budget_left, error_ratio
+from penstock_monitoring.objectives import OBJECTIVES, Bounds, Objective, budget_left, error_ratio
 from shared.charge import SHARED
 
 Unit = Literal["count", "per_second", "percent", "seconds", "usd"]

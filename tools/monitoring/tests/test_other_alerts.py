@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.monitoring.alerts import OF_FUNCTIONS, OFF_GOOGLE, ON_GOOGLE, RUNBOOK, Alert, alerts
-from infra.monitoring.files import rules
-from infra.monitoring.objectives import (
+from penstock_monitoring.alerts import OF_FUNCTIONS, OFF_GOOGLE, ON_GOOGLE, RUNBOOK, Alert, alerts
+from penstock_monitoring.files import rules
+from penstock_monitoring.objectives import (
     DEFAULT_LEAST_BAD_EVENTS,
     DEFAULT_TARGETS,
     OBJECTIVES,

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from infra.monitoring.objectives import DEFAULT_TARGETS, Bounds
-from infra.monitoring.panels import Panel, PanelQuery, Section, Terms, Unit, sections
+from penstock_monitoring.objectives import DEFAULT_TARGETS, Bounds
+from penstock_monitoring.panels import Panel, PanelQuery, Section, Terms, Unit, sections
 
 UID = "penstock"
 SCHEMA_VERSION = 39

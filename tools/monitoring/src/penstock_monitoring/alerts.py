@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from infra.monitoring.objectives import FAST, OBJECTIVES, SLOW, Bounds, burns
+from penstock_monitoring.objectives import FAST, OBJECTIVES, SLOW, Bounds, burns
 
 RUNBOOK = "docs/how-to/operations.md"
 

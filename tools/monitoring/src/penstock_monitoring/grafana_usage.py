@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from infra.monitoring.grafana import COLUMNS, HEIGHT, SCHEMA_VERSION, WIDTH, row, textbox
+from penstock_monitoring.grafana import COLUMNS, HEIGHT, SCHEMA_VERSION, WIDTH, row, textbox
 
 UsageUnit = Literal["count", "percent", "milliseconds", "hours", "usd"]
 Shape = Literal["lines", "bars", "table"]

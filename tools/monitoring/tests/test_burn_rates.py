@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.monitoring.alerts import alerts
-from infra.monitoring.files import rules
-from infra.monitoring.objectives import DEFAULT_LEAST_BAD_EVENTS, DEFAULT_TARGETS, bounds_of
+from penstock_monitoring.alerts import alerts
+from penstock_monitoring.files import rules
+from penstock_monitoring.objectives import DEFAULT_LEAST_BAD_EVENTS, DEFAULT_TARGETS, bounds_of
 from penstock_planning.simulation.promql import PromQuery
 from penstock_planning.simulation.timeseries import Labels, TimeSeries
 from tests.limits import START_LIMIT_S

@@ -17,15 +17,15 @@ from grafana_foundation_sdk.models import bigquery as grafana_bigquery
 from grafana_foundation_sdk.models import dashboard as grafana_models
 
 from infra import bigquery as tables
-from infra.monitoring.grafana_usage import usage_dashboard
+from penstock_monitoring.grafana_usage import usage_dashboard
 from shared.reports.day_tables import BillingDay, DayTables
 from shared.reports.definitions import ReportQuestion
 from tests.bigquery_client import connected
-from tests.infra.monitoring.test_files import missing
 from tests.infra.reports import expected, generated
 from tests.infra.reports.conftest import DATASET, load
 from tests.infra.reports.test_daily_tables import HOUR, hourly
 from tests.infra.reports.test_other_tables import worker_hour
+from tools.monitoring.tests.test_files import missing
 
 pytestmark = pytest.mark.slow
 
