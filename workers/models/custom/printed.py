@@ -20,6 +20,8 @@ MAX_READ_BYTES = 256 * 1024
 """Read at once. A pipe has 64 KiB, so only what never stops printing has more."""
 READ_BYTES_PER_S, MAX_BURST_BYTES = 8 * 1024 * 1024, 16 * 1024 * 1024
 """Rate and burst of what is read. A class that prints faster waits, and holds up nobody else."""
+PAUSE_S = 0.002
+"""Between two reads. A class that prints short lines would otherwise cause a read for each."""
 MIN_PART_BYTES = 128
 """A shorter marked part counts as long as this, for the time that it takes."""
 MIN_HIDDEN_CHARS = 6
@@ -134,8 +136,8 @@ class PrintedOutput:
                 gained = (now_s - looked_s) * READ_BYTES_PER_S
                 room_bytes = min(MAX_BURST_BYTES, room_bytes + gained) - read_bytes
                 looked_s = now_s
-                if room_bytes < 0:
-                    self._is_over.wait(-room_bytes / READ_BYTES_PER_S)
+                # A pause lets writes gather, since each read takes time.
+                self._is_over.wait(max(PAUSE_S, -room_bytes / READ_BYTES_PER_S))
 
     def _drain(self) -> tuple[int, bool]:
         """Reads what is there. Returns how many bytes that was, and whether more may come."""
