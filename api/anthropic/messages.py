@@ -44,6 +44,7 @@ from api.errors import (
     to_bad_input,
 )
 from api.http import openapi
+from api.http.encode_json import encode_json
 from api.http.fast_route import IS_HEAD
 from api.http.middleware import context_of
 from api.http.request import ApiRequest, open_request, while_connected
@@ -311,7 +312,7 @@ async def create_message(request: Request) -> Response:
         message_id = answer_id(MESSAGE, call.context.facts.request_id)
         async with call.inferred(model, inputs, is_repeatable=is_repeatable(chat)) as response:
             reply = MessageEvents(chat, message_id, model).whole(response.outcomes)
-            return Response(msgspec.json.encode(reply), media_type="application/json")
+            return encode_json(reply)
     except BadInput as error:
         raise as_asked(error) from error
 
@@ -330,9 +331,7 @@ async def count_tokens(request: Request) -> Response:
         counted = await count_chat(call, body.to_chat())
     except BadInput as error:
         raise as_asked(error) from error
-    return Response(
-        msgspec.json.encode(TokenCountReply(counted.count)), media_type="application/json"
-    )
+    return encode_json(TokenCountReply(counted.count))
 
 
 async def _stream(

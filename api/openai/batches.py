@@ -18,6 +18,7 @@ from api.batches.documents import BatchEnded, BatchState, Counts
 from api.batches.service import PAGE, NewBatch
 from api.bodies import MAX_URL_CHARS, Body, Metadata
 from api.http.auth import check_model
+from api.http.encode_json import encode_json
 from api.http.openapi import AUTHENTICATED, json_body, responses
 from api.http.request import ApiRequest, authenticate
 from shared.errors import BadInput
@@ -251,7 +252,7 @@ async def create_batch(request: Request) -> Response:
         webhook=body.webhook or "",
         base_url=call.base_url,
     )
-    return _json(shown_batch(await dependencies.batches.create(call.caller, asked)))
+    return encode_json(shown_batch(await dependencies.batches.create(call.caller, asked)))
 
 
 @router.get(
@@ -270,7 +271,7 @@ async def list_batches(
     )
     data = [shown_batch(state) for state in page.batches]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-    return _json(BatchesPage(data, page.has_more, first_id, last_id))
+    return encode_json(BatchesPage(data, page.has_more, first_id, last_id))
 
 
 @router.get(
@@ -281,7 +282,7 @@ async def list_batches(
 )
 async def get_batch(request: Request, batch_id: str) -> Response:
     """A batch, with the number of lines that have ended."""
-    return _json(shown_batch(await _found(authenticate(request), batch_id)))
+    return encode_json(shown_batch(await _found(authenticate(request), batch_id)))
 
 
 @router.post(
@@ -294,7 +295,7 @@ async def cancel_batch(request: Request, batch_id: str) -> Response:
     """Stops a batch. Lines that are not over get `batch_cancelled` in the error file."""
     call = authenticate(request)
     await _found(call, batch_id)
-    return _json(shown_batch(await call.dependencies.batches.cancel(call.tenant, batch_id)))
+    return encode_json(shown_batch(await call.dependencies.batches.cancel(call.tenant, batch_id)))
 
 
 async def _found(call: ApiRequest, batch_id: str) -> BatchState:
@@ -303,7 +304,3 @@ async def _found(call: ApiRequest, batch_id: str) -> BatchState:
     if state.model:
         check_model(call.caller, state.model)
     return state
-
-
-def _json(reply: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(reply), media_type="application/json")

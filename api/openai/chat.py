@@ -20,6 +20,7 @@ from starlette.responses import Response
 from api.chat_bodies import ChatBody, CompletionBody
 from api.errors import encode_error, error_body
 from api.http import openapi
+from api.http.encode_json import encode_json
 from api.http.fast_route import IS_HEAD, StreamedRoute
 from api.http.openapi import LAST_EVENT_ID, generation_body, inference_responses, streamed
 from api.http.request import ApiRequest, authenticate, open_request, while_connected
@@ -289,7 +290,7 @@ async def read_chat(
         with ExitStack() as held:
             held.enter_context(call.dependencies.generation_streams.reserved(call.tenant))
             return await _stream(call, CHAT, body, snapshot, last_id, held.pop_all())
-    return _json(stored_chat(call, snapshot))
+    return encode_json(stored_chat(call, snapshot))
 
 
 async def _create(request: Request, endpoint: _Endpoint[Any]) -> Response:
@@ -309,7 +310,7 @@ async def _create(request: Request, endpoint: _Endpoint[Any]) -> Response:
         if isinstance(body, ChatBody) and body.store:
             read = Inputs(inputs, dumped(body), len(inputs) > 1, is_repeatable=repeats)
             completion_id = await _keep(call, model, read, response.outcomes)
-        return _json(
+        return encode_json(
             endpoint.reply(
                 body, completion_id, call.context.facts.received_at_s, model, response.outcomes
             )
@@ -419,7 +420,3 @@ def _model_of(call: ApiRequest, snapshot: PredictionSnapshot) -> Model:
     model = call.dependencies.catalog.find(snapshot.prediction.model)
     call.use(model)
     return model
-
-
-def _json(reply: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(reply), media_type="application/json")

@@ -16,6 +16,7 @@ from api.bodies import Body, Metadata
 from api.errors import NotFound
 from api.http import openapi
 from api.http.auth import check_model
+from api.http.encode_json import encode_json
 from api.http.request import ApiRequest, authenticate
 from api.openai.item_pages import After, ItemsPage, Limit, Order, page_of
 from api.openai.responses_schemas import InputItem, ItemReference
@@ -123,7 +124,7 @@ async def delete_conversation(request: Request, conversation_id: str) -> Respons
     call = authenticate(request)
     await _found(call, conversation_id)
     await call.dependencies.conversations.delete(call.tenant, conversation_id)
-    return _json(ConversationDeleted(conversation_id))
+    return encode_json(ConversationDeleted(conversation_id))
 
 
 @router.get(
@@ -142,7 +143,7 @@ async def list_items(
     """All items, with the output of responses that have ended."""
     call = authenticate(request)
     conversation = await settled(call, conversation_id)
-    return _json(page_of(conversation.items, limit, order, after))
+    return encode_json(page_of(conversation.items, limit, order, after))
 
 
 @router.post(
@@ -158,7 +159,7 @@ async def add_items(request: Request, conversation_id: str) -> Response:
     body = await call.read_json(NewItems)
     items = await items_to_add(call, body.items)
     await add_to(call, conversation_id, items)
-    return _json(page_of(items, len(items), "asc", ""))
+    return encode_json(page_of(items, len(items), "asc", ""))
 
 
 @router.get(
@@ -175,7 +176,7 @@ async def read_item(request: Request, conversation_id: str, item_id: str) -> Res
     item = next((one for one in conversation.items if one["id"] == item_id), None)
     if item is None:
         raise _no_item(item_id)
-    return Response(msgspec.json.encode(item), media_type="application/json")
+    return encode_json(item)
 
 
 @router.delete(
@@ -311,10 +312,6 @@ def _no_item(item_id: str) -> NotFound:
 
 
 def _reply(conversation: Conversation) -> Response:
-    return _json(
+    return encode_json(
         ConversationReply(conversation.id, int(conversation.created_at_s), conversation.metadata)
     )
-
-
-def _json(reply: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(reply), media_type="application/json")

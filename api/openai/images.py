@@ -22,6 +22,7 @@ from starlette.responses import Response
 from api.bodies import EndUser, Option, null_is
 from api.dispatch.request import InferenceRequest
 from api.errors import WrongField
+from api.http.encode_json import encode_json
 from api.http.fast_route import StreamedRoute
 from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_responses, streamed
 from api.http.request import ApiRequest, open_request, while_connected
@@ -403,7 +404,7 @@ async def answer_with(
         headers[TRUNCATED_HEADER] = str(truncated)
     width, height = size_after(body, first)
     reply = ImagesReply(items, model.name, f"{width}x{height}", body.output_format)
-    return Response(msgspec.json.encode(reply), media_type="application/json")
+    return encode_json(reply)
 
 
 async def _stream(call: ApiRequest, body: ImageBody, model: Model, first: ImageInput) -> Response:

@@ -24,6 +24,7 @@ from api.chat_bodies import ChatBody
 from api.dispatch.request import InferenceRequest
 from api.errors import NotFound, NotNow, PreviousResponseNotFound, describe, to_bad_input
 from api.http import openapi
+from api.http.encode_json import encode_json
 from api.http.fast_route import IS_HEAD, StreamedRoute
 from api.http.openapi import inference_body, inference_responses, streamed
 from api.http.request import ApiRequest, authenticate, open_request, while_connected
@@ -104,7 +105,7 @@ async def create_response(request: Request) -> Response:
             return await _create_prediction(call, asked, model, inputs)
         repeats = is_repeatable(chat) or seed is not None
         async with call.inferred(model, inputs, is_repeatable=repeats) as response:
-            return _json(await _kept(call, asked, model, inputs, response.outcomes))
+            return encode_json(await _kept(call, asked, model, inputs, response.outcomes))
 
 
 @stored_router.get(
@@ -120,7 +121,7 @@ async def read_response(
     call = authenticate(request)
     snapshot = await find_response(call, response_id, is_resumed=stream)
     if not stream:
-        return _json(state_of(call, snapshot))
+        return encode_json(state_of(call, snapshot))
     with ExitStack() as held:
         held.enter_context(call.dependencies.generation_streams.reserved(call.tenant))
         return await _stream(call, snapshot, starting_after, held.pop_all())
@@ -140,7 +141,7 @@ async def list_input_items(
     snapshot = await find_response(call, response_id)
     body, digits = ResponseBody.model_validate(snapshot.prediction.input), response_id[-24:]
     items = [item.model_dump(mode="json", exclude_unset=True) for item in body.items]
-    return _json(page_of(shown_items(items, digits), limit, order, after))
+    return encode_json(page_of(shown_items(items, digits), limit, order, after))
 
 
 @stored_router.post(
@@ -160,7 +161,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
             field="response_id",
         )
     canceled = await call.dependencies.predictions.cancel(call.tenant, snapshot.prediction.id)
-    return _json(state_of(call, canceled))
+    return encode_json(state_of(call, canceled))
 
 
 @stored_router.delete(
@@ -177,7 +178,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
         await call.dependencies.predictions.delete(call.tenant, snapshot.prediction.id)
     except PredictionNotOver as error:
         raise PredictionNotOver("the response has not ended; cancel it first") from error
-    return _json(ResponseDeleted(response_id))
+    return encode_json(ResponseDeleted(response_id))
 
 
 class _Asked(NamedTuple):
@@ -274,7 +275,7 @@ async def _create_prediction(
         if body.stream:
             is_new = not body.background
             return await _stream(call, creation.snapshot, -1, held.pop_all(), is_new=is_new)
-    return _json(state_of(call, creation.snapshot))
+    return encode_json(state_of(call, creation.snapshot))
 
 
 def _recorded(
@@ -355,7 +356,3 @@ async def _stream(
         response_id = answer_id(RESPONSE_PREFIX, snapshot.prediction.id)
         headers = {**_HEADERS, "location": f"{PATH}/{response_id}"}
         return HeldResponse(sse, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
-
-
-def _json(reply: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(reply), media_type="application/json")

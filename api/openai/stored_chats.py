@@ -15,6 +15,7 @@ from api.bodies import Body, Metadata
 from api.chat_bodies import ChatBody
 from api.errors import NotFound
 from api.http import openapi
+from api.http.encode_json import encode_json
 from api.http.request import ApiRequest, authenticate
 from api.openai.chat import CHAT, stored_chat
 from api.openai.chat_replies import ChatReply
@@ -87,7 +88,7 @@ async def list_chats(
                 shown.append(msgspec.to_builtins(stored_chat(call, one)))
             if len(shown) > limit:
                 break
-    return _json(first_page_of(shown, limit))
+    return encode_json(first_page_of(shown, limit))
 
 
 async def _all(
@@ -124,7 +125,7 @@ async def change_chat(request: Request, completion_id: str) -> Response:
     body = await call.read_json(ChatChange)
     stored_input = snapshot.prediction.input | {"metadata": body.metadata or {}}
     changed = await call.dependencies.predictions.replace_input(snapshot, stored_input)
-    return _json(stored_chat(call, changed))
+    return encode_json(stored_chat(call, changed))
 
 
 @router.delete(
@@ -141,7 +142,7 @@ async def delete_chat(request: Request, completion_id: str) -> Response:
         await call.dependencies.predictions.delete(call.tenant, snapshot.prediction.id)
     except PredictionNotOver as error:
         raise PredictionNotOver("the chat has not ended") from error
-    return _json(ChatDeleted(completion_id))
+    return encode_json(ChatDeleted(completion_id))
 
 
 @router.get(
@@ -162,7 +163,7 @@ async def list_messages(
         | {"id": f"{completion_id}-{number}", "content": message.text}
         for number, message in enumerate(body.messages)
     ]
-    return _json(page_of(messages, limit, order, after))
+    return encode_json(page_of(messages, limit, order, after))
 
 
 async def _find(call: ApiRequest, completion_id: str) -> PredictionSnapshot:
@@ -176,7 +177,3 @@ def _is_stored(call: ApiRequest, snapshot: PredictionSnapshot) -> bool:
     prediction, record = snapshot
     is_chat = prediction.endpoint == CHAT.path and bool(prediction.input.get("store"))
     return is_chat and record.state == "succeeded" and call.lists(snapshot)
-
-
-def _json(reply: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(reply), media_type="application/json")

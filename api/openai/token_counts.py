@@ -18,6 +18,7 @@ from api.bodies import Body, Off, On, Option
 from api.chat_bodies import ChatBody, Message, Tool
 from api.errors import WrongField
 from api.http import openapi
+from api.http.encode_json import encode_json
 from api.http.request import ApiRequest, open_request
 from api.openai.generation import tools_of
 from api.openai.responses import whole_request, words_of_responses
@@ -81,7 +82,7 @@ async def count_input_tokens(request: Request) -> Response:
     with words_of_responses():
         chat = body.to_chat()
         counted = await count_chat(call, chat)
-    return _json(InputTokensReply(counted.count))
+    return encode_json(InputTokensReply(counted.count))
 
 
 @router.post(
@@ -101,7 +102,7 @@ async def tokenize(request: Request) -> Response:
         prompt.tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     counted = await count(call, model, prompt)
     reply = TokenizeReply(counted.count, counted.token_ids, model.generation.context_tokens)
-    return _json(reply)
+    return encode_json(reply)
 
 
 async def count_chat(call: ApiRequest, chat: ChatBody) -> TokenCount:
@@ -131,7 +132,3 @@ def _model_of(call: ApiRequest, name: str | None) -> Model:
     model = catalog.default("text") if name is None else catalog.find(name, "text")
     call.use(model)
     return model
-
-
-def _json(reply: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(reply), media_type="application/json")

@@ -16,6 +16,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.http.encode_json import encode_json
 from api.http.openapi import AUTHENTICATED, OF_COSTS, OF_USAGE, SUMMARY, responses
 from api.http.request import ApiRequest, authenticate
 from api.usage.question import Question, read_question, read_range
@@ -181,7 +182,7 @@ async def get_usage(request: Request) -> Response:
         range=None if asked is None else await _range(call, *asked),
         budget_usd_per_month=call.caller.plan.budget_usd_per_month,
     )
-    return _json(reply, of_month)
+    return _encode_with_age(reply, of_month)
 
 
 async def _range(call: ApiRequest, start_s: int, end_s: int) -> UsageSpan:
@@ -258,7 +259,7 @@ async def _page(
         has_more=question.next_page is not None,
         next_page=question.next_page,
     )
-    return _json(reply, usage)
+    return _encode_with_age(reply, usage)
 
 
 def _buckets(
@@ -309,6 +310,6 @@ def _of_costs(line: UsageLine) -> Costs:
     )
 
 
-def _json(reply: Any, usage: UsageRead) -> Response:
+def _encode_with_age(reply: Any, usage: UsageRead) -> Response:
     headers = {"cache-control": "no-store", "age": str(max(0, int(time.time() - usage.read_at_s)))}
-    return Response(msgspec.json.encode(reply), headers=headers, media_type="application/json")
+    return encode_json(reply, headers=headers)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from contextlib import ExitStack, suppress
 from typing import Annotated
 
-import msgspec
 from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
 from api.http import openapi
+from api.http.encode_json import encode_json
 from api.http.fast_route import IS_HEAD
 from api.http.middleware import context_of
 from api.http.openapi import LAST_EVENT_ID
@@ -69,7 +69,7 @@ async def list_webhooks(request: Request, prediction_id: str) -> Response:
         )
         for one in attempts
     ]
-    return Response(msgspec.json.encode(WebhookAttempts(results)), media_type="application/json")
+    return encode_json(WebhookAttempts(results))
 
 
 @router.post(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
@@ -13,6 +12,7 @@ from starlette.responses import Response
 
 from api.bodies import object_in
 from api.errors import NotFound
+from api.http.encode_json import encode_json
 from api.http.openapi import AUTHENTICATED, Described, problems, ref_to, success
 from api.http.request import ApiRequest, authenticate
 from api.http.upload_form import MAX_EDIT_FIELDS, closed_form
@@ -119,7 +119,7 @@ async def list_models(request: Request, cursor: str = "") -> Response:
         for name, at in pages.items()
     }
     results = [model_body(model, OWNER, base_url, dependencies.started_at_s) for model in shown]
-    return _json({**links, "results": results})
+    return encode_json({**links, "results": results})
 
 
 @router.get(
@@ -133,7 +133,7 @@ async def get_model(request: Request, owner: str, name: str) -> Response:
     call = authenticate(request)
     dependencies = call.dependencies
     model = call.listed_model(name)
-    return _json(model_body(model, owner, call.base_url, dependencies.started_at_s))
+    return encode_json(model_body(model, owner, call.base_url, dependencies.started_at_s))
 
 
 @router.get(
@@ -146,7 +146,7 @@ async def list_versions(request: Request, owner: str, name: str) -> Response:
     """Each model has one version."""
     call = authenticate(request)
     versions = [version_body(call.listed_model(name), call.dependencies.started_at_s)]
-    return _json({"previous": None, "next": None, "results": versions})
+    return encode_json({"previous": None, "next": None, "results": versions})
 
 
 @router.get(
@@ -165,7 +165,7 @@ async def get_version(request: Request, owner: str, name: str, version: str) -> 
         is_this = False
     if not is_this:
         raise NotFound(f"{name} has no version {version[:80]!r}")
-    return _json(version_body(model, dependencies.started_at_s))
+    return encode_json(version_body(model, dependencies.started_at_s))
 
 
 @router.get(
@@ -179,7 +179,7 @@ async def list_deployments(request: Request) -> Response:
     call = authenticate(request)
     started_at_s = call.dependencies.started_at_s
     deployments = [deployment_body(model, OWNER, started_at_s) for model in call.listed_models()]
-    return _json({"previous": None, "next": None, "results": deployments})
+    return encode_json({"previous": None, "next": None, "results": deployments})
 
 
 @router.get(
@@ -191,7 +191,9 @@ async def list_deployments(request: Request) -> Response:
 async def get_deployment(request: Request, owner: str, name: str) -> Response:
     """Each model of the catalog has one deployment, of the same name."""
     call = authenticate(request)
-    return _json(deployment_body(call.listed_model(name), owner, call.dependencies.started_at_s))
+    return encode_json(
+        deployment_body(call.listed_model(name), owner, call.dependencies.started_at_s)
+    )
 
 
 @router.get(
@@ -203,7 +205,9 @@ async def get_deployment(request: Request, owner: str, name: str) -> Response:
 async def get_account(request: Request) -> Response:
     """The tenant of the key."""
     tenant = authenticate(request).tenant
-    return _json({"type": "organization", "username": tenant, "name": tenant, "github_url": None})
+    return encode_json(
+        {"type": "organization", "username": tenant, "name": tenant, "github_url": None}
+    )
 
 
 @router.get(
@@ -215,7 +219,9 @@ async def get_account(request: Request) -> Response:
 async def list_hardware(request: Request) -> Response:
     """The hardware of the models that the key may use, each kind once."""
     models = authenticate(request).listed_models()
-    return _json([hardware_body(kind) for kind in sorted({model.gpu.type for model in models})])
+    return encode_json(
+        [hardware_body(kind) for kind in sorted({model.gpu.type for model in models})]
+    )
 
 
 @router.post("/files", include_in_schema=False)
@@ -244,21 +250,21 @@ async def create_file(request: Request) -> Response:
             metadata=object_in(text, "metadata") if text else {},
             reservation=reservation,
         )
-    return _json(_shown(call, file), 201)
+    return encode_json(_shown(call, file), 201)
 
 
 @router.get("/files/{file_id}", include_in_schema=False)
 async def get_file(request: Request, file_id: str) -> Response:
     """The file's metadata. `urls.download` is a link to its bytes."""
     call = authenticate(request)
-    return _json(_shown(call, await call.dependencies.files.find(call.tenant, file_id)))
+    return encode_json(_shown(call, await call.dependencies.files.find(call.tenant, file_id)))
 
 
 @router.get("/files", include_in_schema=False)
 async def list_files(request: Request) -> Response:
     """The newest files. Below /v1 api/routes/files.py is tried first."""
     call = authenticate(request)
-    return _json({"previous": None, "next": None, "results": await shown_files(call)})
+    return encode_json({"previous": None, "next": None, "results": await shown_files(call)})
 
 
 async def shown_files(call: ApiRequest) -> list[dict[str, Any]]:
@@ -288,7 +294,7 @@ async def get_secret(request: Request) -> Response:
         first, *_ = tenant_secrets(call.dependencies.settings.webhook_secrets, call.tenant)
     except ConfigurationError as error:
         raise NotFound("webhooks are not set up here: no secret is configured") from error
-    return _json({"key": first})
+    return encode_json({"key": first})
 
 
 def _shown(call: ApiRequest, file: File) -> dict[str, Any]:
@@ -313,7 +319,3 @@ def _shown(call: ApiRequest, file: File) -> dict[str, Any]:
             "download": call.link_to(file.key, media_type),
         },
     }
-
-
-def _json(body: dict[str, Any] | list[dict[str, Any]], status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")

@@ -27,6 +27,7 @@ from starlette.responses import Response
 from api.bodies import MAX_URL_CHARS, Body
 from api.dispatch.request import InferenceRequest
 from api.http import openapi
+from api.http.encode_json import encode_json
 from api.http.fast_route import FastProblemRoute
 from api.http.idempotency import REPLAYED
 from api.http.openapi import OF_LIMITS, Responses, problems, references, success
@@ -341,7 +342,7 @@ async def list_all(request: Request, cursor: Cursor = "") -> Response:
         for snapshot in snapshots
         if call.lists(snapshot)
     ]
-    return _json({"previous": None, "next": following, "results": bodies})
+    return encode_json({"previous": None, "next": following, "results": bodies})
 
 
 @router.get(
@@ -356,7 +357,7 @@ async def get(request: Request, prediction_id: str) -> Response:
     predictions = call.dependencies.predictions
     snapshot = await call.prediction(prediction_id)
     queue = await predictions.position(snapshot)
-    return _json(await _body_of(call.dependencies, snapshot, queue))
+    return encode_json(await _body_of(call.dependencies, snapshot, queue))
 
 
 @router.post(
@@ -373,7 +374,7 @@ async def cancel(request: Request, prediction_id: str) -> Response:
     call = authenticate(request)
     await call.prediction(prediction_id)
     canceled = await call.dependencies.predictions.cancel(call.tenant, prediction_id)
-    return _json(await _body_of(call.dependencies, canceled))
+    return encode_json(await _body_of(call.dependencies, canceled))
 
 
 @router.delete(
@@ -487,13 +488,11 @@ async def _created(
     if body["status"] == "processing":
         body["status"] = "starting"
     headers = {"location": body["urls"]["get"]}
-    return _json(body, 201, headers) if is_new else _json(body, 200, headers | {REPLAYED: "true"})
-
-
-def _json(
-    body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
-) -> Response:
-    return Response(msgspec.json.encode(body), status, headers, "application/json")
+    return (
+        encode_json(body, 201, headers)
+        if is_new
+        else encode_json(body, 200, headers | {REPLAYED: "true"})
+    )
 
 
 def _owner(version: str) -> str:

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from api.bodies import check_amount
 from api.errors import NotFound
+from api.http.encode_json import encode_json
 from api.http.openapi import AUTHENTICATED, Described, Responses, ref_to, responses
 from api.http.request import ApiRequest, authenticate
 from shared.errors import BadInput, Unavailable
@@ -214,7 +215,7 @@ async def list_keys(
     uses = await store.uses()
     data = [_key(key, uses.get(key.id)) for key in keys[start : start + limit]]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-    return _json(KeysPage(data, len(keys) > start + limit, first_id, last_id))
+    return _encode_uncached(KeysPage(data, len(keys) > start + limit, first_id, last_id))
 
 
 @router.post(
@@ -246,7 +247,7 @@ async def get_key(request: Request, key_id: str) -> Response:
     check_key_id(key_id)
     for key in (await admin.read()).keys:
         if key.id == key_id:
-            return _json(_key(key, (await store.uses()).get(key_id)))
+            return _encode_uncached(_key(key, (await store.uses()).get(key_id)))
     raise NotThere(f"there is no key {key_id[:80]!r}", field="id")
 
 
@@ -291,7 +292,7 @@ async def list_plans(request: Request) -> Response:
     """All plans. Tenants without a plan of their own have `default`."""
     _, admin = _administration(authenticate(request))
     plans = (await admin.read()).plans
-    return _json(PlansReply([PlanObject(name, plan) for name, plan in plans.items()]))
+    return _encode_uncached(PlansReply([PlanObject(name, plan) for name, plan in plans.items()]))
 
 
 @router.put(
@@ -338,7 +339,7 @@ async def list_tenants(request: Request) -> Response:
     names = sorted(document.tenants.keys() | {key.tenant for key in document.keys})
     stored = [(name, document.tenants.get(name, StoredTenant())) for name in names]
     data = [TenantObject(name, one.plan or None, one.frozen_s) for name, one in stored]
-    return _json(TenantsReply(data))
+    return _encode_uncached(TenantsReply(data))
 
 
 @router.put(
@@ -381,7 +382,7 @@ async def list_acts(request: Request, after: ActId = "", limit: Limit = 20) -> R
         for noted in events[:limit]
     ]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-    return _json(ActsPage(data, len(events) > limit, first_id, last_id))
+    return _encode_uncached(ActsPage(data, len(events) > limit, first_id, last_id))
 
 
 def _administration(call: ApiRequest) -> tuple[KeyStore, Administration]:
@@ -429,7 +430,7 @@ async def _issued(call: ApiRequest, issued: IssuedKey) -> Response:
 async def _done(call: ApiRequest, reply: msgspec.Struct) -> Response:
     """Returns the answer to a change, which this instance knows before the next request."""
     await call.dependencies.access.refresh()
-    return _json(reply)
+    return _encode_uncached(reply)
 
 
 def _key(key: StoredKey, last_used_s: int | None) -> KeyObject:
@@ -450,7 +451,7 @@ def _key(key: StoredKey, last_used_s: int | None) -> KeyObject:
     )
 
 
-def _json(reply: msgspec.Struct) -> Response:
+def _encode_uncached(reply: msgspec.Struct) -> Response:
     # A key must not stay in a cache on the way.
     headers = {"cache-control": "no-store"}
-    return Response(msgspec.json.encode(reply), headers=headers, media_type="application/json")
+    return encode_json(reply, headers=headers)

@@ -32,6 +32,7 @@ from api.batches.files import (
 from api.bodies import Body, Option
 from api.errors import EXPECTED_ERRORS
 from api.http.auth import check_model
+from api.http.encode_json import encode_json
 from api.http.fast_route import IS_HEAD
 from api.http.openapi import (
     AUTHENTICATED,
@@ -184,7 +185,7 @@ async def create_file(request: Request) -> Response:
     if name in _OF_REPLICATE:
         call.context.streamed_max_bytes = 0
         return await _as_replicate(replayed, replicate_models.create_file(replayed))
-    return _json(await _receive(call, replayed))
+    return encode_json(await _receive(call, replayed))
 
 
 async def _receive(call: ApiRequest, request: Request) -> FileObject:
@@ -236,7 +237,7 @@ async def list_files(
     data = [_shown(file) for file in page.files]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
     results = [] if after else await replicate_models.shown_files(call)
-    return _json(FilesPage(data, page.has_more, first_id, last_id, results=results))
+    return encode_json(FilesPage(data, page.has_more, first_id, last_id, results=results))
 
 
 @router.get(
@@ -253,7 +254,7 @@ async def get_file(request: Request, file_id: str) -> Response:
     call = authenticate(request)
     if file_id.startswith("file_"):
         return await _as_replicate(request, replicate_models.get_file(request, file_id))
-    return _json(_shown(await _found(call, file_id)))
+    return encode_json(_shown(await _found(call, file_id)))
 
 
 @router.delete(
@@ -275,7 +276,7 @@ async def delete_file(request: Request, file_id: str) -> Response:
     file = await _found(call, file_id)
     await call.dependencies.batches.check_unused(file)
     await files.delete(file)
-    return _json(FileDeleted(file_id))
+    return encode_json(FileDeleted(file_id))
 
 
 @router.get(
@@ -353,10 +354,6 @@ def _shown(file: BatchFile) -> FileObject:
         sample_type=_SAMPLE_TYPES[file.purpose],
         source="repository" if file.purpose == "batch_output" else "upload",
     )
-
-
-def _json(reply: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(reply), media_type="application/json")
 
 
 @router.get(

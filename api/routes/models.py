@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import EXPECTED_ERRORS
+from api.http.encode_json import encode_json
 from api.http.openapi import (
     AUTHENTICATED,
     Responses,
@@ -85,7 +86,7 @@ async def list_models(
         return await _for_replicate(request, cursor)
     call = authenticate(request)
     reply = ModelsReply([_item(model, call.dependencies) for model in call.listed_models()])
-    return Response(msgspec.json.encode(reply), headers=VARIES, media_type="application/json")
+    return encode_json(reply, headers=VARIES)
 
 
 async def _for_replicate(request: Request, cursor: str) -> Response:

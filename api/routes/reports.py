@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.errors import NotFound
+from api.http.encode_json import encode_json
 from api.http.openapi import AUTHENTICATED, OF_REPORTS, responses
 from api.http.request import ApiRequest, authenticate
 from shared.errors import BadInput
@@ -103,7 +104,7 @@ async def list_reports(request: Request) -> Response:
     """The reports that your key may read."""
     call = authenticate(request)
     data = [_entry(report) for report in reports().values() if _may_read(call, report)]
-    return _json(ReportsReply(data=data))
+    return encode_json(ReportsReply(data=data), headers=NO_STORE)
 
 
 @router.get(
@@ -130,7 +131,8 @@ async def get_report(request: Request, name: str) -> Response:
     )
     budgets_usd = await _budgets(call, report)
     service = call.dependencies.reports
-    return _json(_reply(await service.run(report, question, call.tenant, budgets_usd)))
+    shown = _reply(await service.run(report, question, call.tenant, budgets_usd))
+    return encode_json(shown, headers=NO_STORE)
 
 
 def _is_admin(call: ApiRequest) -> bool:
@@ -200,7 +202,3 @@ def _reply(result: ReportResult) -> ReportReply:
 
 def _cell(value: Any) -> Cell:
     return value.isoformat() if hasattr(value, "isoformat") else cast(Cell, value)
-
-
-def _json(reply: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(reply), headers=NO_STORE, media_type="application/json")
