@@ -11,7 +11,6 @@ from tests.faults.generation_catalog import generation_catalog
 from tests.faults.streams import TURNS, StreamReaders, read_while_killing
 from tests.faults.world import APIS, WORKERS, World
 from tests.workers.models.generation import tiny
-from tests.workers.models.generation.gguf_file import write_gguf
 
 pytestmark = pytest.mark.slow(about_s=50)
 
@@ -30,6 +29,8 @@ def test_each_stream_is_whole_while_an_instance_and_a_worker_die(
     turns: tuple[str, ...] = TURNS
     if engine != "auto":
         pytest.importorskip("xllamacpp")
+        from tests.workers.models.generation.gguf_file import write_gguf
+
         write_gguf(folder)
         turns = (f"engine of {WORKERS[0]}", WORKERS[1], APIS[0])
     catalog = generation_catalog(MODEL, folder, engine, generation={"longest_tokens": 224})

@@ -17,7 +17,6 @@ from tests.faults.generation_catalog import generation_catalog
 from tests.faults.world import APIS, World
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.generation import tiny
-from tests.workers.models.generation.gguf_file import write_gguf
 
 pytestmark = pytest.mark.slow(about_s=20)
 
@@ -67,6 +66,8 @@ def test_ledger_and_rows_agree_to_the_token(tmp_path: Path, engine: str) -> None
     tiny.write_folder(folder)
     if engine != "auto":
         pytest.importorskip("xllamacpp")
+        from tests.workers.models.generation.gguf_file import write_gguf
+
         write_gguf(folder)
     trace.write_text(TRACE)
     served = (
