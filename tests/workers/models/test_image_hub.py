@@ -193,11 +193,27 @@ def test_in_16_bits_company_changes_no_more_than_the_size_of_a_batch_does(
         },
     )
     for seed, (_, steps, side) in plan.items():
-        single = Hub()
-        drawer = tiny.drawer(Interception(single).own, seed, steps, side)
-        alone = run(single, {0: (0, drawer)})[0]
-        error = (results[seed].float() - alone.float()).abs().mean()
-        assert error <= 0.02, (seed, float(error))
+        draw = partial(draw_copies, tiny, seed, steps, side)
+        alone = draw(1)
+        bound = max(mean_difference(draw(count), alone) for count in (2, 4))
+        error = mean_difference(results[seed], alone)
+        assert error <= 2 * bound + LEAST_16, (seed, error, bound)
+
+
+LEAST_16 = 2e-5
+"""A mean difference that a single rounding in 16 bits makes."""
+
+
+def draw_copies(tiny: Tiny, seed: int, steps: int, side: int, count: int) -> torch.Tensor:
+    """Draws an item in a batch of copies of itself."""
+    hub = Hub()
+    drawer = tiny.drawer(Interception(hub).own, seed, steps, side)
+    drawn: torch.Tensor = run(hub, dict.fromkeys(range(count), (0, drawer)))[0]
+    return drawn
+
+
+def mean_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.float() - other.float()).abs().mean())
 
 
 @pytest.fixture(scope="module")
