@@ -20,6 +20,8 @@ from workers.models.client import Launch, OnPreviews, OnProgress, OnStepMessage,
 from workers.models.reports import BatchResult, ResidencyReport, StepsEnded
 from workers.runtime.kept_process import KeptProcess
 
+_NOTHING = ResidencyReport([])
+
 log = logging.getLogger(__name__)
 
 
@@ -33,9 +35,6 @@ class _Host(NamedTuple):
         """The models that the process holds, as last reported, by its own numbers."""
         client = self.process.client
         return _NOTHING if client is None else client.residency
-
-
-_NOTHING = ResidencyReport([])
 
 
 class PooledProcess:

@@ -104,7 +104,7 @@ def runner_environment(
     }
 
 
-def _started(
+def _start_program(
     command: Sequence[str], environment: Mapping[str, str], theirs: socket.socket, folder: Path
 ) -> tuple[subprocess.Popen[bytes], int]:
     """Starts a program in a session of its own. Returns it, and the pipe of what it prints."""
@@ -160,26 +160,15 @@ class RunnerProcess:
         disk = DiskUse(self._scratch.path, resources.disk_bytes)
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
-        program = _PROGRAM.format(
-            root=str(_ROOT),
-            fd=theirs.fileno(),
-            folder=str(folder),
-            scratch=str(self._scratch.path),
-            denied_ports=list(denied_ports),
-            disk_bytes=disk.limit_bytes,
-            inspects_only=inspects_only,
-            is_aside=is_aside,
-        )
+        options = {
+            "folder": str(folder),
+            "denied_ports": list(denied_ports),
+            "disk_bytes": disk.limit_bytes,
+            "inspects_only": inspects_only,
+            "is_aside": is_aside,
+        }
         variables = runner_environment(self._scratch.path, python, threads, environment or {})
-        try:
-            with theirs:
-                self._process, output = _started(
-                    [python, "-c", program], variables, theirs, self._scratch.path
-                )
-        except OSError:
-            self._socket.close()
-            self._scratch.close()
-            raise
+        self._process, output = self._start(python, options, variables, theirs)
         self.pidfd = -1
         """Readable once it has ended. -1: this system has none (Linux before 5.3)."""
         with contextlib.suppress(OSError, AttributeError):
@@ -204,6 +193,26 @@ class RunnerProcess:
             disk,
             self.kill_at_fault,
         )
+
+    def _start(
+        self,
+        python: str,
+        options: Mapping[str, Any],
+        variables: Mapping[str, str],
+        theirs: socket.socket,
+    ) -> tuple[subprocess.Popen[bytes], int]:
+        """Starts the process. Returns it, and the pipe of its output."""
+        scratch = self._scratch.path
+        program = _PROGRAM.format(
+            root=str(_ROOT), fd=theirs.fileno(), scratch=str(scratch), **options
+        )
+        try:
+            with theirs:
+                return _start_program([python, "-c", program], variables, theirs, scratch)
+        except OSError:
+            self._socket.close()
+            self._scratch.close()
+            raise
 
     def receive(self, timeout_s: float) -> list[Frame] | None:
         """Waits for frames, and sends what waits. Returns the frames that came in time.

@@ -23,6 +23,11 @@ from workers.models.custom.runner.signatures import Signature, read_signature
 
 USUAL_FILES = ("run.py", "predict.py")
 USUAL_CLASSES = ("Runner", "Predictor")
+_FORMS = {
+    "work": "work(self, input) -> int, so each input weighs 1",
+    "is_close": "is_close(self, a, b) -> bool, so equal outputs are close",
+}
+_NAMES = sys.stdlib_module_names | {"requests"}
 
 
 class Loaded(NamedTuple):
@@ -142,12 +147,6 @@ def _report_as_not_loadable() -> Iterator[None]:
         raise NotLoadable(str(error)) from error
 
 
-_FORMS = {
-    "work": "work(self, input) -> int, so each input weighs 1",
-    "is_close": "is_close(self, a, b) -> bool, so equal outputs are close",
-}
-
-
 def _method(
     predictor: Any, name: str, count: int, returns: type, notes: list[str]
 ) -> Callable[..., Any] | None:
@@ -228,9 +227,6 @@ def _hides_a_module(folder: Path) -> bool:
     return any(
         one.stem in _NAMES and (one.suffix == ".py" or one.is_dir()) for one in folder.iterdir()
     )
-
-
-_NAMES = sys.stdlib_module_names | {"requests"}
 
 
 def is_async(compute: Callable[..., Any]) -> bool:

@@ -95,15 +95,7 @@ def main(
         inspects_only: whether to end when the class is inspected.
         is_aside: whether to call `work` and `is_close` instead of computing.
     """
-    weights = os.environ.get("COG_WEIGHTS")
-    confined = confinement.confine(
-        scratch,
-        read_only=(sys.prefix, sys.base_prefix, sys.executable, *os.get_exec_path()),
-        followed=(folder, weights) if weights else (folder,),
-        denied_ports=denied_ports,
-        max_file_bytes=disk_bytes,
-        folder=folder,
-    )
+    confined = _confine(folder, scratch, denied_ports, disk_bytes)
     connection = socket.socket(fileno=fd)
     connection.set_inheritable(False)
     os.register_at_fork(after_in_child=connection.close)
@@ -117,10 +109,32 @@ def main(
     }
     connection.sendall(encode_frame(beginning))
     scope.install()
+    loaded = _load(connection, Path(confined.view), sets_up=not (inspects_only or is_aside))
+    if loaded is not None and not inspects_only:
+        _serve(connection, loaded, is_aside=is_aside)
+
+
+def _confine(
+    folder: str, scratch: str, denied_ports: Sequence[int], disk_bytes: int
+) -> confinement.Confined:
+    """Confines this process. It reads its packages, and what links in the folder lead to."""
+    weights = os.environ.get("COG_WEIGHTS")
+    return confinement.confine(
+        scratch,
+        read_only=(sys.prefix, sys.base_prefix, sys.executable, *os.get_exec_path()),
+        followed=(folder, weights) if weights else (folder,),
+        denied_ports=denied_ports,
+        max_file_bytes=disk_bytes,
+        folder=folder,
+    )
+
+
+def _load(connection: socket.socket, view: Path, *, sets_up: bool) -> loading.Loaded | None:
+    """Loads the class and sets it up. Sends its interface, or why that failed: then None."""
     try:
-        loaded = loading.load(Path(confined.view))
+        loaded = loading.load(view)
         interface = loading.interface_of(loaded)
-        if not (inspects_only or is_aside):
+        if sets_up:
             done = loading.set_up(loaded)
             if inspect.isawaitable(done):
                 _event_loop().run_until_complete(_awaited(done))
@@ -130,13 +144,12 @@ def main(
         if not is_final:
             traceback.print_exc()
         connection.sendall(encode_frame({"failed": words_of(error), "is_final": is_final}))
-        return
+        return None
     sys.stdout.flush()
-    # A cancellation may come before the handler of whoever serves is there.
+    # A cancellation may come before SyncRunner or AsyncRunner handles it.
     signal.signal(signal.SIGUSR1, lambda number, frame: None)
     connection.sendall(encode_frame({"ready": interface, "notes": loaded.notes}))
-    if not inspects_only:
-        _serve(connection, loaded, is_aside=is_aside)
+    return loaded
 
 
 def _serve(connection: socket.socket, loaded: loading.Loaded, *, is_aside: bool) -> None:

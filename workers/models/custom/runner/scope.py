@@ -18,6 +18,7 @@ MAX_BYTES = 16 * 1024
 """Of all metrics of a prediction, as JSON."""
 MAX_SEGMENTS = 4
 _PLAIN = (bool, int, float, str, list, dict)
+_current: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("scope", default=None)
 
 
 class RecordedMetrics:
@@ -90,9 +91,6 @@ class Scope:
     def record_metric(self, key: str, value: Any, mode: str | None = None) -> None:
         """Records a metric."""
         self.metrics.record(key, value, mode)
-
-
-_current: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("scope", default=None)
 
 
 def enter_scope() -> Scope:
