@@ -514,7 +514,8 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "`input_bytes`": ("test_measuring.py::test_setup_items_memory_and_bytes_are_measured",),
         "`device`": ("test_measuring.py::test_setup_items_memory_and_bytes_are_measured",),
         "`sources_sha256`": (
-            "infra/deploy/test_measurements.py::test_figures_of_something_else_are_refused",
+            "../tools/planning/tests/deploy/test_measurements.py::"
+            "test_figures_of_something_else_are_refused",
         ),
         "Each input is computed once first": (
             "test_measuring.py::test_setup_items_memory_and_bytes_are_measured",
