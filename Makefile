@@ -83,6 +83,7 @@ lint: $(STAMP) ## ruff: rules and format; codespell: American spelling; plain En
 	$(call timed,ruff check,$(BIN)/ruff check)
 	$(call timed,ruff format,$(BIN)/ruff format --check)
 	$(call timed,codespell,$(BIN)/python -m tests.source_files | xargs -0 $(BIN)/codespell)
+	$(call timed,plain English,$(BIN)/python -m tests.english --check)
 
 format: $(STAMP) ## ruff: fix what it can
 	@$(BIN)/ruff check --fix

@@ -1,4 +1,4 @@
-"""The `penstock` command: the local stack, its servers, the product's processes, reports and load.
+"""The `penstock` command: the local stack, its servers, the product's processes, and reports.
 
 Each command imports what it needs when it runs, so that `penstock --help` is quick.
 """
