@@ -104,6 +104,12 @@ class PrintedOutput:
         with self._lock:
             return self._unowned.take()
 
+    def take_cleared(self) -> PrintedLogs:
+        """Returns what `take` does, except an end that may begin a secret: the next call has it."""
+        self._drain()
+        with self._lock:
+            return self._unowned.take_cleared()
+
     def end_showing(self) -> None:
         """Shows the rest of what was printed so far, and forgets it: it belongs to no prediction.
 
@@ -190,18 +196,21 @@ class KeptText:
 
     def add(self, data: bytes) -> None:
         """Appends text in UTF-8. It may end within a character."""
-        text = self._hidden.clear(self._held + self._decoder.decode(data))
-        text, self._held = self._hidden.split(text)
-        self._keep(text)
+        text, self._held = self._hidden.split(self._held + self._decoder.decode(data))
+        self._keep(self._hidden.clear(text))
 
     def look(self) -> PrintedLogs:
         """Returns the text since the last call of `take`."""
         return PrintedLogs(self._kept, self._left_out)
 
     def take(self) -> PrintedLogs:
-        """Returns the text since the last call, with what may be the beginning of a secret."""
+        """Returns the text since the last call, with an end that may begin a secret."""
         held, self._held = self._held, ""
-        self._keep(held)
+        self._keep(self._hidden.clear(held))
+        return self.take_cleared()
+
+    def take_cleared(self) -> PrintedLogs:
+        """Returns the text since the last call, without an end that may begin a secret."""
         taken = self.look()
         self._kept, self._left_out = "", 0
         return taken
@@ -234,10 +243,19 @@ class HiddenValues:
         return text
 
     def split(self, text: str) -> tuple[str, str]:
-        """Splits off the end of a text that may be the beginning of a value."""
-        most = max((_overlap(text, value) for value in self._values), default=0)
-        at = len(text) - most
+        """Splits off an end that may begin a value, with any value that reaches into that end."""
+        at = len(text) - max((_overlap(text, value) for value in self._values), default=0)
+        while (begin := self._begin_across(text, at)) < at:
+            at = begin
         return text[:at], text[at:]
+
+    def _begin_across(self, text: str, at: int) -> int:
+        """Returns where the first value begins that reaches across an index, or the index."""
+        begins = (
+            text.find(value, max(0, at - len(value) + 1), at + len(value) - 1)
+            for value in self._values
+        )
+        return min((begin for begin in begins if begin >= 0), default=at)
 
 
 def _overlap(text: str, value: str) -> int:

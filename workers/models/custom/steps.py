@@ -296,7 +296,7 @@ class ClassSteps:
         if not self._process.is_ready:
             return
         printed = self._process.runner.printed
-        pass_on(printed.take())
+        pass_on(printed.take_cleared())
         logs_by_number = printed.look()
         for prediction in self._items.values():
             if (look := logs_by_number.get(prediction.number)) is None:
