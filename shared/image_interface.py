@@ -73,11 +73,11 @@ class ImageInterface(BaseModel):
     def difference(self, other: ImageInterface) -> str:
         """Names the first field that another interface has otherwise. Empty: there is none.
 
-        Defaults are not compared: only the entry has them.
+        Defaults are not compared, because only the entry has them, and neither is any order.
         """
         for name in ("pipeline", "tasks", "fields", "schedulers"):
             mine, its = getattr(self, name), getattr(other, name)
-            if mine != its:
+            if mine != its and (isinstance(mine, str) or set(mine) != set(its)):
                 return f"{name}: {_show(mine)} in the file, {_show(its)} in the pipeline"
         return ""
 

@@ -165,3 +165,13 @@ async def test_models_without_an_interface_keep_their_fields(
         schemas = (await running.http.get("/openapi.json")).json()["components"]["schemas"]
     assert {"clip_skip", "scheduler"} <= schemas["GenerationBody"]["properties"].keys()
     assert {"strength", "mask_blur"} <= schemas["EditForm"]["properties"].keys()
+
+
+def test_the_order_of_tasks_and_fields_in_an_interface_makes_no_difference() -> None:
+    interface = EDITOR.image.interface
+    turned = interface.model_copy(
+        update={"tasks": ("image", "text"), "schedulers": ("euler", "default")}
+    )
+    assert interface.difference(turned) == ""
+    assert "tasks" in interface.difference(turned.model_copy(update={"tasks": ("text",)}))
+    assert "pipeline" in interface.difference(turned.model_copy(update={"pipeline": "Other"}))

@@ -6,7 +6,7 @@ All have random weights.
 import copy
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests.workers.models.tiny_families import FAMILIES, SIDE, Family, random
 from workers.models.base import OutOfMemory
+from workers.models.image.calls import Call, UnsplittableError
 from workers.models.image.hub import Batching, Hub, StuckError
 from workers.models.image.own_pipeline import Interception, state_of
 
@@ -434,6 +435,41 @@ def test_results_that_can_not_be_split_are_computed_one_by_one() -> None:
     results = run(hub, {at: (0, partial(draw, at)) for at in range(2)})
     assert results == {0: 2.0, 1: 3.0}
     assert seen == [2, 1, 1, 1, 1]
+
+
+class Repeating(Weighted):
+    """Has two entries for each row."""
+
+    def forward(self, sample: torch.Tensor) -> torch.Tensor:
+        return sample.repeat_interleave(2, 0)
+
+
+def test_several_entries_for_each_row_are_not_taken_for_a_constant() -> None:
+    hub = Hub()
+    interception = Interception(hub)
+    pipeline = Bare({"unet": Repeating()})
+
+    def draw(at: int) -> list[float]:
+        sample = torch.full((1, 1), float(at))
+        entries: list[float] = interception.own(pipeline).unet(sample).flatten().tolist()
+        return entries
+
+    results = run(hub, {at: (0, partial(draw, at)) for at in range(2)})
+    assert results == {0: [0.0, 0.0], 1: [1.0, 1.0]}
+
+
+def test_a_result_that_can_not_be_split_even_alone_fails_its_item() -> None:
+    """As with a batch that was filled up to a compiled size."""
+
+    class Unsplittable(Batching):
+        def compute(self, calls: Sequence[Call]) -> Sequence[Any]:
+            raise UnsplittableError("a filled batch")
+
+    hub = Hub(Unsplittable())
+    interception = Interception(hub)
+    pipeline = Bare({"unet": Weighted()})
+    results = run(hub, {0: (0, lambda: interception.own(pipeline).unet(torch.ones(1, 1)))})
+    assert isinstance(results[0], UnsplittableError)
 
 
 def test_a_pipeline_that_exits_ends_alone(sd: Tiny) -> None:

@@ -288,9 +288,18 @@ class _Rows(NamedTuple):
     is_listed: bool
 
 
+def _cut_tensor(value: torch.Tensor, of: _Rows) -> torch.Tensor:
+    length = value.shape[0] if value.dim() else 0
+    if length == of.rows:
+        return value[of.begin : of.end]
+    if length and length % of.rows == 0:  # perhaps several entries for each row
+        raise UnsplittableError(f"a tensor of {length} for {of.rows} rows")
+    return value
+
+
 def _cut(value: Any, of: _Rows) -> Any:
     if isinstance(value, torch.Tensor):
-        return value[of.begin : of.end] if value.dim() and value.shape[0] == of.rows else value
+        return _cut_tensor(value, of)
     if isinstance(value, DiagonalGaussianDistribution):
         parameters: torch.Tensor = value.parameters
         return DiagonalGaussianDistribution(parameters[of.begin : of.end], value.deterministic)

@@ -238,7 +238,7 @@ class Hub:
             elif self._batching.spare_memory(call.part):
                 self._compute(runs)
                 return
-        if isinstance(error, UnsplittableError):
+        if isinstance(error, UnsplittableError) and len(runs) > 1:
             self._limits.forbid(call)
             for run in runs:
                 self._compute([run])
@@ -335,6 +335,8 @@ class _RowLimits:
 
     def forbid(self, call: Call) -> None:
         """Lets calls of a kind be computed one by one from now on."""
+        if len(self._alone) >= MAX_LIMITS:
+            self._alone.clear()
         self._alone.add(call.key)
 
     def note_success(self, calls: Sequence[Call]) -> None:
@@ -370,9 +372,9 @@ class _Watchdog:
 
     def end(self) -> None:
         """It came back. Takes back an interruption that it did not get."""
-        self._since_s = _NEVER_S
-        if self._has_fired:
-            with self._lock, contextlib.suppress(StuckError):
+        with contextlib.suppress(StuckError), self._lock:
+            self._since_s = _NEVER_S
+            if self._has_fired:
                 self._has_fired = False
                 _interrupt(self._thread_id, None)
 
