@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.workers.models.custom.classes import entry_of
 from tests.workers.models.custom.started import OperatorsLog, StartClass, StartedClass
+from workers.models.custom import printed
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +40,11 @@ def start_class() -> Iterator[StartClass]:
 
 
 @pytest.fixture
-def operators_log(capfd: pytest.CaptureFixture[str]) -> OperatorsLog:
-    """What this test's workers write to their log."""
-    return OperatorsLog(capfd)
+def operators_log(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[OperatorsLog]:
+    """Gets what classes print into the log of this test's workers."""
+    path = tmp_path_factory.mktemp("log") / "stderr"
+    with path.open("w", encoding="utf-8") as file, monkeypatch.context() as patch:
+        patch.setattr(printed, "sys", SimpleNamespace(stderr=file))
+        yield OperatorsLog(path)

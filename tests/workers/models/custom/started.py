@@ -12,8 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import pytest
-
 from shared.catalog import Model
 from shared.errors import PenstockError
 from shared.messages import PrintedLogs
@@ -250,25 +248,23 @@ class StartedClass:
 
 
 class OperatorsLog:
-    """What a worker has written to its log, which is stderr.
+    """The output of classes in the log of a worker.
 
     Args:
-        capfd: captures it.
+        file: gets it instead of stderr. `capfd` loses what is written while it is read.
     """
 
-    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
-        self._capfd = capfd
-        self.text = ""
+    def __init__(self, file: Path) -> None:
+        self._file = file
 
     def look(self) -> str:
         """Returns all of it so far."""
-        self.text += self._capfd.readouterr().err
-        return self.text
+        return self._file.read_text(encoding="utf-8", errors="replace")
 
     def wait_for(self, text: str) -> str:
         """Waits until a text is in it, and returns all of it: a worker passes output on later."""
         until_s = time.monotonic() + WAIT_LIMIT_S
-        while text not in self.look():
-            assert time.monotonic() < until_s, f"{text!r} is not in {self.text!r}"
+        while text not in (log := self.look()):
+            assert time.monotonic() < until_s, f"{text!r} is not in {log!r}"
             time.sleep(STEP_S)
-        return self.text
+        return log

@@ -84,7 +84,7 @@ def test_concurrent_predictions_have_their_own_lines_and_no_others(
             assert chunk.text in (tenants[number], f"-{number}", f"{tenants[number]}-{number}")
         for number, result in end.results.items():
             check_end(number, waiting.pop(number), result, end.logs[number].text)
-    model.close()  # what is written while the log is read may be lost
+    model.close()
     unattributed = operators_log.look()
     assert "unattributed>\n" in unattributed
     assert not any(f"{way}>" in unattributed for way in ("printed", "parts", "logged", "bytes"))
