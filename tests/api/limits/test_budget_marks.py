@@ -127,11 +127,14 @@ class Deployment:
 async def _until(
     counted: Callable[[BudgetHolder], Awaitable[float]], usd: float, holder: BudgetHolder
 ) -> None:
-    found = -1.0
-    async with asyncio.timeout(WAIT_LIMIT_S):
-        while abs(found - usd) > 1e-9:
-            await asyncio.sleep(0.02)
-            found = await counted(holder)
+    used_usd = -1.0
+    try:
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while abs(used_usd - usd) > 1e-9:
+                await asyncio.sleep(0.02)
+                used_usd = await counted(holder)
+    except TimeoutError:
+        pytest.fail(f"{used_usd} USD are counted, not {usd}")
 
 
 @pytest.fixture
