@@ -347,7 +347,10 @@ def install(context: typer.Context) -> None:
 def check(context: typer.Context) -> None:
     """Try a model, and write what it accepts (FOLDER of a class, or NAME of an image model)."""
     is_name = any(not word.startswith("-") and not Path(word).is_dir() for word in context.args)
-    _become(IMAGE_MODELS if is_name else CUSTOM_MODELS, {}, ["check", *context.args])
+    if is_name:
+        # Otherwise transformers warns about a package that image models do without.
+        _become(IMAGE_MODELS, {"TRANSFORMERS_VERBOSITY": "error"}, ["check", *context.args])
+    _become(CUSTOM_MODELS, {}, ["check", *context.args])
 
 
 @models.command(context_settings=_FORWARDED)

@@ -86,7 +86,11 @@ def main(words: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="penstock", description="Custom models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    check = commands.add_parser("check", help="inspect a class and write its penstock.schema.json")
+    check = commands.add_parser(
+        "check",
+        help="inspect a class and write its penstock.schema.json",
+        epilog="NAME of an image model instead of FOLDER: tries that model (`check NAME -h`).",
+    )
     check.add_argument("folder", type=Path, metavar="FOLDER")
     check.add_argument(
         "--if-changed", action="store_true", help="only if the sources are others than before"
