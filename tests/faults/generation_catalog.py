@@ -30,5 +30,6 @@ def generation_catalog(
         parts[part] = parts.get(part, {}) | change
     precision = "fp32" if engine == "auto" else "auto"
     entry = {"name": name, "task": "text", "source": f"local:{folder}", "precision": precision}
-    entry["engine"] = engine
+    if engine != "auto":  # which releases without engines would refuse
+        entry["engine"] = engine
     return json.dumps({"models": [entry | parts]})  # which is YAML, too
