@@ -1,7 +1,7 @@
 """Waits of callers when a model process, a worker or an API instance dies.
 
-Nobody repeats a request here. What peers do when their model process is killed stands in
-docs/explanation/performance.md.
+Callers do not retry. The behavior of other servers when their model process is killed is in
+docs/measurements/recovery.md.
 """
 
 from __future__ import annotations

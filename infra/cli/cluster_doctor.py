@@ -52,7 +52,7 @@ for name in "PENSTOCK_REDIS_URL", "PENSTOCK_RECORDS_URL":
 """Every image has a Python with this library."""
 TAKES_FUNCTIONS = ["python", "-m", "workers.functions"]
 """The command of functions that take jobs from RabbitMQ."""
-PRIORITIES = "docs/how-to/operations.md#priorities-and-how-to-add-them-to-an-older-deployment"
+WRONG_FILTER = "docs/how-to/troubleshoot.md#a-subscription-with-the-wrong-filter"
 
 Manifest = Mapping[str, Any]
 
@@ -375,7 +375,7 @@ class ClusterDoctor:
         if scheduled.get("status") == "False":
             facts = f"{name} is pending: {scheduled.get('message', 'no reason')}"
             events = self.kubectl.shown("get events --sort-by=.lastTimestamp")
-            yield Diagnosis("pods", facts, f"{events} (docs/how-to/operations.md#gpu-stock-out)")
+            yield Diagnosis("pods", facts, f"{events} (docs/how-to/troubleshoot.md#gpu-stock-out)")
         containers = [
             *status.get("initContainerStatuses", ()),
             *status.get("containerStatuses", ()),
@@ -584,7 +584,7 @@ def _difference(
     name: str, wanted: SubscriptionSettings, there: SubscriptionSettings | None
 ) -> tuple[str, str]:
     """Returns how a subscription differs from the one of this release, and the next command."""
-    apply = "terraform apply (docs/how-to/operations.md#add-a-model)"
+    apply = "terraform apply (docs/how-to/deploy.md#add-a-model)"
     if there is None:
         return "is missing", apply
     if there.topic_id != wanted.topic_id:
@@ -592,7 +592,7 @@ def _difference(
         return facts, f"gcloud pubsub subscriptions delete {name}, then {apply}"
     if there.filter != wanted.filter:
         facts = f"has the filter {there.filter!r}, not {wanted.filter!r}"
-        return facts, f"keep its jobs in a snapshot first: {PRIORITIES}"
+        return facts, f"keep its jobs in a snapshot first: {WRONG_FILTER}"
     if there.ack_deadline_s != wanted.ack_deadline_s:
         facts = (
             f"has an ack deadline of {there.ack_deadline_s} s, not {wanted.ack_deadline_s} s: that "

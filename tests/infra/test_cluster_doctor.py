@@ -475,7 +475,7 @@ def test_subscriptions_are_those_of_this_release(own_project: str, pubsub_endpoi
     assert [fix.split(":")[0] for fix in facts.values()] == [
         "keep its jobs in a snapshot first",
         "gcloud pubsub subscriptions update jobs.all-MiniLM-L6-v2.batch --ack-deadline=10",
-        "terraform apply (docs/how-to/operations.md#add-a-model)",
+        "terraform apply (docs/how-to/deploy.md#add-a-model)",
     ]
     wider = [one["facts"] for one in doctor("--ack-deadline-s", "600")]
     assert "jobs.stable-diffusion-tiny.batch has an ack deadline of 10 s, not 600 s" in wider[-1]

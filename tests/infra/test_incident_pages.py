@@ -185,7 +185,7 @@ def test_page_has_what_somebody_needs_at_night(page: str) -> None:
     assert heads[0] == "Symptoms"
     assert heads[-1] == "Undo"
     assert {"Did it work?", "Does it work again?"} & set(heads)
-    runbook = (PAGES / "operations.md").read_text(encoding="utf-8")
+    runbook = (PAGES / "troubleshoot.md").read_text(encoding="utf-8")
     assert f"({page}.md)" in runbook
 
 

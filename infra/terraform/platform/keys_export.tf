@@ -151,7 +151,7 @@ resource "google_monitoring_alert_policy" "keys" {
   }
 
   documentation {
-    content = "What it means and what to do: docs/how-to/operations.md#keys-the-export-fails"
+    content = "What it means and what to do: docs/how-to/troubleshoot.md#keys-the-export-fails"
     subject = "${var.prefix}: Keys: the export fails"
 
     dynamic "links" {

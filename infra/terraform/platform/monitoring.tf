@@ -1,4 +1,4 @@
-# What wakes somebody, what it means and what to do: docs/how-to/operations.md has a
+# What wakes somebody, what it means and what to do: docs/how-to/troubleshoot.md has a
 # part for each alert.
 
 locals {
@@ -33,7 +33,7 @@ locals {
     local._alerts,
     local.row_archive_alerts,
     { for name, model in local.models : "dead-letters-${model.slug}" => {
-      anchor              = "docs/how-to/operations.md#model-dead-letters"
+      anchor              = "docs/how-to/troubleshoot.md#model-dead-letters"
       duration            = "0s"
       evaluation_interval = "60s"
       query               = "pubsub_googleapis_com:subscription_num_undelivered_messages{monitored_resource=\"pubsub_subscription\",subscription_id=\"${module.model[name].dead_letter_topic_id}.keep\"} > 0"
@@ -41,7 +41,7 @@ locals {
       title               = "${name}: dead letters"
     } },
     { for name, model in local.models : "backlog-${model.slug}" => {
-      anchor              = "docs/how-to/operations.md#model-jobs-wait-too-long"
+      anchor              = "docs/how-to/troubleshoot.md#model-jobs-wait-too-long"
       duration            = "180s"
       evaluation_interval = "60s"
       query               = "pubsub_googleapis_com:subscription_oldest_unacked_message_age{monitored_resource=\"pubsub_subscription\",subscription_id=\"${module.model[name].workers_subscription_id}\"} > ${module.options.alerts.oldest_job_s}"

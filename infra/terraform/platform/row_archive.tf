@@ -13,7 +13,7 @@ locals {
   })
   row_archive_alerts = length(local._row_archives) == 0 ? {} : {
     rows-not-archived = {
-      anchor              = "docs/how-to/operations.md#rows-not-archived"
+      anchor              = "docs/how-to/troubleshoot.md#rows-not-archived"
       duration            = "300s"
       evaluation_interval = "60s"
       query               = "max(penstock_row_archive_oldest_seconds) > 900"
@@ -22,7 +22,7 @@ locals {
     }
     # Without the process nobody says how old they are.
     row-archive-missing = {
-      anchor              = "docs/how-to/operations.md#rows-the-archive-is-gone"
+      anchor              = "docs/how-to/troubleshoot.md#rows-the-archive-is-gone"
       duration            = "900s"
       evaluation_interval = "60s"
       query               = "absent(penstock_row_archive_oldest_seconds)"

@@ -17,7 +17,7 @@ variable "alert_tokens" {
 }
 
 variable "alerts" {
-  description = "Who is told: emails and Slack channels of everything, PagerDuty services of what is critical. And where the runbook can be read (a URL of docs/how-to/operations.md; null: notifications name its part only). oldest_job_s: the age at which a waiting job is told of."
+  description = "Who is told: emails and Slack channels of everything, PagerDuty services of what is critical. And where the runbook can be read (a URL of docs/how-to/troubleshoot.md; null: notifications name its part only). oldest_job_s: the age at which a waiting job is told of."
   type        = any
   default     = {}
   nullable    = false
@@ -252,7 +252,7 @@ variable "objects_days" {
 }
 
 variable "outside" {
-  description = "Clusters outside Google whose workers pull the same jobs: issuer of their tokens (and its keys, where Google can't reach it), which models (null: all), and a Redis of theirs for the cache (null: the home region's). All need a way to the records' Redis, see docs/how-to/operations.md."
+  description = "Clusters outside Google whose workers pull the same jobs: issuer of their tokens (and its keys, where Google can't reach it), which models (null: all), and a Redis of theirs for the cache (null: the home region's). All need a way to the records' Redis, see docs/how-to/deploy.md."
   type        = any
   default     = {}
   nullable    = false

@@ -1,5 +1,5 @@
 # The autoscaler and its CRDs, before anything that uses them. With the HPA
-# instead, the cluster needs the Stackdriver adapter (docs/how-to/operations.md).
+# instead, the cluster needs the Stackdriver adapter (docs/how-to/deploy.md).
 
 resource "helm_release" "keda" {
   for_each = local.uses_keda ? { keda = var.keda } : {}

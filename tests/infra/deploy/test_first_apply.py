@@ -232,7 +232,7 @@ def test_deploy_account_may_make_everything(everything: Plan) -> None:
 
 def test_project_is_named_in_the_first_steps() -> None:
     # Terraform reads the project before it can enable the API that it reads it with.
-    for text in ("docs/how-to/operations.md", "infra/cloudbuild/setup.sh"):
+    for text in ("docs/how-to/deploy.md", "infra/cloudbuild/setup.sh"):
         assert "cloudresourcemanager.googleapis.com" in Path(text).read_text(), text
 
 

@@ -23,14 +23,16 @@ import shared.usage.writer
 import workers.functions.dependencies
 import workers.functions.main
 import workers.metrics
-from penstock_monitoring.alerts import OF_FUNCTIONS, OFF_GOOGLE, ON_GOOGLE, alerts
+from penstock_monitoring.alerts import OF_FUNCTIONS, OFF_GOOGLE, ON_GOOGLE, RUNBOOK, alerts
 from penstock_monitoring.objectives import DEFAULT_LEAST_BAD_EVENTS, DEFAULT_TARGETS, bounds_of
 from shared.catalog_file import read_catalog
 from tests.infra.deploy.terraform import Plan, plan_platform
-from tests.infra.release.replay import KEYS, blocks
-from tests.infra.release.replay import RUNBOOK as OPERATIONS
+from tests.infra.release.replay import DEPLOY_PAGE, KEYS, blocks
 
-RUNBOOK = OPERATIONS.read_text(encoding="utf-8")
+PAGES = {
+    name: Path(f"docs/how-to/{name}.md").read_text(encoding="utf-8")
+    for name in ("deploy", "operate", "troubleshoot")
+}
 EXPORTERS = (
     *(
         api.batch_runner.runner,
@@ -53,15 +55,15 @@ INSTALLED = "bq|curl|docker|gcloud|git|gsutil|helm|jq|kubectl|make|openssl|terra
 """Programs that somebody may have to install first."""
 ANCHORS = {
     re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-")
-    for heading in re.findall(r"^#+ (.+)$", RUNBOOK, re.MULTILINE)
+    for heading in re.findall(r"^#+ (.+)$", PAGES["troubleshoot"], re.MULTILINE)
 }
-"""What GitHub makes of its headings."""
+"""The anchors that GitHub derives from the headings of the page about alerts."""
 BOUNDS = bounds_of(DEFAULT_TARGETS, DEFAULT_LEAST_BAD_EVENTS)
 
 
 def part(title: str) -> str:
-    """What stands under a heading of the runbook."""
-    return RUNBOOK.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    """Returns the text below a heading of the page about alerts."""
+    return PAGES["troubleshoot"].partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
 def test_every_alert_has_its_line(plan: Plan) -> None:
@@ -84,7 +86,7 @@ def test_alerts_name_the_part_that_explains_them(plan: Plan) -> None:
         (documentation,) = policy["documentation"]
         said = documentation["content"].removeprefix("What it means and what to do: ")
         document, _, anchor = said.partition("#")
-        assert (document, anchor in ANCHORS) == ("docs/how-to/operations.md", True), said
+        assert (document, anchor in ANCHORS) == (RUNBOOK, True), said
         assert documentation["links"] == []
 
 
@@ -95,7 +97,7 @@ def test_alerts_off_google_name_a_part_too() -> None:
 
 @pytest.mark.slow
 def test_alerts_link_to_the_runbook_where_it_can_be_read(tmp_path: Path) -> None:
-    url = "https://example.com/penstock/docs/operations.md"
+    url = "https://example.com/penstock/docs/troubleshoot.md"
     plan = plan_platform(tmp_path, alerts={"runbook_url": url})
     links = [
         link
@@ -109,18 +111,19 @@ def test_alerts_link_to_the_runbook_where_it_can_be_read(tmp_path: Path) -> None
 
 def test_metrics_of_the_runbook_are_exported() -> None:
     exported = {metric.name for metric in REGISTRY.collect()}
-    named = {name.removesuffix("_total") for name in re.findall(r"`(penstock_[a-z_]+)`", RUNBOOK)}
+    pages = "".join(PAGES.values())
+    named = {name.removesuffix("_total") for name in re.findall(r"`(penstock_[a-z_]+)`", pages)}
     assert named
     assert named - {name.removesuffix("_total") for name in exported} == set()
 
 
 def test_programs_of_a_first_deploy_are_named_before_it() -> None:
-    text = "".join([*blocks(OPERATIONS, "First deploy"), *blocks(KEYS, "The first key")])
+    text = "".join([*blocks(DEPLOY_PAGE, "First deploy"), *blocks(KEYS, "The first key")])
     scripts = set(re.findall(r"[\w./-]+\.sh", text))
     assert scripts
     text += "".join(Path(name).read_text(encoding="utf-8") for name in scripts)
     used = set(re.findall(rf"(?:^|[|;&(!]) *({INSTALLED}) ", text, re.MULTILINE))
-    asked = re.search(r"^On your machine: (.+?)\. ", RUNBOOK, re.MULTILINE | re.DOTALL)
+    asked = re.search(r"^On your machine: (.+?)\. ", PAGES["deploy"], re.MULTILINE | re.DOTALL)
     assert asked is not None
     assert used - set(re.findall(r"\w+", asked[1].lower())) == set()
     assert {"gcloud", "kubectl", "terraform", "jq"} <= used

@@ -33,7 +33,7 @@ FIRST: Wrong = {
     "alerts": [
         ({"emails": ["oncall"]}, "alerts.emails"),
         ({"emails": ["oncall@example"]}, "alerts.emails"),
-        ({"runbook_url": "docs/how-to/operations.md"}, "alerts.runbook_url"),
+        ({"runbook_url": "docs/how-to/troubleshoot.md"}, "alerts.runbook_url"),
         ({"oldest_job_s": 0}, "alerts.oldest_job_s"),
     ],
     "api": [

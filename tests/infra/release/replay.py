@@ -26,7 +26,7 @@ from tests.source_files import source_files
 PROJECT, REGION, OWNER = "my-project", "europe-west4", "owner@example.com"
 BUILD = f"penstock-build@{PROJECT}.iam.gserviceaccount.com"
 DEPLOY = f"penstock-deploy@{PROJECT}.iam.gserviceaccount.com"
-RUNBOOK, KEYS = Path("docs/how-to/operations.md"), Path("docs/how-to/keys.md")
+DEPLOY_PAGE, KEYS = Path("docs/how-to/deploy.md"), Path("docs/how-to/keys.md")
 IN_A_BROWSER = "gcloud auth login --update-adc"
 """The one command that a person has to do."""
 CHECKS = {

@@ -29,12 +29,12 @@ from tests.infra.release.providers import providers, put_answers
 from tests.infra.release.replay import (
     BUILD,
     DEPLOY,
+    DEPLOY_PAGE,
     IN_A_BROWSER,
     KEYS,
     OWNER,
     PROJECT,
     REGION,
-    RUNBOOK,
     CommandFailed,
     Replay,
     StepFailed,
@@ -81,7 +81,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Replay, by
         programs = write_programs(folder / "programs", project=PROJECT, attach=attach)
         replay = Replay(cloud, url, authority, programs, folder, check_out(folder))
         put_answers(replay.checkout)
-        variables, first, *_ = blocks(RUNBOOK, "First deploy")
+        variables, first, *_ = blocks(DEPLOY_PAGE, "First deploy")
         assert IN_A_BROWSER in first
         replay.run(variables)
         replay.run(first.replace(IN_A_BROWSER, ""))
@@ -100,13 +100,13 @@ def replay(begun: tuple[Replay, bytes], tmp_path: Path) -> Replay:
     shutil.copytree(first.checkout, checkout, symlinks=True)
     shutil.copytree(first.folder / "homes", tmp_path / "homes")
     made = replace(first, folder=tmp_path, checkout=checkout, variables=dict(first.variables))
-    made.run(blocks(RUNBOOK, "First deploy")[0])
+    made.run(blocks(DEPLOY_PAGE, "First deploy")[0])
     return made
 
 
 def submit(replay: Replay) -> dict[str, Any]:
     """Runs the command of the runbook that submits a build. Returns the build."""
-    replay.run(blocks(RUNBOOK, "First deploy")[2])
+    replay.run(blocks(DEPLOY_PAGE, "First deploy")[2])
     return replay.cloud.builds[-1]
 
 
@@ -143,7 +143,7 @@ def test_first_release(replay: Replay) -> None:
     assert "revision" in cloud.traffic[0]
 
     # Whoever applies by hand finds what Cloud Build made.
-    *_, by_hand, workers, works = blocks(RUNBOOK, "First deploy")
+    *_, by_hand, workers, works = blocks(DEPLOY_PAGE, "First deploy")
     images = {name.split("/")[-1].partition("@")[0]: name for name in cloud.images if "@" in name}
     replay.variables |= {"API": images["api"], "WORKER": images["worker"]}
     before = {name for name in cloud.buckets[f"{PROJECT}-penstock-state"] if "tfstate" in name}
@@ -251,7 +251,7 @@ def test_fault_that_callers_would_see_stops_the_deployment(
     ids=["no-init", "deployments-elsewhere"],
 )
 def test_faults_of_the_runbook_are_found(replay: Replay, old: str, new: str, said: str) -> None:
-    *_, workers, _ = blocks(RUNBOOK, "First deploy")
+    *_, workers, _ = blocks(DEPLOY_PAGE, "First deploy")
     assert old in workers
     replay.variables["WORKER"] = (
         f"{REGION}-docker.pkg.dev/{PROJECT}/penstock/worker@sha256:{'0' * 64}"

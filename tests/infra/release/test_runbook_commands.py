@@ -18,14 +18,17 @@ import typer
 
 from infra.cli.main import app
 from tests.infra.release.programs import NOWHERE, gcloud_without_account
-from tests.infra.release.replay import RUNBOOK
+from tests.infra.release.replay import DEPLOY_PAGE
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.slow(about_s=60)
 PROGRAMS = ("docker", "gcloud", "helm", "kubectl", "penstock")
-INCIDENT_PAGES = [
-    RUNBOOK.with_name(f"{name}.md")
-    for name in ("pubsub-quota", "poisoned-model", "compromised-key", "lost-region")
+OTHER_PAGES = [
+    DEPLOY_PAGE.with_name(f"{name}.md")
+    for name in (
+        *("operate", "troubleshoot"),
+        *("pubsub-quota", "poisoned-model", "compromised-key", "lost-region"),
+    )
 ]
 VALUES = {"P": "my-project", "R": "europe-west4", "MODEL": "all-MiniLM-L6-v2", "NOW": "2026-01-01"}
 """Of placeholders whose form programs check. Others get any word."""
@@ -39,9 +42,9 @@ UNKNOWN = {
 
 def commands() -> list[str]:
     """All commands in the text and in its blocks, but for those of the first deploy."""
-    text = RUNBOOK.read_text(encoding="utf-8")
+    text = DEPLOY_PAGE.read_text(encoding="utf-8")
     text = text.partition("\n## First deploy\n")[0] + text.partition("\n## Add a model\n")[2]
-    text += "".join(page.read_text(encoding="utf-8") for page in INCIDENT_PAGES)
+    text += "".join(page.read_text(encoding="utf-8") for page in OTHER_PAGES)
     blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
     fenced = [block for language, block in blocks if language in ("", "sh")]
     lines = [line for block in fenced for line in block.replace("\\\n", " ").splitlines()]

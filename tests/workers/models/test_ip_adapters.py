@@ -148,8 +148,8 @@ def test_images_without_an_ip_adapter_are_those_of_a_model_without_any(
         for model in (family.model, drawing.model):
             drawn(model, family.preparer, [value])
     usual = drawn(family.model, family.preparer, values)
-    # Images of the same size are in one call, so they are as many in both. What is left is the
-    # rounding of libraries that choose their number of threads by how busy the machine is.
+    # Images of the same size are in one call, so they are as many in both. The difference is
+    # the rounding of libraries that choose their number of threads by how busy the machine is.
     for one, other in zip(drawing.together(*values), usual, strict=True):
         assert np.abs(one - other).max() <= 1
 

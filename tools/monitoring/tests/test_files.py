@@ -75,7 +75,7 @@ def test_price_is_the_list_price() -> None:
 
 def test_user_gets_files_for_prometheus_and_grafana(tmp_path: Path) -> None:
     words = ["monitoring", "--out", str(tmp_path), "--availability", "0.99"]
-    done = CliRunner().invoke(app, [*words, "--runbook-url", "https://example.com/operations.md"])
+    done = CliRunner().invoke(app, [*words, "--runbook-url", "https://example.com/troubleshoot.md"])
     assert done.exit_code == 0, done.output
     assert sorted(done.output.split()) == sorted(
         str(path) for path in tmp_path.rglob("*") if path.is_file()
@@ -94,7 +94,7 @@ def test_user_gets_files_for_prometheus_and_grafana(tmp_path: Path) -> None:
     ]
     assert "> 14.4 * 0.01 " in rule["expr"]
     assert rule["annotations"]["runbook_url"] == (
-        "https://example.com/operations.md#availability-the-error-budget-burns-fast"
+        "https://example.com/troubleshoot.md#availability-the-error-budget-burns-fast"
     )
 
 

@@ -79,7 +79,7 @@ run "own_objectives_and_prices" {
   command = plan
 
   variables {
-    alerts       = { runbook_url = "https://example.com/operations.md" }
+    alerts       = { runbook_url = "https://example.com/troubleshoot.md" }
     gpu_hour_usd = { l4 = 0.5 }
     slos         = { availability = 0.99, least_bad_events = 3 }
   }
@@ -95,7 +95,7 @@ run "own_objectives_and_prices" {
   }
 
   assert {
-    condition     = google_monitoring_alert_policy.default["cache-down"].documentation[0].links[0].url == "https://example.com/operations.md#cache-redis-unreachable"
+    condition     = google_monitoring_alert_policy.default["cache-down"].documentation[0].links[0].url == "https://example.com/troubleshoot.md#cache-redis-unreachable"
     error_message = "Notifications link to the alert's part."
   }
 

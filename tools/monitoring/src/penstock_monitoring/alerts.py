@@ -1,4 +1,4 @@
-"""All alerts. docs/how-to/operations.md has a part for each.
+"""All alerts. docs/how-to/troubleshoot.md has a part for each.
 
 Terraform adds those about each model's Pub/Sub subscriptions (platform/monitoring.tf). Besides our
 processes, these tell: DCGM (GPUs), kube-state-metrics (pods, autoscalers), KEDA, and Google's own
@@ -13,7 +13,7 @@ from typing import Literal
 
 from penstock_monitoring.objectives import FAST, OBJECTIVES, SLOW, Bounds, burns
 
-RUNBOOK = "docs/how-to/operations.md"
+RUNBOOK = "docs/how-to/troubleshoot.md"
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def monitoring(
         float, typer.Option(help="what one worker costs in an hour")
     ] = DEFAULT_WORKER_HOUR_USD,
     runbook_url: Annotated[
-        str, typer.Option(metavar="URL", help="where docs/how-to/operations.md can be read")
+        str, typer.Option(metavar="URL", help="where docs/how-to/troubleshoot.md can be read")
     ] = RUNBOOK,
 ) -> None:
     """Write alerts for Prometheus and dashboards for Grafana."""

@@ -157,7 +157,7 @@ def rules(bounds: Bounds, form: Form, runbook_url: str = RUNBOOK) -> dict[str, A
     Args:
         form: a file for Prometheus' `rule_files`, an object of Prometheus Operator, or one of
             Google's Managed Prometheus.
-        runbook_url: URL of docs/how-to/operations.md.
+        runbook_url: URL of docs/how-to/troubleshoot.md.
     """
     groups = {"groups": _groups(bounds, runbook_url)}
     if form == "file":
@@ -317,7 +317,7 @@ def write_for_prometheus(
         targets: the share of events that must be good, by objective.
         least_bad_events: the minimum number in a window before an alert fires.
         worker_hour_usd: price of one worker per hour.
-        runbook_url: URL of docs/how-to/operations.md.
+        runbook_url: URL of docs/how-to/troubleshoot.md.
 
     Returns:
         The files.
