@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from pubsub_emulator.http_connection import HttpConnection
 from pubsub_emulator.protos import message_class
-from pubsub_emulator.push.connection import PushConnection
 from pubsub_emulator.server import PubsubServer, serve
 from tests.endpoint import Endpoint, listening_endpoint
 from tests.wire import TOPIC, Wire, connect, until
@@ -169,8 +169,9 @@ async def test_unreachable_endpoint_is_tried_again_until_it_listens(
 
 async def test_connection_is_kept_for_the_next_post(endpoint: Endpoint) -> None:
     endpoint.answers = [200, 500, 204]
-    connection = PushConnection(endpoint.url)
-    assert [await connection.post([], body) for body in (b"a", b"", b"c")] == [200, 500, 204]
+    connection = HttpConnection(endpoint.url)
+    answers = [await connection.post([], body) for body in (b"a", b"", b"c")]
+    assert answers == [(200, b"ok"), (500, b"ok"), (204, b"")]
     assert endpoint.connections == 1
     connection.close()
 
@@ -187,8 +188,8 @@ async def test_post_on_a_connection_that_the_other_side_closed_goes_over_a_new_o
 
     listener = await asyncio.start_server(answer_once, "127.0.0.1", 0)
     async with listener:
-        connection = PushConnection(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/")
-        assert [await connection.post([], b"body") for _ in range(3)] == [200, 200, 200]
+        connection = HttpConnection(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/")
+        assert [(await connection.post([], b"body")).status for _ in range(3)] == [200] * 3
         connection.close()
     assert connections == 3
 
@@ -210,11 +211,11 @@ async def test_post_that_was_cut_off_leaves_no_connection_to_reuse() -> None:
 
     listener = await asyncio.start_server(answer_from_the_second_on, "127.0.0.1", 0)
     async with listener:
-        connection = PushConnection(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/")
+        connection = HttpConnection(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/")
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
                 await connection.post([], b"body")
-        assert await connection.post([], b"body") == 202
+        assert await connection.post([], b"body") == (202, b"until the end")
         connection.close()
 
 

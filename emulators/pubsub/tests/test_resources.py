@@ -12,7 +12,16 @@ from pubsub_emulator.errors import (
     ResourceNotFound,
     Unimplemented,
 )
+from pubsub_emulator.protos import BigQueryConfig
 from tests.world import PROJECT, World, subscription_path, topic_path
+
+TABLE = {"table": "p.d.t"}
+
+
+def world_with_bigquery() -> World:
+    world = World(bigquery_endpoint="http://localhost:9")
+    world.topic()
+    return world
 
 
 def get(world: World, subscription_id: str = "workers") -> Any:
@@ -112,10 +121,73 @@ def test_invalid_push_endpoint_is_refused(endpoint: str) -> None:
 def test_features_without_an_implementation_are_refused_by_name() -> None:
     world = World()
     world.topic()
-    with pytest.raises(Unimplemented, match="bigquery_config"):
-        world.subscription(bigquery_config={"table": "p.d.t"})
+    with pytest.raises(Unimplemented, match="cloud_storage_config"):
+        world.subscription(cloud_storage_config={"bucket": "b"})
     with pytest.raises(Unimplemented, match="message_transforms"):
         world.topic("changed", message_transforms=[{"disabled": True}])
+
+
+def test_bigquery_subscription_is_refused_by_a_server_without_a_bigquery() -> None:
+    world = World()
+    world.topic()
+    with pytest.raises(Unimplemented, match="--bigquery-endpoint"):
+        world.subscription(bigquery_config=TABLE)
+
+
+@pytest.mark.parametrize("table", ["", "t", "d.t", "p:d.t", "p.d.", "p..t", "p.d.t.u/v"])
+def test_invalid_bigquery_table_is_refused(table: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"BigQuery table given \(table="):
+        world_with_bigquery().subscription(bigquery_config={"table": table, "write_metadata": True})
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        (
+            {"bigquery_config": TABLE | {"use_topic_schema": True, "use_table_schema": True}},
+            "use_topic_schema and use_table_schema",
+        ),
+        (
+            {"bigquery_config": TABLE, "push_config": {"push_endpoint": "http://localhost:9/x"}},
+            "push_config and bigquery_config",
+        ),
+        ({"bigquery_config": TABLE, "enable_exactly_once_delivery": True}, "Exactly-once"),
+    ],
+)
+def test_settings_that_bigquery_excludes_are_refused(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(InvalidArgument, match=why):
+        world_with_bigquery().subscription(**fields)
+
+
+def test_columns_of_the_topics_schema_are_refused_by_name() -> None:
+    with pytest.raises(Unimplemented, match="use_topic_schema"):
+        world_with_bigquery().subscription(bigquery_config=TABLE | {"use_topic_schema": True})
+
+
+def test_bigquery_subscription_is_shown_and_can_not_be_pulled() -> None:
+    world = world_with_bigquery()
+    config = TABLE | {"use_table_schema": True, "drop_unknown_fields": True}
+    world.subscription(bigquery_config={**config, "state": "NOT_FOUND"})
+    created = get(world)
+    assert created.bigquery_config == BigQueryConfig(**config, state="ACTIVE")
+    assert created.state == created.State.Value("ACTIVE")
+    with pytest.raises(FailedPrecondition, match="type=BIGQUERY"):
+        world.pull()
+    push = {"push_endpoint": "http://localhost:9/x"}
+    request = {"subscription": subscription_path("workers"), "push_config": push}
+    with pytest.raises(InvalidArgument, match="push_config and bigquery_config"):
+        world.call("ModifyPushConfig", "ModifyPushConfigRequest", **request)
+
+
+def test_update_turns_a_subscription_to_bigquery_and_back() -> None:
+    world = world_with_bigquery()
+    world.subscription()
+    reader = world.consumer()
+    world.broker.pullable(subscription_path("workers")).join(reader)
+    assert update(world, "bigquery_config", bigquery_config=TABLE).bigquery_config.table == "p.d.t"
+    assert isinstance(reader.ended, FailedPrecondition)
+    assert not update(world, "bigquery_config").HasField("bigquery_config")
+    assert world.pull() == []
 
 
 def test_update_changes_the_masked_fields_only(world: World) -> None:

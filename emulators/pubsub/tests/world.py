@@ -45,9 +45,11 @@ class Pulled:
 class World:
     """`advance` is the only thing that moves time; timers run exactly when they are due."""
 
-    def __init__(self, storage_bytes: int = DEFAULT_STORAGE_BYTES) -> None:
+    def __init__(
+        self, storage_bytes: int = DEFAULT_STORAGE_BYTES, bigquery_endpoint: str = ""
+    ) -> None:
         self.now_s = 1_800_000_000.0
-        self.broker = Broker(lambda: self.now_s, storage_bytes)
+        self.broker = Broker(lambda: self.now_s, storage_bytes, bigquery_endpoint=bigquery_endpoint)
 
     def advance(self, seconds: float) -> None:
         target_s = self.now_s + seconds

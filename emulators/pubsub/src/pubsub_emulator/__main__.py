@@ -12,6 +12,7 @@ import uvloop
 
 from pubsub_emulator.calls.broker import DEFAULT_STORAGE_BYTES
 from pubsub_emulator.server import serve
+from pubsub_emulator.state.resources import is_http_url
 
 YOUNG_OBJECTS = 20_000
 """Allocations between two looks of the garbage collector at the young objects.
@@ -56,6 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--fsync", action="store_true", help="with --data-dir: outlive a power cut too, at a price"
     )
+    parser.add_argument(
+        "--bigquery-endpoint",
+        type=_web_url,
+        metavar="URL",
+        help="a BigQuery without credentials, for BigQuery subscriptions (default: they are "
+        "refused)",
+    )
     options = parser.parse_args(argv)
     try:
         uvloop.run(_serve_until_signal(options))
@@ -74,6 +82,12 @@ def _number(least: int, most: int) -> Callable[[str], int]:
     return number
 
 
+def _web_url(text: str) -> str:
+    if not is_http_url(text):
+        raise argparse.ArgumentTypeError(f"{text} is not an http or https URL")
+    return text
+
+
 async def _serve_until_signal(options: argparse.Namespace) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -87,6 +101,7 @@ async def _serve_until_signal(options: argparse.Namespace) -> None:
         storage_bytes=options.storage_mib * 1024**2,
         data_dir=options.data_dir,
         fsync=options.fsync,
+        bigquery_endpoint=options.bigquery_endpoint or "",
     ) as server:
         sys.stdout.write(f"Pub/Sub listening on {server.endpoint}\n")
         if server.rest_endpoint:

@@ -11,6 +11,7 @@ from google.pubsub_v1 import types
 
 if TYPE_CHECKING:
     # The classes are made at run time, so a checker knows them only by name.
+    BigQueryConfig: TypeAlias = Any
     Message: TypeAlias = Any
     Policy: TypeAlias = Any
     PubsubMessage: TypeAlias = Any
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     Subscription: TypeAlias = Any
     Topic: TypeAlias = Any
 else:
+    BigQueryConfig = types.BigQueryConfig.pb()
     Message = Any
     Policy = policy_pb2.Policy
     PubsubMessage = types.PubsubMessage.pb()

@@ -10,9 +10,9 @@ from pathlib import Path
 import grpc
 
 from pubsub_emulator.calls.broker import DEFAULT_STORAGE_BYTES, Broker
+from pubsub_emulator.delivery_loops import delivery_loops
 from pubsub_emulator.errors import ServerUnavailable
 from pubsub_emulator.protocols.grpc_handlers import service_handlers
-from pubsub_emulator.push.loop import push_loops
 from pubsub_emulator.state.timers import Timers
 from pubsub_emulator.storage.data_dir import durable_broker
 
@@ -64,6 +64,7 @@ async def serve(
     storage_bytes: int = DEFAULT_STORAGE_BYTES,
     data_dir: Path | None = None,
     fsync: bool = False,
+    bigquery_endpoint: str = "",
 ) -> AsyncIterator[PubsubServer]:
     """Listen until the block ends. Then open streams end with UNAVAILABLE.
 
@@ -75,6 +76,8 @@ async def serve(
         storage_bytes: what messages may take of memory before publishes are refused.
         data_dir: where the state is kept and read at the next start. None keeps it in memory.
         fsync: True if the state also survives power cuts, not only the end of this process.
+        bigquery_endpoint: URL of a BigQuery that asks for no credentials. BigQuery subscriptions
+            write to it. Empty: they are refused.
 
     Yields:
         The server with the ports that it got.
@@ -84,7 +87,7 @@ async def serve(
             directory can't be used.
     """
     async with (
-        _opened_broker(data_dir, storage_bytes, fsync=fsync) as broker,
+        _opened_broker(data_dir, storage_bytes, bigquery_endpoint, fsync=fsync) as broker,
         # Around gRPC, whose end also ends the pulls that wait here.
         _answering_rest(broker, host, rest_port) as bound_rest_port,
         _listening(broker, host, port, socket_path) as bound_port,
@@ -93,11 +96,12 @@ async def serve(
 
 
 def _opened_broker(
-    data_dir: Path | None, storage_bytes: int, *, fsync: bool
+    data_dir: Path | None, storage_bytes: int, bigquery_endpoint: str, *, fsync: bool
 ) -> AbstractAsyncContextManager[Broker]:
+    clock = _steady_clock()
     if data_dir is None:
-        return nullcontext(Broker(_steady_clock(), storage_bytes))
-    return durable_broker(data_dir, _steady_clock(), storage_bytes, fsync=fsync)
+        return nullcontext(Broker(clock, storage_bytes, bigquery_endpoint=bigquery_endpoint))
+    return durable_broker(data_dir, clock, storage_bytes, bigquery_endpoint, fsync=fsync)
 
 
 @asynccontextmanager
@@ -129,7 +133,7 @@ async def _listening(
     if socket_path is not None:
         _listen(server, f"unix:{socket_path}")
     alarm = _Alarm(broker.timers, asyncio.get_running_loop())
-    async with push_loops(broker):
+    async with delivery_loops(broker):
         await server.start()
         try:
             yield bound_port

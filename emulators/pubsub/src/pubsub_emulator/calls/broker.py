@@ -31,6 +31,8 @@ class Broker:
         storage_bytes: the limit of the memory that messages take. A publish above it is refused
             with RESOURCE_EXHAUSTED.
         journal: receives each change. By default nothing outlives the process.
+        bigquery_endpoint: URL of the BigQuery that BigQuery subscriptions write to. Without it
+            they are refused.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class Broker:
         now_s: Callable[[], float],
         storage_bytes: int = DEFAULT_STORAGE_BYTES,
         journal: ChangeJournal | None = None,
+        bigquery_endpoint: str = "",
     ) -> None:
+        self.bigquery_endpoint = bigquery_endpoint
         self.timers = Timers(now_s)
         self.journal = journal or ChangeJournal()
         self.registry = Registry(
@@ -48,7 +52,7 @@ class Broker:
         self.schemas = schemas = SchemaCalls(self.registry)
         snapshots = SnapshotCalls(self.registry)
         policies = PolicyCalls(self.registry)
-        self._subscriptions = SubscriptionCalls(self.registry)
+        self._subscriptions = SubscriptionCalls(self.registry, has_bigquery=bool(bigquery_endpoint))
         self._calls: dict[str, Callable[[Any], Any]] = {
             "CreateTopic": topics.create_topic,
             "GetTopic": topics.get_topic,

@@ -7,6 +7,7 @@ from pubsub_emulator.errors import (
     AckIdsRefused,
     FailedPrecondition,
     InvalidArgument,
+    Unimplemented,
     resource_exists,
 )
 from pubsub_emulator.names import check_project, check_range
@@ -29,10 +30,15 @@ _ListSubscriptionsResponse = message_class("ListSubscriptionsResponse")
 
 
 class SubscriptionCalls:
-    """Subscriptions: making, showing, changing, deleting, and the outcomes of deliveries."""
+    """Subscriptions: making, showing, changing, deleting, and the outcomes of deliveries.
 
-    def __init__(self, registry: Registry) -> None:
+    Args:
+        has_bigquery: True if this server can write to a BigQuery.
+    """
+
+    def __init__(self, registry: Registry, *, has_bigquery: bool) -> None:
         self._registry = registry
+        self._has_bigquery = has_bigquery
 
     def create_subscription(self, request: SubscriptionProto) -> Any:
         """Create a subscription. It receives messages that are published from now on."""
@@ -40,7 +46,7 @@ class SubscriptionCalls:
         if proto.name in self._registry.subscriptions:
             raise resource_exists(proto.name)
         topic = self._registry.topic(proto.topic)
-        self._check_dead_letter_topic(proto)
+        self._check_surroundings(proto)
         proto.detached = False
         subscription = SubscriptionState(
             proto, topic, self._registry, self._registry.next_sequence()
@@ -48,7 +54,7 @@ class SubscriptionCalls:
         self._registry.subscriptions[proto.name] = subscription
         self._registry.journal.save(subscription)
         topic.attach(subscription)
-        self._registry.on_push_config(subscription)
+        self._registry.on_delivery_config(subscription)
         return _shown(subscription)
 
     def get_subscription(self, request: Any) -> Any:
@@ -65,11 +71,11 @@ class SubscriptionCalls:
         subscription = self._registry.subscription(request.subscription.name)
         merged = merge_update(subscription.proto, request.subscription, request.update_mask)
         proto = checked_subscription(merged)
-        self._check_dead_letter_topic(proto)
+        self._check_surroundings(proto)
         subscription.touch()
         subscription.configure(proto)
         self._registry.journal.save(subscription)
-        self._registry.on_push_config(subscription)
+        self._registry.on_delivery_config(subscription)
         return _shown(subscription)
 
     def list_subscriptions(self, request: Any) -> Any:
@@ -93,13 +99,12 @@ class SubscriptionCalls:
     def modify_push_config(self, request: Any) -> Any:
         """Change where messages are pushed to. An empty configuration means pull."""
         subscription = self._registry.subscription(request.subscription)
-        exactly_once = subscription.proto.enable_exactly_once_delivery
-        push_config = checked_push_config(request.push_config, exactly_once=exactly_once)
+        push_config = checked_push_config(request.push_config, subscription.proto)
         subscription.proto.push_config.CopyFrom(push_config)
         subscription.touch()
         subscription.configure(subscription.proto)
         self._registry.journal.save(subscription)
-        self._registry.on_push_config(subscription)
+        self._registry.on_delivery_config(subscription)
         return empty()
 
     def acknowledge(self, request: Any) -> Any:
@@ -134,17 +139,22 @@ class SubscriptionCalls:
 
         Raises:
             NotFound: it does not exist.
-            FailedPrecondition: it is detached, or pushes and is asked to be pulled.
+            FailedPrecondition: it is detached, or cannot be pulled and that is asked for.
         """
         subscription = self._registry.subscription(path)
         if subscription.proto.detached:
             raise FailedPrecondition(f"Subscription is detached (resource={path}).")
-        if for_pull and subscription.settings.push_endpoint:
-            raise not_pullable(path)
+        if for_pull and subscription.settings.kind != "PULL":
+            raise not_pullable(path, subscription.settings.kind)
         subscription.touch()
         return subscription
 
-    def _check_dead_letter_topic(self, proto: SubscriptionProto) -> None:
+    def _check_surroundings(self, proto: SubscriptionProto) -> None:
+        if proto.HasField("bigquery_config") and not self._has_bigquery:
+            raise Unimplemented(
+                "The embedded Pub/Sub has no BigQuery to write to, which bigquery_config needs. "
+                "Start it with --bigquery-endpoint."
+            )
         if proto.HasField("dead_letter_policy"):
             self._registry.topic(proto.dead_letter_policy.dead_letter_topic)
 

@@ -151,7 +151,7 @@ class TopicCalls:
                 FailedPrecondition(f"Subscription is detached (resource={subscription.path}).")
             )
             self._registry.journal.save(subscription)
-            self._registry.on_push_config(subscription)
+            self._registry.on_delivery_config(subscription)
         return _DetachSubscriptionResponse()
 
     def _subscriptions_of(self, topic: Topic) -> list[SubscriptionState]:

@@ -6,11 +6,8 @@ subscription's own.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
-from pubsub_emulator.calls.broker import Broker
-from pubsub_emulator.push.connection import PushConnection, PushFailed
+from pubsub_emulator.http_connection import HttpConnection, HttpFailed
 from pubsub_emulator.push.payload import push_payload
 from pubsub_emulator.state.ack_calls import acknowledge, modify_ack_deadline
 from pubsub_emulator.state.consumers import Consumer, Delivery
@@ -27,64 +24,7 @@ LONGEST_PAUSE_S = 60.0
 _log = logging.getLogger(__name__)
 
 
-@asynccontextmanager
-async def push_loops(broker: Broker) -> AsyncIterator[None]:
-    """Push for every subscription with an endpoint until the block ends."""
-    loops = _PushLoops(broker)
-    broker.registry.on_push_config = loops.follow
-    for subscription in broker.registry.subscriptions.values():
-        loops.follow(subscription)
-    try:
-        yield
-    finally:
-        await loops.stop()
-
-
-class _PushLoops:
-    """The running loops by subscription, and their tasks."""
-
-    def __init__(self, broker: Broker) -> None:
-        self._subscriptions = broker.registry.subscriptions
-        self._running: dict[str, tuple[bytes, asyncio.Task[None]]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def follow(self, subscription: SubscriptionState) -> None:
-        """Start or stop pushing. Only a different push configuration has an effect."""
-        is_alive = self._subscriptions.get(subscription.path) is subscription
-        is_pushed = (
-            is_alive and subscription.settings.push_endpoint and not subscription.proto.detached
-        )
-        wanted = (
-            subscription.proto.push_config.SerializeToString(deterministic=True)
-            if is_pushed
-            else b""
-        )
-        current, task = self._running.pop(subscription.path, (b"", None))
-        if task is not None and current != wanted:
-            task.cancel()
-            task = None
-        if wanted:
-            self._running[subscription.path] = (wanted, task or self._start(subscription))
-
-    async def stop(self) -> None:
-        """Cancel every loop and wait until it is gone."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _start(self, subscription: SubscriptionState) -> asyncio.Task[None]:
-        task = asyncio.create_task(_PushLoop(subscription).run())
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            _log.error("push loop failed, this is a bug", exc_info=task.exception())
-
-
-class _PushLoop:
+class PushLoop:
     """The push workers of one subscription. They share the pause after a failure."""
 
     def __init__(self, subscription: SubscriptionState) -> None:
@@ -92,6 +32,7 @@ class _PushLoop:
         self._failures = 0
 
     async def run(self) -> None:
+        """Push with all workers until the task is canceled."""
         async with asyncio.TaskGroup() as workers:
             for _ in range(PUSH_WORKERS):
                 workers.create_task(self._post_one_by_one())
@@ -99,7 +40,7 @@ class _PushLoop:
     async def _post_one_by_one(self) -> None:
         woken = asyncio.Event()
         consumer = Consumer(woken.set, self._subscription.settings.ack_deadline_s, max_messages=1)
-        connection = PushConnection(self._subscription.settings.push_endpoint)
+        connection = HttpConnection(self._subscription.settings.push_endpoint)
         try:
             while True:
                 await asyncio.sleep(self._pause_s())
@@ -110,20 +51,21 @@ class _PushLoop:
             connection.close()
             self._subscription.leave(consumer)
 
-    async def _push_next(self, connection: PushConnection, consumer: Consumer) -> bool:
+    async def _push_next(self, connection: HttpConnection, consumer: Consumer) -> bool:
         consumer.ack_deadline_s = self._subscription.settings.ack_deadline_s
         deliveries = self._subscription.backlog.take(consumer, 1)
         for delivery in deliveries:
             await self._push(connection, delivery, consumer.ack_deadline_s)
         return bool(deliveries)
 
-    async def _push(self, connection: PushConnection, delivery: Delivery, timeout_s: float) -> None:
+    async def _push(self, connection: HttpConnection, delivery: Delivery, timeout_s: float) -> None:
         ack_id = self._subscription.backlog.ack_ids.of(delivery)
         outcome: object = None
         try:
             async with asyncio.timeout(timeout_s):
-                outcome = await connection.post(*push_payload(self._subscription, delivery))
-        except (PushFailed, TimeoutError) as error:
+                answer = await connection.post(*push_payload(self._subscription, delivery))
+                outcome = answer.status
+        except (HttpFailed, TimeoutError) as error:
             outcome = str(error) or f"no answer within {timeout_s} s"
         if outcome in ACK_STATUSES:
             self._failures = 0

@@ -256,6 +256,19 @@ class Backlog:
             self._timers.now_s() + backoff_s, partial(self._queue.offer_again, delivery)
         )
 
+    def return_untried(self, deliveries: Iterable[Delivery]) -> None:
+        """End leases of messages that nothing was done with. It does not count as an attempt."""
+        for delivery in deliveries:
+            if delivery.state == "leased":
+                self._end_lease(delivery)
+                for later in self._queue.give_back(delivery):
+                    self._call_back(later)
+                delivery.attempts -= 1
+                self._journal.hold(
+                    delivery.message, self._holder, delivery.number, delivery.attempts
+                )
+                self._queue.offer_again(delivery)
+
     def _call_back(self, delivery: Delivery) -> None:
         """End a lease because an older message of its key comes again. That is no attempt."""
         self._end_lease(delivery)

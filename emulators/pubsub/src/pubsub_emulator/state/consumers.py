@@ -72,15 +72,27 @@ class Delivery:
 
     `handouts` counts how often it was handed to a consumer. `attempts` counts those that nothing
     else took back: 1 + nacks + expired leases at any delivery, as `delivery_attempt` is defined.
+
+    `failure` is why the last attempt failed, if this server made it and knows.
     """
 
-    __slots__ = ("attempts", "consumer", "handouts", "message", "number", "state", "timer")
+    __slots__ = (
+        "attempts",
+        "consumer",
+        "failure",
+        "handouts",
+        "message",
+        "number",
+        "state",
+        "timer",
+    )
 
     def __init__(self, number: int, message: StoredMessage) -> None:
         self.number = number
         self.message = message
         self.attempts = 0
         self.handouts = 0
+        self.failure = ""
         self.state: State = "ready"
         self.consumer: Consumer | None = None
         self.timer: Timer | None = None

@@ -1,13 +1,16 @@
 """What a subscription's proto says, read once into plain numbers for the hot path."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pubsub_emulator.protos import Subscription
 
 DEFAULT_MINIMUM_BACKOFF_S = 10.0
 DEFAULT_MAXIMUM_BACKOFF_S = 600.0
 DEFAULT_MAX_DELIVERY_ATTEMPTS = 5
+
+Kind = Literal["PULL", "PUSH", "BIGQUERY"]
+"""PULL: clients fetch messages. PUSH and BIGQUERY: this server delivers them."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class DeliverySettings:
     maximum_backoff_s: float
     """Both 0: no retry policy, redelivered at once."""
     push_endpoint: str
+    kind: Kind
 
     @classmethod
     def of(cls, proto: Subscription) -> "DeliverySettings":
@@ -52,12 +56,19 @@ class DeliverySettings:
             minimum_backoff_s=minimum_backoff_s,
             maximum_backoff_s=maximum_backoff_s,
             push_endpoint=proto.push_config.push_endpoint,
+            kind=_kind_of(proto),
         )
 
     def backoff_s(self, attempts: int) -> float:
         """Return the backoff in seconds, doubling from the minimum to the maximum."""
         doublings = min(attempts - 1, 30)
         return min(self.minimum_backoff_s * 2.0**doublings, self.maximum_backoff_s)
+
+
+def _kind_of(proto: Subscription) -> Kind:
+    if proto.HasField("bigquery_config"):
+        return "BIGQUERY"
+    return "PUSH" if proto.push_config.push_endpoint else "PULL"
 
 
 def seconds_of(duration: Any) -> float:

@@ -21,6 +21,9 @@ from pubsub_emulator.state.subscription import SubscriptionState
 from pubsub_emulator.state.timers import Timers
 from pubsub_emulator.state.topic import Topic
 
+MOST_ATTRIBUTE_BYTES = 1024
+"""Source: https://cloud.google.com/pubsub/quotas#resource_limits"""
+
 Resource = TypeVar("Resource")
 
 
@@ -37,7 +40,7 @@ class Registry:
         self.schemas: dict[str, StoredSchema] = {}
         self.policies: dict[str, StoredPolicy] = {}
         """By the path of the resource."""
-        self.on_push_config: Callable[[SubscriptionState], None] = _nobody_pushes
+        self.on_delivery_config: Callable[[SubscriptionState], None] = _nobody_delivers
         # Microseconds since the epoch: ids look like the service's and don't come again after a
         # restart.
         self._next_sequence = int(timers.now_s() * 1e6)
@@ -119,6 +122,10 @@ class Registry:
         letter.attributes["CloudPubSubDeadLetterSourceTopicPublishTime"] = published.isoformat(
             timespec="milliseconds"
         )
+        if delivery.failure:
+            letter.attributes["CloudPubSubDeadLetterSourceDeliveryErrorMessage"] = (
+                delivery.failure.encode()[:MOST_ATTRIBUTE_BYTES].decode(errors="ignore")
+            )
         stored = self.store(letter, dict(letter.attributes), self.timers.now_s())
         for _ in topic.deliver(stored):
             pass
@@ -138,7 +145,7 @@ class Registry:
             subscription.topic.detach(subscription)
         subscription.close(resource_not_found(subscription.path))
         self.erase(subscription.path)
-        self.on_push_config(subscription)
+        self.on_delivery_config(subscription)
 
     def remove_snapshot(self, snapshot: Snapshot) -> None:
         """Remove a snapshot with its messages."""
@@ -171,5 +178,5 @@ def _look_up(resources: dict[str, Resource], path: str, kind: str) -> Resource:
         raise resource_not_found(path) from None
 
 
-def _nobody_pushes(subscription: SubscriptionState) -> None:
-    """Replaces the push loops while none run."""
+def _nobody_delivers(subscription: SubscriptionState) -> None:
+    """Replaces the delivery loops while none run."""

@@ -17,6 +17,7 @@ from pubsub_emulator.names import (
     plain_number,
 )
 from pubsub_emulator.protos import PushConfig, Snapshot, Subscription, Topic
+from pubsub_emulator.state.bigquery_settings import complete_bigquery_config
 from pubsub_emulator.state.delivery_settings import (
     DEFAULT_MAX_DELIVERY_ATTEMPTS,
     DEFAULT_MAXIMUM_BACKOFF_S,
@@ -43,7 +44,6 @@ _TOPIC_FIELDS_WITHOUT_EFFECT_HERE = (
     "message_transforms",
 )
 _SUBSCRIPTION_FIELDS_WITHOUT_EFFECT_HERE = (
-    "bigquery_config",
     "cloud_storage_config",
     "bigtable_config",
     "message_transforms",
@@ -68,6 +68,7 @@ _UPDATABLE_SUBSCRIPTION_FIELDS = frozenset(
         "dead_letter_policy",
         "retry_policy",
         "enable_exactly_once_delivery",
+        "bigquery_config",
     }
 )
 _UPDATABLE_SNAPSHOT_FIELDS = frozenset({"labels", "expire_time"})
@@ -113,9 +114,9 @@ def checked_subscription(request: Subscription) -> Subscription:
     _complete_retention(subscription)
     _complete_retry_policy(subscription)
     _complete_dead_letter_policy(subscription)
-    checked_push_config(
-        subscription.push_config, exactly_once=subscription.enable_exactly_once_delivery
-    )
+    if subscription.HasField("bigquery_config"):
+        complete_bigquery_config(subscription)
+    checked_push_config(subscription.push_config, subscription)
     subscription.push_config.SetInParent()
     for field in ("tags", "topic_message_retention_duration", "analytics_hub_subscription_info"):
         subscription.ClearField(field)
@@ -131,27 +132,30 @@ def checked_snapshot(request: Snapshot) -> Snapshot:
     return snapshot
 
 
-def checked_push_config(push_config: PushConfig, *, exactly_once: bool) -> PushConfig:
-    """Check a push configuration. An empty one means pull.
+def checked_push_config(push_config: PushConfig, subscription: Subscription) -> PushConfig:
+    """Check a push configuration of a subscription. An empty one means that it does not push.
 
     Raises:
-        InvalidArgument: an endpoint that is no http(s) URL, or push together with exactly-once
-            delivery.
+        InvalidArgument: the endpoint is not an http(s) URL, or push was asked for together with
+            exactly-once delivery or BigQuery.
     """
     if not push_config.push_endpoint:
         return push_config
-    if not _is_http_url(push_config.push_endpoint):
+    if not is_http_url(push_config.push_endpoint):
         raise InvalidArgument(
             f"Invalid push endpoint given (endpoint={push_config.push_endpoint})."
         )
-    if exactly_once:
+    if subscription.HasField("bigquery_config"):
+        raise InvalidArgument("Only one of push_config and bigquery_config may be set.")
+    if subscription.enable_exactly_once_delivery:
         raise InvalidArgument(
             "Exactly-once delivery is supported for pull subscriptions only, not with push_config."
         )
     return push_config
 
 
-def _is_http_url(endpoint: str) -> bool:
+def is_http_url(endpoint: str) -> bool:
+    """Return whether this is an http or https URL with a host."""
     try:
         url = urlsplit(endpoint)
         return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0

@@ -9,11 +9,12 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from pubsub_emulator.errors import FailedPrecondition, PubsubError
+from pubsub_emulator.protos import BigQueryConfig
 from pubsub_emulator.protos import Subscription as SubscriptionProto
 from pubsub_emulator.state.arrivals import Arrivals
 from pubsub_emulator.state.backlog import Backlog
 from pubsub_emulator.state.consumers import Consumer, Delivery
-from pubsub_emulator.state.delivery_settings import DeliverySettings
+from pubsub_emulator.state.delivery_settings import DeliverySettings, Kind
 from pubsub_emulator.state.filter import parse_filter
 from pubsub_emulator.state.journal import ACKED, ChangeJournal
 from pubsub_emulator.state.message import StoredMessage
@@ -66,11 +67,18 @@ class SubscriptionState:
         self.settings = DeliverySettings.of(proto)
         if not self.settings.retain_acked:
             self._forget_acked()
-        if self.settings.push_endpoint:
-            # Push workers are not among the connected consumers: these are streams and pulls.
-            self.backlog.consumers.end(not_pullable(self.path))
+        if self.settings.kind != "PULL":
+            # Delivery loops are not among the connected consumers: these are streams and pulls.
+            self.backlog.consumers.end(not_pullable(self.path, self.settings.kind))
         self._arm_retention()
         self._arm_expiration()
+
+    def show_bigquery_state(self, state: str) -> None:
+        """Show whether messages can be written: the name of a `BigQueryConfig.State`."""
+        self.proto.bigquery_config.state = BigQueryConfig.State.Value(state)
+        self.proto.state = SubscriptionProto.State.Value(
+            "ACTIVE" if state == "ACTIVE" else "RESOURCE_ERROR"
+        )
 
     def follow_topic(self, topic: Topic | None) -> None:
         """Take note of the topic's changed retention, or that the topic is gone (None)."""
@@ -223,8 +231,8 @@ class SubscriptionState:
             self._arm_expiration()
 
 
-def not_pullable(path: str) -> FailedPrecondition:
-    """Return the refusal of a pull from a subscription that pushes."""
+def not_pullable(path: str, kind: Kind) -> FailedPrecondition:
+    """Return the refusal of a pull from a subscription whose messages this server delivers."""
     return FailedPrecondition(
-        f"This method is not supported for this subscription type (resource={path}, type=PUSH)."
+        f"This method is not supported for this subscription type (resource={path}, type={kind})."
     )

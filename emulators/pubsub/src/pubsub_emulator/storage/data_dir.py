@@ -36,12 +36,18 @@ Restore = Callable[[StoredMessage, int, int], None]
 
 @asynccontextmanager
 async def durable_broker(
-    data_dir: Path, now_s: Callable[[], float], storage_bytes: int, *, fsync: bool
+    data_dir: Path,
+    now_s: Callable[[], float],
+    storage_bytes: int,
+    bigquery_endpoint: str = "",
+    *,
+    fsync: bool,
 ) -> AsyncIterator[Broker]:
     """Run a broker on what the directory holds, and keep it there until the block ends.
 
     Args:
         data_dir: made if it is missing.
+        bigquery_endpoint: as `Broker` takes it.
         fsync: True if each commit waits for the disk, and so outlives a power cut too.
 
     Raises:
@@ -50,7 +56,7 @@ async def durable_broker(
     """
     with opened_database(data_dir, fsync=fsync) as database:
         journal = DurableJournal(database)
-        broker = Broker(now_s, storage_bytes, journal)
+        broker = Broker(now_s, storage_bytes, journal, bigquery_endpoint)
         try:
             restore(broker.registry, database)
         except sqlite3.Error as error:

@@ -1,4 +1,4 @@
-"""One kept-alive HTTP/1.1 connection to a push endpoint.
+"""One kept-alive HTTP/1.1 connection, to a push endpoint or to BigQuery.
 
 h11 rather than an HTTP client: the service takes a 102 for an ack, and clients swallow
 informational answers.
@@ -6,26 +6,36 @@ informational answers.
 
 import asyncio
 import ssl
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import h11
 
+MOST_BODY_BYTES = 32 * 1024**2
+"""Bytes of an answer's body that are kept. The rest is read and dropped."""
 _READ_BYTES = 65_536
 
 
-class PushFailed(Exception):
-    """The endpoint could not be reached, or did not speak HTTP."""
+class HttpFailed(Exception):
+    """The other side could not be reached, or did not speak HTTP."""
 
 
-class PushConnection:
-    """Posts to one endpoint, one request at a time, over a connection that is opened on demand.
+class HttpAnswer(NamedTuple):
+    """A status, 102 included, and the body up to `MOST_BODY_BYTES`."""
+
+    status: int
+    body: bytes
+
+
+class HttpConnection:
+    """Sends one request at a time, over a connection that is opened on demand.
 
     Args:
-        endpoint: an http or https URL.
+        base_url: an http or https URL.
     """
 
-    def __init__(self, endpoint: str) -> None:
-        url = urlsplit(endpoint)
+    def __init__(self, base_url: str) -> None:
+        url = urlsplit(base_url)
         self._host = url.hostname or ""
         self._tls = ssl.create_default_context() if url.scheme == "https" else None
         self._port = url.port or (443 if self._tls else 80)
@@ -35,24 +45,38 @@ class PushConnection:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    async def post(self, headers: list[tuple[str, str]], body: bytes) -> int:
-        """Send one POST and return the status of the answer, 102 included.
+    async def post(self, headers: list[tuple[str, str]], body: bytes) -> HttpAnswer:
+        """Send one POST to the URL itself. See `send`."""
+        return await self.send("POST", self._target, headers, body)
 
-        The caller limits the time. A post that was cut off closes the connection.
+    async def send(
+        self, method: str, target: str, headers: list[tuple[str, str]], body: bytes
+    ) -> HttpAnswer:
+        """Send one request to the host of the URL and return the answer.
+
+        The caller limits the time. A request that was cut off closes the connection.
+
+        Args:
+            target: the path, from its first slash on.
 
         Raises:
-            PushFailed: no connection, or an answer that is no HTTP.
+            HttpFailed: there is no connection, or the answer is not HTTP.
         """
+        request = h11.Request(
+            method=method,
+            target=target,
+            headers=[("Host", self._authority), ("Content-Length", str(len(body))), *headers],
+        )
         while True:
             is_reused = self._http is not None
             try:
-                return await self._post(headers, body)
+                return await self._send(request, body)
             except (OSError, EOFError, UnicodeError, h11.ProtocolError) as error:
                 self.close()
                 # The other side may close an idle connection at any time; only a fresh one's
                 # failure counts.
                 if not is_reused:
-                    raise PushFailed(str(error) or type(error).__name__) from error
+                    raise HttpFailed(str(error) or type(error).__name__) from error
             except BaseException:
                 self.close()
                 raise
@@ -63,30 +87,25 @@ class PushConnection:
             self._writer.close()
         self._http = self._reader = self._writer = None
 
-    async def _post(self, headers: list[tuple[str, str]], body: bytes) -> int:
+    async def _send(self, request: h11.Request, body: bytes) -> HttpAnswer:
         if self._http is None or self._reader is None or self._writer is None:
             self._reader, self._writer = await asyncio.open_connection(
                 self._host, self._port, ssl=self._tls
             )
             self._http = h11.Connection(h11.CLIENT)
         http, reader, writer = self._http, self._reader, self._writer
-        request = h11.Request(
-            method="POST",
-            target=self._target,
-            headers=[("Host", self._authority), ("Content-Length", str(len(body))), *headers],
-        )
         for event in (request, h11.Data(data=body), h11.EndOfMessage()):
             writer.write(http.send(event) or b"")
         await writer.drain()
-        status = await self._read_status(http, reader)
+        answer = await self._read_answer(http, reader)
         if http.our_state is h11.DONE and http.their_state is h11.DONE:
             http.start_next_cycle()
         else:
             self.close()
-        return status
+        return answer
 
-    async def _read_status(self, http: h11.Connection, reader: asyncio.StreamReader) -> int:
-        status = 0
+    async def _read_answer(self, http: h11.Connection, reader: asyncio.StreamReader) -> HttpAnswer:
+        status, body = 0, bytearray()
         while True:
             event = http.next_event()
             if event is h11.NEED_DATA:
@@ -96,9 +115,11 @@ class PushConnection:
                 http.receive_data(data)
             elif isinstance(event, h11.InformationalResponse):
                 if event.status_code == 102:
-                    return 102
+                    return HttpAnswer(102, b"")
             elif isinstance(event, h11.Response):
                 status = event.status_code
-            elif not isinstance(event, h11.Data):
+            elif isinstance(event, h11.Data):
+                body += event.data[: MOST_BODY_BYTES - len(body)]
+            else:
                 # End of the answer, or of the connection: the status stands.
-                return status
+                return HttpAnswer(status, bytes(body))

@@ -1,0 +1,115 @@
+"""The row that a BigQuery subscription writes for a message.
+
+Sources: https://cloud.google.com/pubsub/docs/bigquery and
+    https://cloud.google.com/pubsub/docs/subscription-properties#bigquery
+"""
+
+import base64
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from pubsub_emulator.protos import BigQueryConfig, PubsubMessage
+
+Row = dict[str, Any]
+Column = Mapping[str, Any]
+"""A field of a table's schema, as `tables.get` shows it."""
+Columns = Mapping[str, Column]
+"""By name in lower case: BigQuery's names have no case."""
+
+METADATA_COLUMNS = ("subscription_name", "message_id", "publish_time", "attributes")
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class RowRefused(Exception):
+    """A message does not fit its table. The text is the reason."""
+
+
+def columns_of(schema: Mapping[str, Any]) -> Columns:
+    """Return the columns of a schema, or of a RECORD."""
+    return {str(field["name"]).lower(): field for field in schema.get("fields", ())}
+
+
+def missing_columns(config: BigQueryConfig, columns: Columns) -> list[str]:
+    """Return the columns that every row needs and that the table lacks."""
+    needed = () if config.use_table_schema else ("data",)
+    metadata = METADATA_COLUMNS if config.write_metadata else ()
+    return [name for name in (*needed, *metadata) if name not in columns]
+
+
+def row_of(
+    subscription_path: str, config: BigQueryConfig, columns: Columns, message: PubsubMessage
+) -> Row:
+    """Return the row of a message in the JSON form of insertAll.
+
+    Raises:
+        RowRefused: its data is not what the columns need.
+    """
+    row = (
+        _fields_of(message.data, columns)
+        if config.use_table_schema
+        else {"data": _data_of(message.data, columns["data"])}
+    )
+    if config.write_metadata:
+        attributes = dict(message.attributes)
+        if message.ordering_key:
+            attributes["ordering_key"] = message.ordering_key
+        row |= {
+            "subscription_name": subscription_path,
+            "message_id": message.message_id,
+            "publish_time": message.publish_time.ToJsonString(),
+            "attributes": json.dumps(attributes),
+        }
+    return row
+
+
+def _fields_of(data: bytes, columns: Columns) -> Row:
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise RowRefused(f"the message is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise RowRefused("the message is not a JSON object")
+    return _as_inserted(fields, columns)
+
+
+def _as_inserted(fields: Row, columns: Columns) -> Row:
+    return {name: _value(value, columns.get(name.lower())) for name, value in fields.items()}
+
+
+def _value(value: Any, column: Column | None) -> Any:
+    """Return a value as insertAll takes it, or as it is if that is for BigQuery to refuse."""
+    if column is None or value is None:
+        return value
+    if column.get("mode") == "REPEATED" and isinstance(value, list):
+        single = {**column, "mode": "NULLABLE"}
+        return [_value(each, single) for each in value]
+    if column["type"] in ("RECORD", "STRUCT") and isinstance(value, dict):
+        return _as_inserted(value, columns_of(column))
+    if column["type"] == "JSON" and not isinstance(value, str):
+        return json.dumps(value)
+    if column["type"] == "TIMESTAMP" and isinstance(value, int | float):
+        return _timestamp(value, str(column["name"]))
+    return value
+
+
+def _timestamp(value: float, name: str) -> str:
+    """Return a number of microseconds as text. insertAll would take it for seconds."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise RowRefused(
+            f"{name}: a number for a TIMESTAMP must be whole microseconds since 1970, got {value}"
+        )
+    try:
+        return (_EPOCH + timedelta(microseconds=value)).isoformat()
+    except OverflowError as error:
+        raise RowRefused(f"{name}: {value} microseconds are out of range") from error
+
+
+def _data_of(data: bytes, column: Column) -> str:
+    if column["type"] == "BYTES":
+        return base64.b64encode(data).decode()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise RowRefused(f"data: not valid UTF-8, which {column['type']} must be") from error

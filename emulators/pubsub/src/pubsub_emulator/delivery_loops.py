@@ -1,0 +1,84 @@
+"""A loop for each subscription whose messages this server delivers: by push and to BigQuery."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from pubsub_emulator.bigquery.loop import BigQueryLoop
+from pubsub_emulator.calls.broker import Broker
+from pubsub_emulator.push.loop import PushLoop
+from pubsub_emulator.state.subscription import SubscriptionState
+
+_log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def delivery_loops(broker: Broker) -> AsyncIterator[None]:
+    """Deliver the messages of every subscription that is not pulled, until the block ends."""
+    loops = _DeliveryLoops(broker)
+    broker.registry.on_delivery_config = loops.follow
+    for subscription in broker.registry.subscriptions.values():
+        loops.follow(subscription)
+    try:
+        yield
+    finally:
+        await loops.stop()
+
+
+class _DeliveryLoops:
+    """The running loops by subscription, and their tasks."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._subscriptions = broker.registry.subscriptions
+        self._bigquery_endpoint = broker.bigquery_endpoint
+        self._running: dict[str, tuple[bytes, asyncio.Task[None]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def follow(self, subscription: SubscriptionState) -> None:
+        """Start or stop a loop. Only a different destination has an effect."""
+        is_alive = self._subscriptions.get(subscription.path) is subscription
+        wanted = self._destination(subscription) if is_alive else b""
+        current, task = self._running.pop(subscription.path, (b"", None))
+        if task is not None and current != wanted:
+            task.cancel()
+            task = None
+        if wanted:
+            self._running[subscription.path] = (wanted, task or self._start(subscription))
+
+    async def stop(self) -> None:
+        """Cancel every loop and wait until it is gone."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _destination(self, subscription: SubscriptionState) -> bytes:
+        """Return the destination as bytes to compare. Empty: nothing delivers the messages."""
+        proto, kind = subscription.proto, subscription.settings.kind
+        if proto.detached or kind == "PULL":
+            return b""
+        if kind == "PUSH":
+            return bytes(proto.push_config.SerializeToString(deterministic=True))
+        if not self._bigquery_endpoint:
+            # It was created by a server that had one. Its messages wait.
+            return b""
+        config = type(proto.bigquery_config)()
+        config.CopyFrom(proto.bigquery_config)
+        config.ClearField("state")
+        return bytes(config.SerializeToString(deterministic=True))
+
+    def _start(self, subscription: SubscriptionState) -> asyncio.Task[None]:
+        loop = (
+            PushLoop(subscription)
+            if subscription.settings.kind == "PUSH"
+            else BigQueryLoop(subscription, self._bigquery_endpoint)
+        )
+        task = asyncio.create_task(loop.run())
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end)
+        return task
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("delivery loop failed, this is a bug", exc_info=task.exception())

@@ -1,0 +1,41 @@
+"""Checks the `bigquery_config` of a subscription.
+
+Source: https://cloud.google.com/pubsub/docs/reference/rest/v1/projects.subscriptions#BigQueryConfig
+"""
+
+import re
+
+from pubsub_emulator.errors import InvalidArgument, Unimplemented
+from pubsub_emulator.protos import BigQueryConfig, Subscription
+
+_TABLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]*\.\w{1,1024}\.[\w -]{1,1024}")
+
+
+def complete_bigquery_config(subscription: Subscription) -> None:
+    """Check the `bigquery_config` of a subscription, and set what only the server sets.
+
+    The table is not looked for. If it is missing, the state of the config shows that later.
+
+    Raises:
+        InvalidArgument: no name of a table, or settings that exclude each other.
+        Unimplemented: the columns of the topic's schema are asked for.
+    """
+    config = subscription.bigquery_config
+    if not _TABLE.fullmatch(config.table):
+        raise InvalidArgument(
+            f"Invalid BigQuery table given (table={config.table}). It must have the form "
+            "{projectId}.{datasetId}.{tableId}."
+        )
+    if config.use_topic_schema and config.use_table_schema:
+        raise InvalidArgument("Only one of use_topic_schema and use_table_schema may be set.")
+    if config.use_topic_schema:
+        raise Unimplemented(
+            "The embedded Pub/Sub has no bigquery_config.use_topic_schema. Use use_table_schema, "
+            "or the service."
+        )
+    if subscription.enable_exactly_once_delivery:
+        raise InvalidArgument(
+            "Exactly-once delivery is supported for pull subscriptions only, not with "
+            "bigquery_config."
+        )
+    config.state = BigQueryConfig.State.Value("ACTIVE")

@@ -1,0 +1,93 @@
+"""An HTTP endpoint that answers for one BigQuery table, and can answer what a service rarely does.
+
+Penstock's own tests write into the embedded BigQuery.
+"""
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Json = dict[str, Any]
+
+
+class TableEndpoint:
+    """Has the rows that it took. `columns` None: there is no table.
+
+    Each of `refusals` is the status and reason of one coming insertAll.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.columns: dict[str, str] | None = {"data": "STRING"}
+        self.rows: list[Json] = []
+        self.inserts = 0
+        self.refusals: list[tuple[int, str]] = []
+        self.most_rows = 1000
+
+    def shown(self) -> tuple[int, Json]:
+        if self.columns is None:
+            return _error(404, "notFound")
+        fields = [{"name": name, "type": kind} for name, kind in self.columns.items()]
+        return 200, {"schema": {"fields": fields}}
+
+    def insert(self, body: Json) -> tuple[int, Json]:
+        self.inserts += 1
+        if self.columns is None:
+            return _error(404, "notFound")
+        if self.refusals:
+            return _error(*self.refusals.pop(0))
+        if len(body["rows"]) > self.most_rows:
+            return _error(413, "requestTooLarge")
+        errors: list[Json] = []
+        for index, row in enumerate(each["json"] for each in body["rows"]):
+            unknown = sorted(row.keys() - self.columns.keys())
+            if unknown and not body["ignoreUnknownValues"]:
+                why = {"location": unknown[0], "message": "no such field"}
+                errors.append({"index": index, "errors": [why]})
+            else:
+                self.rows.append({name: row[name] for name in row if name in self.columns})
+        return 200, {"insertErrors": errors} if errors else {}
+
+
+def _error(status: int, reason: str) -> tuple[int, Json]:
+    error = {"message": f"not now: {reason}", "errors": [{"reason": reason}]}
+    return status, {"error": error}
+
+
+@contextmanager
+def listening_table() -> Iterator[TableEndpoint]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._answer(*table.shown())
+
+        def do_POST(self) -> None:
+            assert self.path == "/bigquery/v2/projects/p/datasets/d/tables/t/insertAll"
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self._answer(*table.insert(body))
+
+        def _answer(self, status: int, body: Mapping[str, Any]) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    table = TableEndpoint(f"http://127.0.0.1:{server.server_port}")
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield table
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
