@@ -31,7 +31,6 @@ MODULES = {
     "schemas": "generation.schemas",
     "streams": "streams",
     "bad_neighbor": "bad_neighbor.rounds",
-    "attacks": "attacks",
     "shared_limits": "shared_limits",
     "soak": "soak",
     "recovery": "recovery",
@@ -40,7 +39,7 @@ MODULES = {
     "reports": "reports",
 }
 """Modules here whose `run()` returns an Outcome, by the name of the benchmark."""
-PROGRAMS = ("peers", "gpu", "class_runners")
+PROGRAMS = ("peers", "gpu")
 """Packages here that are programs with their own options, such as `python -m bench.peers`."""
 HAVE_SHORT_FORM = frozenset({"bad_neighbor", "far_broker"})
 """Benchmarks whose `run` takes `quick`."""

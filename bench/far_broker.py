@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from bench.distant_link import PUBSUB_SIGMA
-from bench.fairness import order
-from bench.fairness.timed import JOB_ITEMS, BrokerSite, servers
 from bench.far_worker import (
     FULL,
     Broker,
@@ -31,6 +29,7 @@ from bench.far_worker import (
     measure,
 )
 from bench.report import Figure, Outcome
+from bench.timed_worker import JOB_ITEMS, BrokerSite, servers
 from infra.local.stack_processes import RabbitServer
 
 DELAYS_MS = (0, 5, 10, 25, 50, 100)
@@ -59,9 +58,7 @@ ROUGH = {
     "log-normal delays": Link(25, PUBSUB_SIGMA),
     "connections cut every 3 s": Link(25, cut_every_s=3.0),
 }
-UNANSWERED = 100
-"""Jobs of a tenant with a weight, for each worker. With 60 the heaviest runs out of them."""
-FAIR_DELAY_MS, FAIR_SECONDS, QUICK_FAIR_SECONDS = 25, 30.0, 15.0
+DEATH_DELAY_MS = 25
 KILL_LIMIT_S = 120.0
 WORK_REPEATED_S = 1.0
 
@@ -81,9 +78,6 @@ def run(*, quick: bool = False) -> Outcome:
                 figures += bench.at_distances(load, QUICK_DELAYS_MS if quick else DELAYS_MS)
             figures += bench.on_rough_links()
             figures += bench.with_a_death()
-        figures += _fair_shares(
-            endpoint, redis_url, QUICK_FAIR_SECONDS if quick else FAIR_SECONDS, folder
-        )
     return Outcome(figures, details | {"load_after": round(os.getloadavg()[0], 2)})
 
 
@@ -133,8 +127,8 @@ class _Broker:
 
     def with_a_death(self) -> Iterator[Figure]:
         """A worker is killed with a full hand."""
-        where = f"{self._name}, {USUAL.name}, {FAIR_DELAY_MS} ms, worker killed"
-        with self._site(Link(FAIR_DELAY_MS)) as site:
+        where = f"{self._name}, {USUAL.name}, {DEATH_DELAY_MS} ms, worker killed"
+        with self._site(Link(DEATH_DELAY_MS)) as site:
             killed = kill_with_full_hand(site, USUAL, lead_s=LEAD_S, limit_s=KILL_LIMIT_S)
         self._keep(where, killed)
         yield Figure(f"{where}: work repeated", killed.redelivered_s, "s", "<=", WORK_REPEATED_S)
@@ -161,15 +155,6 @@ def _least(load: FarLoad, delay_ms: int) -> float:
 
 def _bounded(figure: Figure, least: float) -> Figure:
     return Figure(figure.name, figure.value, figure.unit, ">=", least) if least else figure
-
-
-def _fair_shares(endpoint: str, redis_url: str, seconds: float, folder: Path) -> Iterator[Figure]:
-    """What tenants notice of each other at a distance, on Pub/Sub."""
-    with far_site("pubsub", endpoint, redis_url, Link(FAIR_DELAY_MS), folder) as site:
-        for one in order.measure_shares((site.pubsub_endpoint, redis_url), seconds, UNANSWERED):
-            yield Figure(
-                f"{FAIR_DELAY_MS} ms, {one.name}", one.value, one.unit, one.bound, one.limit
-            )
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """One worker and its callers at a distance from their broker, each in a process of its own.
 
-A real worker with a model that takes a fixed time for a batch (bench/fairness/timed.py), and
+A real worker with a model that takes a fixed time for a batch (bench/timed_worker.py), and
 callers that keep a number of jobs in flight, both behind a proxy (bench/distant_link.py). Redis is
 near. As the model computes nothing, a difference to no delay is time in which it waited for the
 broker.
@@ -11,22 +11,25 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 from urllib.parse import urlsplit
 
 import uvloop
 
 from bench.distant_link import distant
-from bench.fairness.timed import MODEL, BrokerSite, Callers, TimedWorker, WorkerCounts
 from bench.load.generator import percentiles
+from bench.timed_worker import MODEL, BrokerSite, Callers, TimedWorker, WorkerCounts
 from shared.errors import PenstockError
+from shared.gc_tuning import settle_heap
+from shared.usage.bigquery import Fields
+from shared.usage.senders import RowSender
+from shared.usage.writer import RowWriter
 
 Broker = Literal["pubsub", "rabbitmq"]
 FULL = MODEL.batch.max_items
@@ -120,13 +123,20 @@ def far_site(
 
 
 class WorkerProcess:
-    """A worker in a process of its own. A context manager that starts and ends it."""
+    """A worker in a process of its own. A context manager that starts and ends it.
 
-    def __init__(self, site: BrokerSite, project: str, load: FarLoad, hand: int = 0) -> None:
+    Args:
+        hand: how many messages of a priority it holds. 0: as usual.
+        rows_dir: folder to which it writes rows. Empty: it writes none.
+    """
+
+    def __init__(
+        self, site: BrokerSite, project: str, load: FarLoad, hand: int = 0, rows_dir: str = ""
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, there = context.Pipe()
         self._process: SpawnProcess = context.Process(
-            target=_work, args=(site, project, load, hand, there), daemon=True
+            target=_work, args=(site, project, load, hand, rows_dir, there), daemon=True
         )
 
     def __enter__(self) -> Self:
@@ -136,38 +146,56 @@ class WorkerProcess:
         self._pipe.recv()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.kill()
 
     def kill(self) -> None:
-        """Kills it, with what it holds."""
+        """Kills it with all messages in its hand."""
         self._process.kill()
         self._process.join()
 
     async def counts(self) -> WorkerCounts:
-        """What it did so far."""
+        """Asks for its counts since its start."""
         self._pipe.send("")
         counted: WorkerCounts = await asyncio.to_thread(self._pipe.recv)
         return counted
 
 
-def _work(site: BrokerSite, project: str, load: FarLoad, hand: int, pipe: Connection) -> None:
+class _Taken(RowSender):
+    """A table that takes every row."""
+
+    linger_s = 1.0
+
+    def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
+        return []
+
+
+def _work(
+    site: BrokerSite, project: str, load: FarLoad, hand: int, rows_dir: str, pipe: Connection
+) -> None:
     """The process of the worker. Answers each message on the pipe with its counts."""
     with suppress(EOFError):
-        uvloop.run(_work_until_killed(site, project, load, hand, pipe))
+        uvloop.run(_work_until_killed(site, project, load, hand, rows_dir, pipe))
 
 
 async def _work_until_killed(
-    site: BrokerSite, project: str, load: FarLoad, hand: int, pipe: Connection
+    site: BrokerSite, project: str, load: FarLoad, hand: int, rows_dir: str, pipe: Connection
 ) -> None:
-    async with TimedWorker(
-        site, project, batch_s=load.batch_s, max_items=load.max_items, hand=hand
-    ) as worker:
+    async with AsyncExitStack() as stack:
+        rows = None
+        if rows_dir:
+            writer = RowWriter(_Taken(), spool_dir=Path(rows_dir))
+            rows = await stack.enter_async_context(writer)
+        worker = TimedWorker(
+            site,
+            project,
+            batch_s=load.batch_s,
+            max_items=load.max_items,
+            hand=hand,
+            rows=rows,
+        )
+        await stack.enter_async_context(worker)
+        settle_heap()
         pipe.send("ready")
         while True:
             await asyncio.to_thread(pipe.recv)
@@ -195,7 +223,7 @@ class _Calling:
         self.asked += 1
         while True:
             try:
-                await self._callers.ask("one", [1] * self._load.job_items)
+                await self._callers.ask(self._load.job_items)
             except PenstockError:  # the link was cut, and the job may have been sent or not
                 self.failed += 1
             else:
@@ -244,11 +272,17 @@ async def _provision(site: BrokerSite, project: str) -> None:
 
 
 def measure(
-    site: BrokerSite, load: FarLoad, *, lead_s: float, seconds: float, hand: int = 0
+    site: BrokerSite,
+    load: FarLoad,
+    *,
+    lead_s: float,
+    seconds: float,
+    hand: int = 0,
+    rows_dir: str = "",
 ) -> Seen:
-    """Runs one worker for `lead_s` and `seconds`. `hand`: as of TimedWorker."""
+    """Runs one worker for `lead_s` and `seconds`. `hand` and `rows_dir`: as of WorkerProcess."""
     project = provisioned(site)
-    with WorkerProcess(site, project, load, hand) as worker:
+    with WorkerProcess(site, project, load, hand, rows_dir) as worker:
         return uvloop.run(_measure(site, project, load, lead_s, seconds, worker))
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.fairness.timed import BrokerSite, servers
 from bench.far_worker import Broker, FarLoad, Link, far_site, kill_with_full_hand, measure
+from bench.timed_worker import BrokerSite, servers
 from infra.local.stack_processes import RabbitServer
 from shared.service_rate import MAX_AHEAD_S
 from tests.limits import WAIT_LIMIT_S

@@ -20,10 +20,10 @@ from pathlib import Path
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from bench.google_emulator import find_emulator, running_emulator
 from infra.local.process import Process, free_port, listens
 from infra.text_table import table
 from shared.loopback import exempt_loopback_from_proxies
+from tests.google_emulator import find_emulator, running_emulator
 
 GOPATH = Path("/usr/share/gocode")
 PACKAGE = "cloud.google.com/go/pubsub"

@@ -27,7 +27,7 @@ VERSION = "0.23.1"
 REMEDY = (
     f"custom classes use private parts of cog {VERSION}; either keep this version in "
     "pyproject.toml, or adapt workers/models/custom/runner and this file to the other one, run "
-    "`python -m bench.class_runners compare`, and name the version in docs/reference/own-models.md"
+    "`python -m tests.cog_comparison`, and name the version in docs/reference/own-models.md"
 )
 SIGNATURES = {
     "cog._inspector.check_input": (

@@ -453,9 +453,9 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Compared with Cog's own server": {
         "Both run each class": (
-            "bench/test_class_runners.py::test_a_class_is_compared_with_cogs_own_server",
-            "bench/test_class_runners.py::test_inputs_are_made_up_if_no_command_names_them",
-            "bench/test_class_runners.py::test_fixtures_that_cannot_run_here_have_a_reason",
+            "cog_comparison/test_comparison.py::test_a_class_is_compared_with_cogs_own_server",
+            "cog_comparison/test_comparison.py::test_inputs_are_made_up_if_no_command_names_them",
+            "cog_comparison/test_comparison.py::test_fixtures_that_cannot_run_here_have_a_reason",
         ),
         "These differences are intended": NO_PROMISE,
         "a canceled prediction keeps all": (

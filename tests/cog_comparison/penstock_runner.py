@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from bench.class_runners.outcome import Outcome, Request, data_of, describe_file, put
 from shared.blob import Blob
 from shared.catalog import Model
 from shared.errors import BadInput, Canceled, PenstockError
@@ -19,6 +17,7 @@ from shared.messages import PrintedLogs
 from shared.model_interface import ModelInterface
 from shared.tasks import Result
 from shared.tasks.custom import CustomResult, FilePlace, StreamedElement, read_elements
+from tests.cog_comparison.outcome import Outcome, Request, data_of, describe_file, put
 from workers.models.base import PreparedCustom, PreparedFile
 from workers.models.custom.client import ClassClient
 from workers.models.reports import ItemEnded, Pieces, StepMessage
@@ -33,13 +32,11 @@ class _Running:
     """A prediction that was sent, and what came of it so far."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.began_s = time.monotonic()
         self.text = ""
         """Its pieces, as its stream has them."""
         self.texts: list[str] = []
         self.files: dict[str, bytes] = {}
         """Files of pieces that are too large for its stream, by digest."""
-        self.pieces_s: list[float] = []
         self.ended: asyncio.Future[Outcome] = loop.create_future()
 
     def resolve(self, outcome: Outcome) -> None:
@@ -63,11 +60,6 @@ class PenstockRunner:
         self._run: asyncio.Task[None] | None = None
         self._running: dict[int, _Running] = {}
         """By slot of the current run."""
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ID of the class."""
-        return [] if self._client is None else [self._client.pid]
 
     async def start(self) -> str:
         """Loads and sets up the class."""
@@ -107,10 +99,9 @@ class PenstockRunner:
         if request.cancel_after_s is not None:
             asyncio.get_running_loop().call_later(request.cancel_after_s, self._client.drop, [slot])
         try:
-            outcome = await asyncio.wait_for(running.ended, PREDICT_LIMIT_S)
+            return await asyncio.wait_for(running.ended, PREDICT_LIMIT_S)
         except TimeoutError:
-            outcome = Outcome("too late")
-        return outcome._replace(seconds=time.monotonic() - running.began_s)
+            return Outcome("too late")
 
     async def stop(self) -> None:
         """Ends the process."""
@@ -127,8 +118,7 @@ class PenstockRunner:
         except PenstockError as error:
             return Outcome("died", error=error.message)
         logs = done.logs.get(0, PrintedLogs())
-        outcome = self._outcome_of(running, done.outcomes[0], logs)
-        return outcome._replace(seconds=time.monotonic() - running.began_s)
+        return self._outcome_of(running, done.outcomes[0], logs)
 
     async def _admit(self, client: ClassClient, item: PreparedCustom, running: _Running) -> int:
         """Adds an item to the run, or begins another run with it. Returns its slot."""
@@ -154,7 +144,6 @@ class PenstockRunner:
                 running = self._running[slot]
                 running.texts += chunk.pieces
                 running.text += chunk.text
-                running.pieces_s += [time.monotonic() - running.began_s] * len(chunk.pieces)
             for slot, files in message.files.items():
                 self._running[slot].files |= {one.file.digest: one.data for one in files}
         elif isinstance(message, ItemEnded):
@@ -165,19 +154,13 @@ class PenstockRunner:
     def _outcome_of(
         self, running: _Running, result: Result | PenstockError, logs: PrintedLogs
     ) -> Outcome:
-        shown = Outcome("", pieces_s=running.pieces_s, logs=logs.text)
+        shown = Outcome("", logs=logs.text)
         if isinstance(result, CustomResult):
             result = result.unpacked()
             output = _with_files(result.output, result.places, result.files)
             pieces = output if self._interface.streams else []
-            # The last pieces come with the result.
-            late = [time.monotonic() - running.began_s] * (len(pieces) - len(running.pieces_s))
             return shown._replace(
-                status="succeeded",
-                output=output,
-                pieces=pieces,
-                pieces_s=running.pieces_s + late,
-                metrics=result.metrics,
+                status="succeeded", output=output, pieces=pieces, metrics=result.metrics
             )
         assert isinstance(result, PenstockError), f"a class has no {type(result).__name__}"
         if isinstance(result, Canceled):  # what its caller has read is known to a worker only

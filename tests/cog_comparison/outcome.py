@@ -49,11 +49,8 @@ class Outcome(NamedTuple):
     """succeeded, failed, canceled, refused (invalid input), not loaded, died or too late."""
     output: Any = None
     pieces: Sequence[Any] = ()
-    pieces_s: Sequence[float] = ()
-    """Seconds from the request to each piece."""
     logs: str = ""
     error: str = ""
-    seconds: float = 0.0
     metrics: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -68,10 +65,6 @@ class ClassRunner(Protocol):
 
     async def stop(self) -> None:
         """Ends the processes. May be called at any time."""
-
-    @property
-    def pids(self) -> list[int]:
-        """Process IDs of the class, without this process."""
 
 
 def describe_file(data: bytes, name: str | None = None) -> dict[str, Any]:

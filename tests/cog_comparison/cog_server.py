@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from bench.class_runners.outcome import (
+from tests.cog_comparison.outcome import (
     Outcome,
     Request,
     container_environment,
@@ -37,7 +37,7 @@ class CogServer:
     Args:
         folder: a copy of the class's folder, because the class may write into it.
         python: the interpreter that has cog and the class's packages.
-        concurrency: predictions that may run at once.
+        concurrency: maximum number of concurrent predictions.
         streams: True to read pieces as events.
     """
 
@@ -48,8 +48,8 @@ class CogServer:
         *,
         python: str,
         environment: Mapping[str, str],
-        concurrency: int = 1,
-        streams: bool = False,
+        concurrency: int,
+        streams: bool,
     ) -> None:
         self._folder = folder
         self._python = python
@@ -67,11 +67,6 @@ class CogServer:
             base_url=f"http://127.0.0.1:{self._port}", timeout=PREDICT_LIMIT_S, trust_env=False
         )
         self._count = 0
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ID of the server. Its worker is a child."""
-        return [self._process.pid] if self._process else []
 
     async def start(self) -> str:
         """Starts the server and waits until the class is set up."""
@@ -108,37 +103,35 @@ class CogServer:
             put(values, file.at, file.data_uri)
         self._count += 1
         name = f"prediction-{self._count}"
-        began_s = time.monotonic()
         canceling = None
         if request.cancel_after_s is not None:
             canceling = asyncio.create_task(self._cancel(name, request.cancel_after_s))
         ask = self._predict_streamed if self._streams else self._predict_whole
         try:
             body = {"id": name, "input": values, "context": dict(request.context)}
-            outcome = await ask(body, began_s)
+            outcome = await ask(body)
             while "At capacity" in outcome.error:  # the slot of the last prediction is about to end
                 await asyncio.sleep(POLL_S)
-                outcome = await ask(body, began_s)
+                outcome = await ask(body)
         except httpx.TimeoutException:
             outcome = Outcome("too late")
         except httpx.HTTPError as error:
             outcome = Outcome("died", error=repr(error))
         if canceling is not None:
             canceling.cancel()
-        return outcome._replace(seconds=time.monotonic() - began_s)
+        return outcome
 
     async def _cancel(self, name: str, after_s: float) -> None:
         await asyncio.sleep(after_s)
         await self._client.post(f"/predictions/{name}/cancel", json={})
 
-    async def _predict_whole(self, body: dict[str, Any], began_s: float) -> Outcome:
+    async def _predict_whole(self, body: dict[str, Any]) -> Outcome:
         answer = await self._client.put(f"/predictions/{body['id']}", json=body)
         return _outcome_of(answer.status_code, answer.json())
 
-    async def _predict_streamed(self, body: dict[str, Any], began_s: float) -> Outcome:
+    async def _predict_streamed(self, body: dict[str, Any]) -> Outcome:
         headers = {"accept": "text/event-stream"}
         pieces: list[Any] = []
-        times_s: list[float] = []
         last = Outcome("died", error="the stream ended without a last event")
         path = f"/predictions/{body['id']}"
         stream = self._client.stream("PUT", path, json=body, headers=headers)
@@ -152,10 +145,9 @@ class CogServer:
                     kind = rest
                 elif field == "data" and kind == "output":
                     pieces.append(with_described_files(json.loads(rest)["chunk"]))
-                    times_s.append(time.monotonic() - began_s)
                 elif field == "data" and kind == "completed":
                     last = _outcome_of(answer.status_code, json.loads(rest))
-        return last._replace(pieces=pieces, pieces_s=times_s)
+        return last._replace(pieces=pieces)
 
     async def stop(self) -> None:
         """Kills the server with all that it started."""

@@ -1,7 +1,6 @@
 """Real workers with a model that only takes time, on the embedded Pub/Sub and a real Redis.
 
-What tenants notice of each other follows from the order of work. With a model that takes a fixed
-time per token it can be measured on a busy machine, and for several workers on two cores.
+Such a model computes nothing, so the rest of a worker can be measured on a busy machine.
 """
 
 from __future__ import annotations
@@ -33,10 +32,8 @@ from shared.messages import (
     Item,
     Job,
     JobBody,
-    ReplyBody,
     decode_reply,
     decode_reply_batch,
-    decode_reply_body,
     encode_job,
     is_reply_batch,
 )
@@ -49,7 +46,6 @@ from shared.stores.objects import ObjectStore
 from shared.stores.records import Records
 from shared.tasks import Input
 from shared.tasks.embedding import EmbeddingResult, TextInput
-from shared.tenants.plan import Priority
 from shared.transport import (
     ReceivedMessage,
     Subscription,
@@ -76,8 +72,7 @@ MODEL = Model(
     batch=Batch(max_tokens=2048, max_items=64),
     cache=Cache(ttl_s=0),
 )
-BATCH_S, TOKENS_PER_S = 0.004, 8000.0
-"""Time and rate of a core of an AMD EPYC with all-MiniLM-L6-v2: 0.26 s for a full batch."""
+DEADLINE_S = 600.0
 INBOX = "timed"
 JOB_ITEMS = 16
 
@@ -96,11 +91,10 @@ def servers(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 class _Preparer:
-    """A text is its number of tokens."""
+    """Each text is one token."""
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedText]:
-        lengths = [int(cast(TextInput, value).text) for value in inputs]
-        return [PreparedText(key="", length=length, ids=b"") for length in lengths]
+        return [PreparedText(key="", length=1, ids=b"") for _ in inputs]
 
 
 class _TimedProcess:
@@ -118,7 +112,7 @@ class _TimedProcess:
     async def run(self, batch: Sequence[PreparedItem], **_: object) -> BatchResult:
         """Takes the time of the batch."""
         began_s, work = time.time(), sum(one.length for one in batch)
-        await asyncio.sleep(self._batch_s or BATCH_S + work / TOKENS_PER_S)
+        await asyncio.sleep(self._batch_s)
         now_s = time.time()
         self.busy_s += now_s - began_s
         self.batches += 1
@@ -142,8 +136,8 @@ class _TimedProcess:
 class _TimedPool:
     device_name = "none"
 
-    def __init__(self, processes: int, batch_s: float) -> None:
-        self.processes = [_TimedProcess(batch_s) for _ in range(processes)]
+    def __init__(self, batch_s: float) -> None:
+        self.processes = [_TimedProcess(batch_s)]
 
 
 class _NoRows:
@@ -209,39 +203,23 @@ class Callers:
         self._sent = 0
         # Runs may share a Redis, which knows the jobs of the ones before.
         self._name = uuid4().hex[:8]
-        self._waiting: dict[str, asyncio.Future[int]] = {}
+        self._waiting: dict[str, asyncio.Future[None]] = {}
 
-    async def ask(
-        self,
-        tenant: str,
-        lengths: Sequence[int],
-        *,
-        weight: float = 1.0,
-        priority: Priority = "interactive",
-        left_s: float = 600.0,
-    ) -> int:
-        """Sends one request in jobs of JOB_ITEMS. Returns the tokens when all are answered."""
-        parts = [lengths[at : at + JOB_ITEMS] for at in range(0, len(lengths), JOB_ITEMS)]
-        asked = (self._ask_job(tenant, part, weight, priority, left_s) for part in parts)
-        tokens: list[int] = await asyncio.gather(*asked)
-        return sum(tokens)
-
-    async def _ask_job(
-        self, tenant: str, lengths: Sequence[int], weight: float, priority: Priority, left_s: float
-    ) -> int:
+    async def ask(self, count: int) -> None:
+        """Sends a request of `count` items in one job, and waits for the answer."""
         self._sent += 1
         now_s, request_id = time.time(), f"{self._name}-{self._sent}"
         envelope = Envelope(
-            request_id=request_id, part=0, model=MODEL.name, tenant=tenant, weight=weight,
-            priority=priority, inbox=inbox_topic_id(INBOX), slot="0", deadline_s=now_s + left_s,
+            request_id=request_id, part=0, model=MODEL.name, tenant="one",
+            inbox=inbox_topic_id(INBOX), slot="0", deadline_s=now_s + DEADLINE_S,
             received_at_s=now_s, published_at_s=now_s, replies="n",
         )  # fmt: skip
-        items = [Item(index, TextInput(str(length))) for index, length in enumerate(lengths)]
+        items = [Item(index, TextInput("a")) for index in range(count)]
         data, attributes = encode_job(Job(envelope, JobBody(items, False, False)))
-        waiting: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = waiting
         await self._transport.publish(jobs_topic_id(MODEL.name), data, attributes)
-        return await waiting
+        await waiting
 
     async def receive(self) -> None:
         """Takes replies for as long as it runs."""
@@ -251,15 +229,15 @@ class Callers:
                 replies.ack(message)
                 if is_reply_batch(message.attributes):
                     for one in decode_reply_batch(message.data, message.attributes):
-                        self._deliver(one.request_id, decode_reply_body(one.body))
+                        self._deliver(one.request_id)
                 else:
                     reply = decode_reply(message.data, message.attributes)
-                    self._deliver(reply.request_id, reply.body)
+                    self._deliver(reply.request_id)
 
-    def _deliver(self, request_id: str, body: ReplyBody) -> None:
+    def _deliver(self, request_id: str) -> None:
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None and not waiting.done():
-            waiting.set_result(sum(one.receipt.tokens or 0 for one in body.outcomes))
+            waiting.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,9 +287,8 @@ class TimedWorker:
     """A worker with the timed model. An async context manager that runs it.
 
     Args:
-        processes: how many model processes it has.
         hand: how many messages of a priority it holds. 0: as usual.
-        batch_s: seconds of each batch, whatever its size. 0: BATCH_S and TOKENS_PER_S.
+        batch_s: seconds of each batch, whatever its size.
         rows: where its rows go. None: nowhere, and each is safe at once.
     """
 
@@ -320,21 +297,18 @@ class TimedWorker:
         site: BrokerSite,
         project: str,
         *,
-        processes: int = 1,
-        hand: int = 0,
-        batch_s: float = 0.0,
-        max_items: int = MODEL.batch.max_items,
-        name: str = "0",
-        rows: RowSink | None = None,
+        hand: int,
+        batch_s: float,
+        max_items: int,
+        rows: RowSink | None,
     ) -> None:
         self._site = site
         self._project = project
         self._hand = hand
         batch = MODEL.batch.model_copy(update={"max_items": max_items})
         self._model = MODEL.model_copy(update={"batch": batch})
-        self._name = name
         self._rows = rows or _NoRows()
-        self._pool = _TimedPool(processes, batch_s)
+        self._pool = _TimedPool(batch_s)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -344,7 +318,7 @@ class TimedWorker:
         cache, records = await enter(ResultCache(redis_url, 0)), await enter(Records(redis_url))
         folder = self._stack.enter_context(tempfile.TemporaryDirectory())
         objects = ObjectStore(f"file://{folder}")
-        info = WorkerInfo(self._name, "here", "none")
+        info = WorkerInfo("0", "here", "none")
         completion = Completion(self._model, transport, cache, records, objects, self._rows, info)
         self._consumer = JobConsumer(self._model, _Preparer(), cache, records, objects, completion)
         self._subscriber = _OtherHand(transport, self._hand)
@@ -368,28 +342,6 @@ class TimedWorker:
             len(self._consumer.registry.find()),
             sum(one.redelivered for one in self._subscriber.opened),
         )
-
-
-@asynccontextmanager
-async def timed_workers(
-    endpoint: str, redis_url: str, *, workers: int = 1, processes: int = 2, hand: int = 0
-) -> AsyncIterator[Callers]:
-    """Workers with `processes` model processes each, in a project of their own.
-
-    `hand`: how many messages of a priority each of them holds. 0: as usual.
-    """
-    site, project = BrokerSite(redis_url, endpoint), f"timed-{time.time_ns()}"
-    await site.provision(project)
-    async with AsyncExitStack() as stack:
-        enter = stack.enter_async_context
-        transport = await enter(site.transport(project))
-        for number in range(workers):
-            worker = TimedWorker(site, project, processes=processes, hand=hand, name=str(number))
-            await enter(worker)
-        callers = Callers(transport)
-        receiving = [asyncio.create_task(callers.receive())]
-        stack.push_async_callback(_cancel, receiving)
-        yield callers
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:

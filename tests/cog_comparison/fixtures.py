@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import yaml
 from PIL import Image
 
-from bench.class_runners.outcome import Request, RequestFile, data_of, is_data_uri
+from tests.cog_comparison.outcome import Request, RequestFile, data_of, is_data_uri
 
 MAX_REQUESTS = 12
 MAX_README_REQUESTS = 3

@@ -1,8 +1,8 @@
-"""`python -m bench.class_runners compare FOLDER`: Cog's server and Penstock run the same classes.
+"""`python -m tests.cog_comparison FOLDER`: Cog's server and Penstock run the same classes.
 
 FOLDER has Cog projects or test scripts, such as a copy of the folders `integration-tests` and
 `examples` of https://github.com/replicate/cog. Nothing is fetched, but packages that a class asks
-for are installed. Without FOLDER, the classes of this benchmark run.
+for are installed. Without FOLDER, the classes of this package run.
 """
 
 from __future__ import annotations
@@ -13,27 +13,25 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import ValidationError
 
 from api.tasks.custom import validator_of
-from bench.class_runners.cog_server import CogServer
-from bench.class_runners.cog_worker import CogWorker
-from bench.class_runners.comparison import differences, have_equal_shape
-from bench.class_runners.fixtures import Fixture, read_fixtures
-from bench.class_runners.outcome import ClassRunner, Outcome, Request
-from bench.class_runners.penstock_runner import PenstockRunner
-from bench.class_runners.table import fill
 from shared.errors import PenstockError
 from shared.model_interface import ModelInterface
+from tests.cog_comparison.cog_server import CogServer
+from tests.cog_comparison.comparison import differences, have_equal_shape
+from tests.cog_comparison.fixtures import Fixture, read_fixtures
+from tests.cog_comparison.outcome import ClassRunner, Outcome, Request
+from tests.cog_comparison.penstock_runner import PenstockRunner
 from workers.models.custom.checking import inspect_folder, write_interface
 from workers.models.custom.environments import python_for
 
 OWN = Path(__file__).with_name("classes")
-KINDS = ("penstock", "cog-worker", "wrapped-worker")
 FIXTURE_LIMIT_S = 180.0
 
 
@@ -48,47 +46,38 @@ class Row(NamedTuple):
 
 def main(words: Sequence[str] | None = None) -> int:
     """Compares, and prints a table. Returns 1 if something is different."""
-    parser = argparse.ArgumentParser(prog="python -m bench.class_runners", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    compare = commands.add_parser("compare", help="compare with Cog's own server")
-    compare.add_argument("folder", type=Path, nargs="?", default=OWN, metavar="FOLDER")
-    compare.add_argument("--runner", choices=KINDS, default=KINDS[0])
-    compare.add_argument("--only", default="", metavar="TEXT", help="names that contain it")
-    compare.add_argument("--jobs", type=int, default=2, metavar="N", help="fixtures at a time")
-    tables = commands.add_parser("table", help="behavior and figures of all ways to run a class")
-    tables.add_argument("--only", default="", metavar="TEXT", help="behavior that contains it")
-    tables.add_argument("--no-figures", action="store_true", help="behavior only")
+    parser = argparse.ArgumentParser(prog="python -m tests.cog_comparison", description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=OWN, metavar="FOLDER")
+    parser.add_argument("--only", default="", metavar="TEXT", help="names that contain it")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="fixtures at a time")
     arguments = parser.parse_args(words)
-    if "folder" not in arguments:
-        asyncio.run(fill(KINDS, arguments.only, with_figures=not arguments.no_figures))
-        return 0
-    with tempfile.TemporaryDirectory(prefix="class-runners-") as work:
+    with tempfile.TemporaryDirectory(prefix="cog-comparison-") as work:
         fixtures = read_fixtures(arguments.folder, Path(work))
         wanted = [one for one in fixtures if arguments.only in one.name]
-        rows = asyncio.run(compare_all(wanted, arguments.runner, arguments.jobs))
+        rows = asyncio.run(compare_all(wanted, arguments.jobs))
     show(rows)
     return int(any(row.state == "different" for row in rows))
 
 
-async def compare_all(fixtures: Sequence[Fixture], kind: str, jobs: int) -> list[Row]:
+async def compare_all(fixtures: Sequence[Fixture], jobs: int) -> list[Row]:
     """Compares fixtures, several at a time. Prints each as soon as it is done."""
     limit = asyncio.Semaphore(jobs)
 
     async def compare_one(fixture: Fixture) -> Row:
         async with limit:
-            row = await compare_bounded(fixture, kind)
+            row = await compare_bounded(fixture)
         print(f"{row.state:9} {fixture.name}", flush=True)
         return row
 
     return list(await asyncio.gather(*map(compare_one, fixtures)))
 
 
-async def compare_bounded(fixture: Fixture, kind: str) -> Row:
+async def compare_bounded(fixture: Fixture) -> Row:
     """Compares one fixture within a limit of time."""
     if fixture.skipped:
         return Row(fixture, "skipped", [fixture.skipped])
     try:
-        differing = await asyncio.wait_for(compare_fixture(fixture, kind), FIXTURE_LIMIT_S)
+        differing = await asyncio.wait_for(compare_fixture(fixture), FIXTURE_LIMIT_S)
     except TimeoutError:
         differing = [f"not compared in {FIXTURE_LIMIT_S:g} s"]
     except PenstockError as error:
@@ -96,18 +85,18 @@ async def compare_bounded(fixture: Fixture, kind: str) -> Row:
     return Row(fixture, "different" if differing else "right", differing)
 
 
-async def compare_fixture(fixture: Fixture, kind: str) -> list[str]:
+async def compare_fixture(fixture: Fixture) -> list[str]:
     """Runs a fixture both ways. Returns the differences."""
     python = await asyncio.to_thread(python_for, fixture.folder)
-    theirs = await run_all(fixture, "cog-server", python)
-    ours = await run_all(fixture, kind, python)
+    theirs = await run_with_cog(fixture, python)
+    ours = await run_with_penstock(fixture)
     differing = []
     for number, (request, oracle, own) in enumerate(
         zip(fixture.requests, theirs, ours, strict=True)
     ):
         differing += [f"input {number}: {one}" for one in differences(oracle, own, request)]
     if differing and all(": output:" in one or ": pieces:" in one for one in differing):
-        again = await run_all(fixture, "cog-server", python)
+        again = await run_with_cog(fixture, python)
         if again != theirs and all(map(_have_equal_shape, theirs, again, ours)):
             return []  # the class gives another output each time
     return differing
@@ -122,29 +111,54 @@ def _have_equal_shape(theirs: Outcome, again: Outcome, ours: Outcome) -> bool:
     )
 
 
-async def run_all(fixture: Fixture, kind: str, python: str) -> list[Outcome]:
-    """Starts a copy of a class, and computes its inputs one after another."""
-    with tempfile.TemporaryDirectory(prefix="class-") as copied:
-        folder = Path(copied) / "src"
-        await asyncio.to_thread(shutil.copytree, fixture.folder, folder, symlinks=True)
-        interface: ModelInterface | None = None
-        runner: ClassRunner
-        if kind == "penstock":
-            try:
-                interface = await asyncio.to_thread(check, folder)
-            except PenstockError as error:
-                reason = error.message.removeprefix(f"{folder}: ")
-                return [Outcome("not loaded", error=reason)] * len(fixture.requests)
-            runner = PenstockRunner(folder, interface)
-        else:
-            runner = create_runner(fixture, folder, kind, python)
+async def run_with_cog(fixture: Fixture, python: str) -> list[Outcome]:
+    """Starts Cog's server with a copy of a class, and sends its inputs one after another."""
+    with copied(fixture) as folder:
+        server = CogServer(
+            folder,
+            fixture.reference,
+            python=python,
+            environment=fixture.environment,
+            concurrency=fixture.concurrency,
+            streams=fixture.streams,
+        )
+        return await run_all(server, fixture.requests, None)
+
+
+async def run_with_penstock(fixture: Fixture) -> list[Outcome]:
+    """Starts a copy of a class as a worker does, and computes its inputs one after another."""
+    with copied(fixture) as folder:
         try:
-            failure = await runner.start()
-            return [
-                await predict(runner, failure, interface, request) for request in fixture.requests
-            ]
-        finally:
-            await runner.stop()
+            interface = await asyncio.to_thread(check, folder)
+        except PenstockError as error:
+            reason = error.message.removeprefix(f"{folder}: ")
+            return [Outcome("not loaded", error=reason)] * len(fixture.requests)
+        return await run_all(PenstockRunner(folder, interface), fixture.requests, interface)
+
+
+@contextmanager
+def copied(fixture: Fixture) -> Iterator[Path]:
+    """Yields a copy of a class's folder, because the class may write into it."""
+    with tempfile.TemporaryDirectory(prefix="class-") as work:
+        folder = Path(work) / "src"
+        shutil.copytree(fixture.folder, folder, symlinks=True)
+        yield folder
+
+
+async def run_all(
+    runner: ClassRunner, requests: Sequence[Request], interface: ModelInterface | None
+) -> list[Outcome]:
+    """Starts a class, computes inputs one after another, and stops it.
+
+    Args:
+        interface: checks each input as the API does. None: the runner checks.
+    """
+    try:
+        if failure := await runner.start():
+            return [Outcome("not loaded", error=failure)] * len(requests)
+        return [await predict(runner, interface, request) for request in requests]
+    finally:
+        await runner.stop()
 
 
 def check(folder: Path) -> ModelInterface:
@@ -155,11 +169,9 @@ def check(folder: Path) -> ModelInterface:
 
 
 async def predict(
-    runner: ClassRunner, failure: str, interface: ModelInterface | None, request: Request
+    runner: ClassRunner, interface: ModelInterface | None, request: Request
 ) -> Outcome:
-    """Computes one input, if the class was loaded and the API takes it."""
-    if failure:
-        return Outcome("not loaded", error=failure)
+    """Computes one input, if the API accepts it."""
     if interface is not None and (reason := wrong_input(interface, request)):
         return Outcome("refused", error=reason)
     return await runner.predict(request)
@@ -177,22 +189,6 @@ def wrong_input(interface: ModelInterface, request: Request) -> str:
     except ValidationError as error:
         return str(error)
     return ""
-
-
-def create_runner(fixture: Fixture, folder: Path, kind: str, python: str) -> ClassRunner:
-    """Creates one of the ways of Cog to run a class."""
-    create = CogServer if kind == "cog-server" else CogWorker
-    more = {"streams": fixture.streams} if kind == "cog-server" else {}
-    if kind == "wrapped-worker":
-        more = {"is_wrapped": True}
-    return create(
-        folder,
-        fixture.reference,
-        python=python,
-        environment=fixture.environment,
-        concurrency=fixture.concurrency,
-        **more,
-    )
 
 
 def show(rows: Sequence[Row]) -> None:

@@ -1,4 +1,4 @@
-"""`python -m bench.class_runners compare`: reads Cog's test scripts, and finds differences."""
+"""`python -m tests.cog_comparison`: reads Cog's test scripts, and finds differences."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.class_runners.__main__ import main
-from bench.class_runners.fixtures import read_fixtures, split_txtar
+from tests.cog_comparison.__main__ import main
+from tests.cog_comparison.fixtures import read_fixtures, split_txtar
 
 SCRIPT = r"""
 # A class with inputs of several types.
@@ -96,9 +96,9 @@ class Predictor(BasePredictor):
         return text * 2
 """
     (tmp_path / "same.txtar").write_text(same)
-    assert main(["compare", str(tmp_path)]) == 0
+    assert main([str(tmp_path)]) == 0
     assert "1 fixtures: 1 right" in capsys.readouterr().out
     # The test says that Cog refuses this input, and nothing does.
     (tmp_path / "other.txtar").write_text(same.replace("\ncurl", "\n! curl"))
-    assert main(["compare", str(tmp_path)]) == 1
+    assert main([str(tmp_path)]) == 1
     assert "its test says that it fails / succeeded" in capsys.readouterr().out

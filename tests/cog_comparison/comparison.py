@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from bench.class_runners.outcome import Outcome, Request
+from tests.cog_comparison.outcome import Outcome, Request
 
 _SHOWN_CHARS = 110
 _FILE_KEYS = {"file", "bytes", "name"}

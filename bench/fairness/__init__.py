@@ -1,1 +1,0 @@
-"""Interference between tenants, and the cost of sharing by work."""
