@@ -42,9 +42,8 @@ from shared.usage.worker_hour import TABLE as HOURS
 from shared.usage.writer import RowWriter
 from workers.autotune.candidates import shared_layout, unmeasured_layout
 from workers.autotune.choice import Layout
-from workers.autotune.client import choose_backend, tuned_model
+from workers.autotune.client import choose_backend
 from workers.autotune.hardware import this_machine
-from workers.autotune.renewal import Renewal, TunedModel
 from workers.health import health_server
 from workers.job import WorkerInfo
 from workers.jobs.canary_comparison import RevisionComparison
@@ -125,14 +124,13 @@ async def serve(settings: WorkerSettings, models: Sequence[Model], catalog: Cata
         flows = (one for one in catalog.flows if any(model in one.step_models for model in models))
         slo.show(model.public_name for model in (*models, *flows))
         prepared = [await _prepare(settings, model, is_alone=len(models) == 1) for model in models]
-        hosted = [one for one, _, _ in prepared]
+        hosted = [one for one, _ in prepared]
         layout = prepared[0][1]
         if len(prepared) > 1 and not settings.threads:
             layout = shared_layout(layout, this_machine())
         if wanted := [model.processes for model in models if model.processes]:
             layout = Layout(min(wanted), layout.threads)
-        renewal = await stack.enter_async_context(Renewal([choice for _, _, choice in prepared]))
-        worker = await _open(stack, settings, hosted, layout, name, renewal, times, catalog)
+        worker = await _open(stack, settings, hosted, layout, name, times, catalog)
         running.append(worker)
         settle_heap()
         log.info("worker ready", extra={"models": [model.name for model in models], "worker": name})
@@ -141,8 +139,8 @@ async def serve(settings: WorkerSettings, models: Sequence[Model], catalog: Cata
 
 async def _prepare(
     settings: WorkerSettings, model: Model, *, is_alone: bool
-) -> tuple[HostedModel, Layout, TunedModel | None]:
-    """The model with its backend, its processes and threads (0: default), and its tuning.
+) -> tuple[HostedModel, Layout]:
+    """The model with its backend, and its processes and threads (0: default).
 
     `is_alone`: it is the only model of this worker.
     """
@@ -160,13 +158,9 @@ async def _prepare(
         shares = model.definition.shares_weights
         is_wide = shares and is_alone and not machine.computes_on_gpu(settings.device)
         layout = unmeasured_layout(settings.processes, settings.threads, machine, is_wide=is_wide)
-        return HostedModel(model, folder), layout, None
+        return HostedModel(model, folder), layout
     choice = await choose_backend(model, folder, settings)
-    return (
-        HostedModel(model, folder, choice.backend),
-        choice.layout,
-        tuned_model(model, folder, settings, choice),
-    )
+    return HostedModel(model, folder, choice.backend), choice.layout
 
 
 class _Stores(NamedTuple):
@@ -196,7 +190,6 @@ async def _open(
     hosted: Sequence[HostedModel],
     layout: Layout,
     name: str,
-    renewal: Renewal,
     times: ProcessTimes,
     catalog: Catalog,
 ) -> Worker:
@@ -240,7 +233,6 @@ async def _open(
         ack_deadline_s=settings.ack_deadline_s,
         max_outstanding_bytes=settings.max_outstanding_bytes,
         drain_s=settings.drain_s,
-        on_batch=renewal.ran,
         times=times,
     )
 

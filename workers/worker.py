@@ -24,7 +24,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -142,7 +142,6 @@ class Worker:
         max_outstanding_bytes: of the held messages in each priority, divided evenly among the
             models.
         drain_s: how long held jobs may take to finish after the stop.
-        on_batch: called after every batch, with the number of its model.
         times: adds up what the model processes do.
     """
 
@@ -156,7 +155,6 @@ class Worker:
         ack_deadline_s: int = 10,
         max_outstanding_bytes: int = 64 * 1024 * 1024,
         drain_s: float = 20.0,
-        on_batch: Callable[[int, BatchResult], None] = lambda number, done: None,
         times: ProcessTimes | None = None,
     ) -> None:
         self._consumers = consumers
@@ -167,7 +165,6 @@ class Worker:
         self._ack_deadline_s = ack_deadline_s
         self._max_outstanding_bytes = max_outstanding_bytes
         self._drain_s = drain_s
-        self._on_batch = on_batch
         self._scheduler = ModelScheduler(len(consumers), len(pool.processes))
         self._busy = BusyRatio(len(pool.processes))
         self._times = times or ProcessTimes()
@@ -339,7 +336,6 @@ class Worker:
             self._busy.end(busy)
         self._scheduler.batch_finished(done.finished_at_s - done.started_at_s)
         self._times.batch_ended(done)
-        self._on_batch(number, done)
         took_s, now_s = done.finished_at_s - done.started_at_s, time.monotonic()
         for flow_control in self._flow_controls[consumer]:
             flow_control.batch_ended(batch, took_s, now_s)
@@ -359,7 +355,6 @@ class Worker:
 
         def on_item(done: BatchResult) -> None:
             self._times.batch_ended(done)
-            self._on_batch(number, done)
             self._count_failed(has_failed=done.has_failed)
 
         def may_admit() -> bool:

@@ -7,7 +7,6 @@ process that waited for the lock finds the choice that the other one saved.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -26,8 +25,6 @@ from workers.models.embedding.tokenization import TextPreparer
 from workers.optimize.calibration import calibration_texts, prepare_texts
 from workers.runtime.template import die_with_parent
 
-MIN_PRIORITY = 19
-
 
 def main() -> int:
     """Chooses a backend. Returns the exit status."""
@@ -42,38 +39,28 @@ def main() -> int:
     parser.add_argument(
         "--settings", required=True, help="a workers.autotune.choice.TuningSettings as JSON"
     )
-    parser.add_argument("--again", action="store_true", help="also replace a provisional choice")
-    parser.add_argument(
-        "--behind", action="store_true", help="run at low priority next to a worker"
-    )
     arguments = parser.parse_args()
     configure_logs("WARNING")
     # A worker that is killed can't end it, and the next worker would measure alongside it.
     die_with_parent()
-    if arguments.behind:
-        os.nice(MIN_PRIORITY)
     entry = Model.model_validate_json(arguments.model)
     tuning = msgspec.json.decode(arguments.settings, type=TuningSettings)
     try:
-        answer: Choice | Refusal = _choose(
-            entry, arguments.folder, arguments.digest, tuning, again=arguments.again
-        )
+        answer: Choice | Refusal = _choose(entry, arguments.folder, arguments.digest, tuning)
     except ConfigurationError as error:
         answer = Refusal(message=error.message)
     print(msgspec.json.encode(answer).decode(), flush=True)
     return 2 if isinstance(answer, Refusal) else 0
 
 
-def _choose(
-    entry: Model, folder: Path, digest: str, tuning: TuningSettings, *, again: bool
-) -> Choice:
+def _choose(entry: Model, folder: Path, digest: str, tuning: TuningSettings) -> Choice:
     artifacts_dir = Path(tuning.artifacts_dir)
     # The parent process limits the wait.
     with locked(artifacts_dir / "choosing.lock"):
         artifact = find_artifact(artifacts_dir, entry.name, digest)
         path = choice_path(entry, tuning, digest, artifact)
         kept = read_choice(path)
-        if kept is not None and not (again and kept.is_provisional):
+        if kept is not None:
             return kept
         spec = SearchSpec(
             entry=entry,
@@ -87,7 +74,7 @@ def _choose(
         )
         choice = choose(spec)
         # The next start may be able to measure what failed now.
-        if choice.backend.call_tokens and not (kept is not None and choice.is_provisional):
+        if choice.backend.call_tokens:
             write_choice(path, choice)
         return choice
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, ParamSpec, Self, TypeVar
 
 import msgspec
@@ -50,10 +49,9 @@ Answer = TypeVar("Answer")
 
 
 class Throughput(NamedTuple):
-    """The throughput of one process while it was timed. `tokens` includes padding."""
+    """The throughput of one process while it was timed."""
 
     texts: int
-    tokens: int
     wall_s: float
     cpu_s: float
 
@@ -163,7 +161,6 @@ def throughput(
     if model.pads:
         cut = cut_by_length([text.length for text in texts], call_cost)
     groups = [[texts[index] for index in indices] for indices in cut]
-    tokens = sum(model.computed_work([text.length for text in group]) for group in groups)
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     rounds = 0
     while rounds == 0 or time.perf_counter() - began_s < seconds:
@@ -171,7 +168,7 @@ def throughput(
             _predict(model, group)
         rounds += 1
     wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-    return Throughput(rounds * len(texts), rounds * tokens, wall_s, cpu_s)
+    return Throughput(rounds * len(texts), wall_s, cpu_s)
 
 
 class BenchmarkPool:
@@ -213,12 +210,7 @@ class BenchmarkPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._end()
 
     def _end(self) -> None:
@@ -300,11 +292,7 @@ class BenchmarkPool:
         elif self._target.backend.backend == "onnx":
             wanted_cores = layout.processes  # its other threads sleep if they have no work
         wanted_s = max(throughput.wall_s for throughput in throughputs) * min(cores, wanted_cores)
-        return Timing(
-            rate,
-            cpu_s / sum(throughput.tokens for throughput in throughputs),
-            max(0.0, 1 - cpu_s / wanted_s),
-        )
+        return Timing(rate, max(0.0, 1 - cpu_s / wanted_s))
 
     def _ask_first(
         self, ask: Callable[Given, Answer], *args: Given.args, **named: Given.kwargs

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from workers.models.backend import Backend
+
+PROVISIONAL_S = 24 * 60 * 60.0
+"""How long a provisional choice is used. The first start after that measures again."""
 
 
 class Layout(NamedTuple):
@@ -52,16 +56,13 @@ class Finding(msgspec.Struct, kw_only=True):
 class Choice(msgspec.Struct, kw_only=True, tag="choice"):
     """The choice for a worker: the backend, its processes and threads, and the reason.
 
-    `is_provisional`: there is no measurement, or real batches contradict it. It is measured again
-    when the worker is idle (workers/autotune/renewal.py). `cpu_s_per_token` is the measured cost of
-    a token, or 0 if unknown.
+    `is_provisional`: it was not measured.
     """
 
     backend: Backend
     layout: Layout
     reason: str
     is_provisional: bool = False
-    cpu_s_per_token: float = 0.0
     findings: list[Finding] = []
 
 
@@ -72,13 +73,18 @@ class Refusal(msgspec.Struct, kw_only=True, tag="refusal"):
 
 
 def read_choice(path: Path) -> Choice | None:
-    """The choice saved in `path`. None if it is missing or unreadable, or its graph is missing."""
+    """The choice saved in `path`.
+
+    None if it is missing, unreadable or an old provisional one, or if its graph is missing.
+    """
     try:
         choice = msgspec.json.decode(path.read_bytes(), type=Choice)
+        age_s = time.time() - path.stat().st_mtime
     except (OSError, msgspec.MsgspecError):
         return None
     is_whole = not choice.backend.graph or Path(choice.backend.graph).is_file()
-    return choice if is_whole else None
+    is_old = choice.is_provisional and age_s > PROVISIONAL_S
+    return choice if is_whole and not is_old else None
 
 
 def write_choice(path: Path, choice: Choice) -> None:

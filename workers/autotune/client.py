@@ -18,23 +18,17 @@ from prometheus_client import Gauge
 from shared.catalog import Model
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
-from workers.autotune.candidates import CPU_PROCESSES_MAX, layouts
-from workers.autotune.choice import Choice, Refusal, TuningSettings, read_choice, write_choice
-from workers.autotune.hardware import KEPT_OPEN_MAX_BYTES, this_machine
-from workers.autotune.renewal import TunedModel
+from workers.autotune.candidates import layouts
+from workers.autotune.choice import Choice, Refusal, TuningSettings, read_choice
+from workers.autotune.hardware import this_machine
 from workers.models.artifact import Artifact, find_artifact, source_digest
 from workers.models.backend import unmeasured_backend
 from workers.runtime.child_process import child_environment
-from workers.runtime.resident_models import free_host_bytes, weights_bytes
 
 SCHEME = 4
 """Part of every fingerprint. Increased when choices are made differently."""
 CHOOSE_LIMIT_S = 180.0
 """Enough for two workers in turn, each with an import of torch on a busy machine."""
-
-LIBRARIES_BYTES = 384 * 1024 * 1024
-CANDIDATES_MAX = 3
-"""The memory of a benchmark process: its libraries, and the candidates that are loaded at once."""
 
 BACKEND_INFO = Gauge(
     "penstock_worker_backend_info",
@@ -65,42 +59,8 @@ async def choose_backend(entry: Model, folder: Path, settings: WorkerSettings) -
     was_kept = choice is not None
     if choice is None:
         choice = await _choose(entry, folder, tuning, digest)
-    elif choice.is_provisional and not _has_room(
-        folder, tuning
-    ):  # it can't be measured later, while the model runs
-        choice = await _choose(entry, folder, tuning, digest, "--again")
     _log_choice(entry, choice, was_kept, time.monotonic() - began_s)
     return choice
-
-
-def tuned_model(
-    entry: Model, folder: Path, settings: WorkerSettings, choice: Choice
-) -> TunedModel | None:
-    """Returns the data that Renewal needs to measure again.
-
-    None if there is no memory for that alongside the model processes.
-
-    Args:
-        entry: as for `choose_backend`.
-        folder: as for `choose_backend`.
-        settings: as for `choose_backend`.
-        choice: what `choose_backend` returned.
-    """
-    tuning = _tuning_settings(settings)
-    if not _has_room(folder, tuning):
-        return None
-
-    async def mark_provisional() -> None:
-        digest, artifact = await asyncio.to_thread(_source, entry, folder, tuning)
-        path = choice_path(entry, tuning, digest, artifact)
-        if (kept := read_choice(path)) is not None:
-            write_choice(path, msgspec.structs.replace(kept, is_provisional=True))
-
-    async def measure() -> Choice:
-        digest, _ = await asyncio.to_thread(_source, entry, folder, tuning)
-        return await _choose(entry, folder, tuning, digest, "--again", "--behind")
-
-    return TunedModel(entry.name, choice, mark_provisional, measure)
 
 
 def _tuning_settings(settings: WorkerSettings) -> TuningSettings:
@@ -116,16 +76,6 @@ def _source(entry: Model, folder: Path, tuning: TuningSettings) -> tuple[str, Ar
     """The digest of the model's files, and the artifact made from them."""
     digest = source_digest(folder, entry.revision)
     return digest, find_artifact(Path(tuning.artifacts_dir), entry.name, digest)
-
-
-def _has_room(folder: Path, tuning: TuningSettings) -> bool:
-    """Returns whether benchmarks fit alongside the model processes: a small model on a CPU."""
-    machine = this_machine()
-    weights = weights_bytes(folder)
-    if machine.computes_on_gpu(tuning.device) or weights > KEPT_OPEN_MAX_BYTES:
-        return False
-    processes = tuning.processes or min(CPU_PROCESSES_MAX, machine.cores)
-    return free_host_bytes() >= processes * (LIBRARIES_BYTES + CANDIDATES_MAX * weights)
 
 
 def choice_path(
@@ -159,9 +109,7 @@ def _check_artifact_needed(entry: Model, settings: WorkerSettings) -> None:
         log.info("no artifact, so torch only", extra={"model": entry.name, "make_it_with": command})
 
 
-async def _choose(
-    entry: Model, folder: Path, tuning: TuningSettings, digest: str, *more: str
-) -> Choice:
+async def _choose(entry: Model, folder: Path, tuning: TuningSettings, digest: str) -> Choice:
     """Chooses in another process. Falls back to torch if that fails."""
     words = [f"--model={entry.model_dump_json()}", f"--folder={folder}", f"--digest={digest}"]
     words += [f"--settings={msgspec.json.encode(tuning).decode()}"]
@@ -170,7 +118,6 @@ async def _choose(
         "-m",
         "workers.autotune",
         *words,
-        *more,
         env=child_environment(1),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,

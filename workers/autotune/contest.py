@@ -28,12 +28,9 @@ class Timing(NamedTuple):
     """One timing of a backend in a layout.
 
     `disturbance` is the share of time that its processes waited for cores, 0 to 1.
-    `cpu_s_per_token` counts computed tokens, including padding. It is 0 if CPU time has no meaning,
-    as on a GPU.
     """
 
     texts_per_s: float
-    cpu_s_per_token: float = 0.0
     disturbance: float = 0.0
 
 

@@ -25,7 +25,7 @@ from shared.errors import ConfigurationError, PenstockError
 from workers.autotune.benchmark_pool import BenchmarkPool
 from workers.autotune.candidates import candidates, layouts
 from workers.autotune.choice import Choice, Finding, Layout
-from workers.autotune.contest import DISTURBED, LAYOUT_MARGIN, Contest, Option, Timing
+from workers.autotune.contest import LAYOUT_MARGIN, Contest, Option, Timing
 from workers.autotune.hardware import Machine
 from workers.models.artifact import Artifact, Calibration, read_calibration
 from workers.models.backend import Backend, unmeasured_backend
@@ -278,12 +278,10 @@ def _decide(
         winner = laid_out
     rounds = f" in {contest.rounds} rounds" if contest.counted >= contest.rounds > 1 else ""
     reason = f"fastest within cosine {spec.entry.tolerance.cosine:g} of torch fp32{rounds}"
-    best = winner.best
     return Choice(
         backend=winner.backend,
         layout=winner.layout,
-        reason=f"{reason}: {best.texts_per_s:.0f} texts/s",
-        cpu_s_per_token=0.0 if best.disturbance > DISTURBED else best.cpu_s_per_token,
+        reason=f"{reason}: {winner.best.texts_per_s:.0f} texts/s",
         findings=findings,
     )
 

@@ -108,8 +108,6 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     """The models that were loaded and evicted for this batch. None if there were none."""
     steps_saved: int | None = None
     """Steps that were left out because the batch was canceled."""
-    cpu_s: float = 0.0
-    """CPU seconds of the process."""
     loaded_at_s: float = 0.0
     """When the process loaded the model."""
     computed_work: list[int] = []

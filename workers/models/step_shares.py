@@ -56,7 +56,6 @@ class _Item:
     """Items in all of its steps, added up."""
     share_s: float = 0.0
     spare_s: float = 0.0
-    cpu_s: float = 0.0
 
 
 class StepShares:
@@ -88,14 +87,11 @@ class StepShares:
         """The slots of the items that are in."""
         return list(self._items)
 
-    def charge(
-        self, step_s: float, cpu_s: float = 0.0, work: int = 0, waiting: Collection[int] = ()
-    ) -> None:
+    def charge(self, step_s: float, work: int = 0, waiting: Collection[int] = ()) -> None:
         """Gives each item that a step has computed its part of it.
 
         Args:
             step_s: seconds that the step took.
-            cpu_s: CPU seconds of the process meanwhile.
             work: that it computed, in tokens or pixels. 0: not known.
             waiting: slots of items that it did not compute.
         """
@@ -109,7 +105,6 @@ class StepShares:
             item.item_steps += count
             item.share_s += step_s / count
             item.spare_s += spare_s / count
-            item.cpu_s += cpu_s / count
 
     def take_spare_s(self) -> float:
         """Returns the spare seconds since the last call."""
@@ -150,7 +145,6 @@ class StepShares:
             real_work=work,
             padded_work=work,
             memory_bytes=memory_bytes,
-            cpu_s=item.cpu_s,
             loaded_at_s=loaded_at_s,
             average_items=batch_items,
             steps_saved=steps_saved,

@@ -80,18 +80,16 @@ def run_batch(resident_models: ResidentModels, batch: RunBatch, steps: StepRepor
         log.warning("model could not be loaded", exc_info=True, extra={"model": batch.model})
         failures: list[Result | Failure] = [Failure.from_error(error)] * len(batch.items)
         return _result(resident_models, batch, time.time(), 0.0, failures)
-    started_at_s, began_s, began_cpu_s = time.time(), time.perf_counter(), time.process_time()
+    started_at_s, began_s = time.time(), time.perf_counter()
     execution = BatchExecution(model, steps)
     execution.compute(batch.items)
-    cpu_s = time.process_time() - began_cpu_s
     inference_ms = (time.perf_counter() - began_s) * 1000
     if execution.out_of_memory:
         resident_models.evict_others(keep=batch.model)  # makes room for the next batch
     results = [result for _, result in sorted(execution.results.items())]
     done = _result(resident_models, batch, started_at_s, inference_ms, results)
     done.padded_work, done.out_of_memory = execution.padded_work, execution.out_of_memory
-    done.steps_saved, done.cpu_s = steps.saved, cpu_s
-    done.calls = execution.calls
+    done.steps_saved, done.calls = steps.saved, execution.calls
     done.loaded_at_s = resident_models.loaded_at_s(batch.model)
     if execution.padded:
         padded = execution.padded
@@ -445,10 +443,10 @@ class StepExecution:
             self._shares.remove(slot)
 
     def _step(self, model: SteppedModel) -> None:
-        began_s, began_cpu_s = self._clock(), time.process_time()
+        began_s = self._clock()
         end = model.step()
-        now_s, cpu_s = self._clock(), time.process_time() - began_cpu_s
-        self._shares.charge(max(0.0, now_s - began_s), cpu_s, end.work, end.waiting)
+        now_s = self._clock()
+        self._shares.charge(max(0.0, now_s - began_s), end.work, end.waiting)
         if end.results or now_s - self._spare_reported_s >= SPARE_EVERY_S:
             self._report_spare(now_s)
         if any(isinstance(one, PenstockError) for one in end.results.values()):

@@ -4,10 +4,10 @@ depend on changes.
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, save
@@ -16,8 +16,8 @@ from prometheus_client import REGISTRY
 from shared.catalog import Model
 from shared.errors import ConfigurationError
 from shared.settings import WorkerSettings
-from workers.autotune.choice import Layout, read_choice, write_choice
-from workers.autotune.client import choose_backend, tuned_model
+from workers.autotune.choice import PROVISIONAL_S, Layout, read_choice, write_choice
+from workers.autotune.client import choose_backend
 from workers.models.artifact import (
     Calibration,
     Manifest,
@@ -227,30 +227,17 @@ async def test_an_artifact_outside_the_tolerance_is_refused(
     assert kept(settings) == []
 
 
-async def test_a_provisional_choice_is_taken_and_measured_again_beside_the_worker(
+async def test_a_provisional_choice_is_used_for_a_day(
     folder: Path, settings: WorkerSettings
 ) -> None:
     make_artifact(settings, folder)
     await choose_backend(ENTRY, folder, settings)
     (path,) = kept(settings)
-    doubted = read_choice(path)
-    assert doubted is not None
-    doubted.is_provisional, doubted.reason = True, "for want of quiet"
-    write_choice(path, doubted)
-    taken = await choose_backend(ENTRY, folder, settings)
-    assert taken.reason == "for want of quiet"
-    again = tuned_model(ENTRY, folder, settings, taken)
-    assert again is not None
-    measured = await again.measure()
-    assert not measured.is_provisional
-    assert read_choice(path) == measured
-
-
-async def test_a_doubt_is_kept(folder: Path, settings: WorkerSettings) -> None:
-    make_artifact(settings, folder)
-    choice = await choose_backend(ENTRY, folder, settings)
-    taken = tuned_model(ENTRY, folder, settings, choice)
-    assert taken is not None
-    await taken.mark_provisional()
-    (path,) = kept(settings)
-    assert read_choice(path) == msgspec.structs.replace(choice, is_provisional=True)
+    provisional = read_choice(path)
+    assert provisional is not None
+    provisional.is_provisional, provisional.reason = True, "for want of quiet"
+    write_choice(path, provisional)
+    assert (await choose_backend(ENTRY, folder, settings)).reason == "for want of quiet"
+    written_s = path.stat().st_mtime - PROVISIONAL_S - 1
+    os.utime(path, (written_s, written_s))
+    assert (await choose_backend(ENTRY, folder, settings)).reason != "for want of quiet"

@@ -166,8 +166,7 @@ def speeds(**texts_per_s: float) -> Measure:
         pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
     ) -> Timing:
         return Timing(
-            texts_per_s[backend.name.replace("-", "_")] * (1.4 if layout.threads == 1 else 1.0),
-            0.001,
+            texts_per_s[backend.name.replace("-", "_")] * (1.4 if layout.threads == 1 else 1.0)
         )
 
     return meter
@@ -184,7 +183,7 @@ def test_the_faster_of_two_within_the_tolerance_is_chosen(
     assert Path(choice.backend.graph).name == f"{best}.onnx"
     assert choice.backend.call_tokens > 0
     assert choice.layout == Layout(2, 1)
-    assert (choice.is_provisional, choice.cpu_s_per_token) == (False, 0.001)
+    assert not choice.is_provisional
     findings = {finding.name: finding for finding in choice.findings}
     rate = {"exact": exact, "again": again}[best]
     assert findings[best].texts_per_s == {"2 x 2": rate, "2 x 1": pytest.approx(1.4 * rate)}
@@ -244,7 +243,7 @@ def replayed(*rounds: dict[str, tuple[float, float]]) -> Measure:
         turn = min(turns[backend.name], len(rounds) - 1)
         turns[backend.name] += 1
         texts_per_s, disturbance = rounds[turn][backend.name]
-        return Timing(texts_per_s, 0.001, disturbance)
+        return Timing(texts_per_s, disturbance)
 
     return meter
 
@@ -284,7 +283,7 @@ def test_layouts_that_no_two_rounds_agree_on_leave_the_usual_one(spec: SearchSpe
         pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
     ) -> Timing:
         is_noisy = layout.threads == 1
-        return Timing(100.0 if backend.name == "again" else 50.0, 0.001, 0.9 if is_noisy else 0.0)
+        return Timing(100.0 if backend.name == "again" else 50.0, 0.9 if is_noisy else 0.0)
 
     choice = choose(spec, meter=meter)
     assert (choice.backend.name, choice.layout, choice.is_provisional) == (
