@@ -16,6 +16,8 @@ for deliveries at the same time, of which one counts.
 
 A run that fails, is late or canceled is closed first: from then on no item counts. So what its
 reply says of its items, and what their rows are charged, is the same.
+
+Calls raise Unavailable if Redis or the broker does not answer.
 """
 
 from __future__ import annotations
@@ -150,7 +152,6 @@ class FlowEngine:
 
         Raises:
             Overloaded: the broker is full.
-            Unavailable: Redis or the broker is unreachable.
         """
         data = msgspec.json.encode(body.items[0].input)
         await self._runs.open(envelope.request_id, data)
@@ -158,11 +159,7 @@ class FlowEngine:
         return await self._advance(run, body, is_repeated=True)
 
     async def look(self, jobs: Sequence[Job]) -> list[Look]:
-        """Returns whether jobs of steps are still to be done.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Returns whether jobs of steps are still to be done."""
         return await self._runs.look(
             [(job.envelope.request_id, [item.index for item in job.body.items]) for job in jobs]
         )
@@ -193,7 +190,6 @@ class FlowEngine:
 
         Raises:
             Overloaded: the broker is full.
-            Unavailable: Redis or the broker is unreachable.
         """
         envelope, marked = job.envelope, end.marked
         if marked.is_open and marked.jobs:
@@ -222,30 +218,18 @@ class FlowEngine:
         await self._send(envelope, msgspec.structs.replace(job.body, items=items))
 
     async def fail(self, prediction: Prediction, error: PenstockError) -> None:
-        """Ends a run that no worker will end.
-
-        Raises:
-            Unavailable: Redis or the broker is unreachable.
-        """
+        """Ends a run that no worker will end."""
         await self._runs.close(prediction.record, msgspec.json.encode(error_item(error)))
         await self.settle(prediction)
 
     async def abandon(self, run_id: str, error: PenstockError) -> None:
-        """Ends a run one of whose jobs can't be read.
-
-        Raises:
-            Unavailable: Redis or the broker is unreachable.
-        """
+        """Ends a run one of whose jobs can't be read."""
         record = await self._records.read(run_id)
         if record is not None and record.document:
             await self.fail(decode_document(record.document), error)
 
     async def settle(self, prediction: Prediction) -> None:
-        """Ends the record of a run that is closed or canceled, with what its items cost.
-
-        Raises:
-            Unavailable: Redis or the broker is unreachable.
-        """
+        """Ends the record of a run that is closed or canceled, with what its items cost."""
         record = await self._records.read(prediction.record)
         if record is not None:
             await self._settle(prediction.record, record, prediction.webhook_events, None)
@@ -303,7 +287,6 @@ class FlowEngine:
 
         Raises:
             BadInput: the run fails.
-            Unavailable: Redis or the broker is unreachable.
         """
         if run.failure is not None:
             raise _FlowFailed(run.failure)
@@ -509,9 +492,6 @@ class FlowEngine:
         """Ends the record, unless it is over, or a caller has canceled it first.
 
         Returns whether it ended so.
-
-        Raises:
-            Unavailable: Redis did not answer.
         """
         finish = await self._records.finish(run_id, state, encode_reply_body(reply))
         is_ours = finish is not None and finish.is_ours

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-from types import TracebackType
 from typing import Self, cast
 
 CHUNK_BYTES = 64 * 1024
@@ -43,12 +42,7 @@ class AmqpLink:
         self._port: int = self._server.sockets[0].getsockname()[1]
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         self._server.close()
         for way in self._ways:
             way.cancel()

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Literal, NamedTuple, Protocol, Self
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -294,12 +293,7 @@ class UtilizationReports:
         self._reporting.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self._reporting.stop()
         self.write()
 

@@ -4,6 +4,8 @@ Lines end in any order, and a segment is written once all of its lines and all e
 ended. Until then new answers are logged about once a second, each log an object that is written
 once. So a runner that takes over loses at most the answers of the last second, the counts that
 callers see keep moving, and memory is bounded however long the slowest line takes.
+
+Calls raise Unavailable if the object store is unreachable.
 """
 
 from __future__ import annotations
@@ -57,9 +59,6 @@ class AnswerLog:
         Args:
             earlier: answers that are stored elsewhere, by line number.
             first_line: number of the first line that is not part of a written segment.
-
-        Raises:
-            Unavailable: the object store is unreachable.
         """
         logs = await self._store.answer_logs(*self._batch)
         if logs:
@@ -104,11 +103,7 @@ class AnswerLog:
         self._kept_bytes += len(answer.data)
 
     async def flush(self) -> None:
-        """Logs the new answers.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Writes a log of the answers that came since the last one."""
         async with self._flushing:
             numbers = sorted(self._new)
             if not numbers:
@@ -153,9 +148,6 @@ class AnswerLog:
         """Forgets lines whose segment is written, and deletes the logs that nobody needs.
 
         The newest log stays, because the counts that callers see are in it.
-
-        Raises:
-            Unavailable: the object store is unreachable.
         """
         for number in numbers:
             answer, key = self._kept.pop(number, None), self._logged.pop(number, None)

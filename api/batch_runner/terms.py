@@ -11,7 +11,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from api.batches.documents import BatchCreated
@@ -49,14 +48,9 @@ class CurrentTerms:
             await self._store.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         if self._store is not None:
-            await self._store.__aexit__(kind, error, trace)
+            await self._store.__aexit__(*exc)
 
     async def caller_of(self, batch: BatchCreated) -> Caller:
         """Returns the caller that pays for the lines of a batch, with its current budgets.

@@ -5,6 +5,8 @@ clients) that others name.
 
 The object store has the bytes and one document for each. A file is there once its document is, so
 an upload that breaks off leaves no file.
+
+Calls raise Unavailable if the object store is unreachable.
 """
 
 from __future__ import annotations
@@ -108,7 +110,6 @@ class BatchFiles:
         Raises:
             BadInput: the data is not a valid batch file.
             StorageFull: the tenant has no room for it.
-            Unavailable: the object store is unreachable.
         """
         created_at_s = time.time()
         file_id = new_file_id(created_at_s)
@@ -120,11 +121,7 @@ class BatchFiles:
             await self.add(upload.to_file(quota.tenant))
 
     async def add(self, file: BatchFile) -> None:
-        """Adds the document of a file whose bytes are stored.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Adds the document of a file whose bytes are stored."""
         data = msgspec.json.encode(file)
         await self._objects.put(_document_key(file.tenant, file.id), data, "application/json")
 
@@ -133,7 +130,6 @@ class BatchFiles:
 
         Raises:
             NotFound: the tenant has no such file, or it has expired.
-            Unavailable: the object store is unreachable.
         """
         file = await self._read_document(tenant, file_id) if is_file_id(file_id) else None
         if file is None or file.expires_at_s <= time.time():
@@ -158,9 +154,6 @@ class BatchFiles:
             is_ascending: the oldest first.
             purpose: only files of this purpose. Empty: all.
             models: only uploads, and what batches of these models wrote. None: all.
-
-        Raises:
-            Unavailable: the object store is unreachable.
         """
         now_s, stored = time.time(), _documents_of(await self._stored(tenant))
 
@@ -201,20 +194,12 @@ class BatchFiles:
         return [file for file in files if is_listed(file)]
 
     async def keep_until(self, file: BatchFile, until_s: float) -> None:
-        """Lets a file expire no earlier than `until_s` (Unix time).
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Lets a file expire no earlier than `until_s` (Unix time)."""
         if file.expires_at_s < until_s:
             await self.add(msgspec.structs.replace(file, expires_at_s=until_s))
 
     async def delete(self, file: BatchFile) -> None:
-        """Removes a file: first its document, so that no caller finds half of it.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Removes a file: first its document, so that no caller finds half of it."""
         await self._objects.delete(_document_key(file.tenant, file.id))
         await self._objects.delete(file.data_key)
 
@@ -225,7 +210,6 @@ class BatchFiles:
 
         Raises:
             BadInput: the bytes are gone.
-            Unavailable: the object store is unreachable.
         """
         stop = file.size_bytes if end is None else min(end, file.size_bytes)
         while start < stop:
@@ -243,7 +227,6 @@ class BatchFiles:
         Raises:
             NotFound: the tenant has no such file, or it has expired.
             BadInput: it is of a batch, has more than `max_bytes`, or they are gone.
-            Unavailable: the object store is unreachable.
         """
         file = await self.find(tenant, file_id)
         if file.purpose in ("batch", "batch_output"):
@@ -300,7 +283,6 @@ class Upload:
         Raises:
             BadInput: the file is too large, or does not begin as JSONL.
             StorageFull: the tenant has no room for more.
-            Unavailable: the object store is unreachable.
         """
         if self.size_bytes + len(data) > FILE_MAX_BYTES:
             raise BadInput(f"file: larger than {FILE_MAX_BYTES} bytes", field="file")

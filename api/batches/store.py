@@ -1,4 +1,7 @@
-"""Stores batches: their documents, segments, logs of answers, and the markers of open ones."""
+"""Stores batches: their documents, segments, logs of answers, and the markers of open ones.
+
+Calls raise Unavailable if the object store is unreachable.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,6 @@ class BatchStore:
 
         Raises:
             Overloaded: too many are being created at once.
-            Unavailable: the object store is unreachable.
         """
         owner = owner_of(created.tenant)
         marker = f"{OPEN}/{owner}/{created.id}/open"
@@ -86,20 +88,12 @@ class BatchStore:
         return True
 
     async def write(self, owner: str, batch_id: str, name: str, document: msgspec.Struct) -> bool:
-        """Writes a document unless it exists. Returns whether it did.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Writes a document unless it exists. Returns whether it did."""
         key = _document_key(owner, batch_id, name)
         return await self._objects.create(key, msgspec.json.encode(document), _JSON)
 
     async def read(self, owner: str, batch_id: str, name: str, kind: type[D]) -> D | None:
-        """Reads a document. None if it does not exist.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Reads a document. None if it does not exist."""
         key = _document_key(owner, batch_id, name)
         try:
             data = await self._objects.get(key, _DOCUMENT_MAX_BYTES)
@@ -112,7 +106,6 @@ class BatchStore:
 
         Raises:
             NotFound: the tenant has no such batch.
-            Unavailable: the object store is unreachable.
         """
         owner = owner_of(tenant)
         state = await self.state(owner, batch_id) if is_batch_id(batch_id) else None
@@ -121,11 +114,7 @@ class BatchStore:
         return state
 
     async def state(self, owner: str, batch_id: str) -> BatchState | None:
-        """Returns the state of a batch. None if it does not exist.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Returns the state of a batch. None if it does not exist."""
         ended = await self.read(owner, batch_id, "ended", BatchEnded)
         if ended is not None:
             return BatchState(ended.created, counts=ended.counts, ended=ended)
@@ -141,19 +130,11 @@ class BatchStore:
         return BatchState(created, plan, cancelled_at_s, finalizing, counts)
 
     async def ids(self, tenant: str) -> list[str]:
-        """Returns the ids of a tenant's batches, the newest first.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Returns the ids of a tenant's batches, the newest first."""
         return await self._objects.folders(f"{RUNS}/{owner_of(tenant)}")
 
     async def cancel(self, owner: str, batch_id: str) -> None:
-        """Marks a batch as canceled. The first mark counts.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Marks a batch as canceled. The first mark counts."""
         data = msgspec.json.encode({"at_s": time.time()})
         await self._objects.create(f"{OPEN}/{owner}/{batch_id}/cancel", data, _JSON)
 
@@ -166,11 +147,7 @@ class BatchStore:
         return float(msgspec.json.decode(data, type=dict[str, float])["at_s"])
 
     async def open(self, owner: str = "") -> list[OpenBatch]:
-        """Returns all open batches, or those of one owner, the newest of each owner first.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Returns all open batches, or those of one owner, the newest of each owner first."""
         folder = f"{OPEN}/{owner}" if owner else OPEN
         marks: dict[tuple[str, str], set[str]] = {}
         for one in await self._objects.listing(folder, MAX_OPEN_OF_ALL):
@@ -181,11 +158,7 @@ class BatchStore:
         ]
 
     async def close(self, owner: str, batch_id: str) -> None:
-        """Removes the segments and the markers of a batch that has ended, the markers last.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Removes the segments and the markers of a batch that has ended, the markers last."""
         for segment in await self.segments(owner, batch_id):
             await self._objects.delete(segment.key)
         for folder in (_BEGUN, _ANSWERS):
@@ -197,46 +170,26 @@ class BatchStore:
             await self._objects.delete(f"{OPEN}/{owner}/{batch_id}/{mark}")
 
     async def segments(self, owner: str, batch_id: str) -> list[StoredObject]:
-        """Returns the segments that are written, in order. None is missing between two of them.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Returns the segments that are written, in order. None is missing between two of them."""
         return await self._objects.listing(f"{RUNS}/{owner}/{batch_id}/segments", MAX_SEGMENTS)
 
     async def written(self, owner: str, batch_id: str) -> tuple[int, Counts]:
-        """Returns the number of segments written, and the counts at the end of the last one.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Returns the number of segments written, and the counts at the end of the last one."""
         written = await self.segments(owner, batch_id)
         return len(written), (await self.header(written[-1])).counts if written else Counts()
 
     async def add_segment(self, owner: str, batch_id: str, index: int, data: bytes) -> bool:
-        """Writes a segment unless it exists. Returns whether it did.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Writes a segment unless it exists. Returns whether it did."""
         key = f"{RUNS}/{owner}/{batch_id}/segments/{index:05d}"
         return await self._objects.create(key, data, "application/octet-stream")
 
     async def begin_segment(self, owner: str, batch_id: str, index: int) -> None:
-        """Notes that lines of a segment are about to run.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Notes that lines of a segment are about to run."""
         key = f"{RUNS}/{owner}/{batch_id}/{_BEGUN}/{index:05d}"
         await self._objects.create(key, b"", "application/octet-stream")
 
     async def begun_segments(self, owner: str, batch_id: str) -> int:
-        """Returns the number of segments of which lines may have run.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Returns the number of segments of which lines may have run."""
         marks = await self._objects.listing(f"{RUNS}/{owner}/{batch_id}/{_BEGUN}", MAX_SEGMENTS)
         return int(marks[-1].key.rpartition("/")[2]) + 1 if marks else 0
 
@@ -257,9 +210,6 @@ class BatchStore:
             holder: ID of the runner, because two may have the same number.
             counts: counts of all lines that have ended.
             answers: the answers, by line number.
-
-        Raises:
-            Unavailable: the object store is unreachable.
         """
         # Newest first, because readers of the counts need only that one.
         key = f"{RUNS}/{owner}/{batch_id}/{_ANSWERS}/{MAX_LOGS - number:08d}-{holder}"
@@ -267,11 +217,7 @@ class BatchStore:
         return key
 
     async def answer_logs(self, owner: str, batch_id: str) -> list[StoredLog]:
-        """Returns the logs of answers, oldest first.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Returns the logs of answers, oldest first."""
         folder = f"{RUNS}/{owner}/{batch_id}/{_ANSWERS}"
         logs = [
             StoredLog(MAX_LOGS - int(one.key.rpartition("/")[2].partition("-")[0]), one.key)
@@ -280,30 +226,18 @@ class BatchStore:
         return logs[::-1]
 
     async def logged_answers(self, key: str) -> dict[int, LineAnswer]:
-        """Reads a log. Returns its answers, by line number.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Reads a log. Returns its answers, by line number."""
         try:
             return decode_answers(await self._objects.get(key, _ANSWERS_MAX_BYTES))
         except BadInput:  # another runner has written its lines, and deleted it
             return {}
 
     async def delete_log(self, key: str) -> None:
-        """Deletes a log whose lines are all part of written segments.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Deletes a log whose lines are all part of written segments."""
         await self._objects.delete(key)
 
     async def half_segment(self, owner: str, batch_id: str, segment: int) -> dict[int, LineAnswer]:
-        """Returns the answers of a segment that a runner of release 0.1.0 set aside.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Returns the answers of a segment that a runner of release 0.1.0 set aside."""
         try:
             data = await self._objects.get(_half_segment_key(owner, batch_id), _ANSWERS_MAX_BYTES)
         except BadInput:
@@ -311,11 +245,7 @@ class BatchStore:
         return decode_answers(data) if decode_answers_header(data).segment == segment else {}
 
     async def header(self, segment: StoredObject) -> SegmentHeader:
-        """Reads the header of a segment.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Reads the header of a segment."""
         return decode_header(await self._objects.get_range(segment.key, 0, HEADER_BYTES))
 
     async def _marked(self, owner: str) -> set[str]:

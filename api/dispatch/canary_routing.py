@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
 from typing import Protocol, Self
 
 import msgspec
@@ -43,12 +42,7 @@ class Counters(Protocol):
 
     async def __aenter__(self) -> Self: ...
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    async def __aexit__(self, *exc: object) -> None: ...
 
     async def state(self, canary: Model) -> CanaryState:
         """Returns whether the canary gets requests."""
@@ -101,15 +95,10 @@ class CanaryRouter:
             self._refreshing.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         if self._canaries:
             await self._refreshing.stop()
-            await self.canary_store.__aexit__(kind, error, trace)
+            await self.canary_store.__aexit__(*exc)
 
     def routed(self, request: InferenceRequest) -> InferenceRequest:
         """Returns the request as the canary of its model gets it, or as its model does.

@@ -23,7 +23,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from api import metrics
@@ -99,12 +98,7 @@ class Dispatcher:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         self._is_closing = True
         for task in (*self._jobs, *self._comparisons.tasks):
             task.cancel()

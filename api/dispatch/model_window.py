@@ -37,7 +37,6 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -426,14 +425,9 @@ class WindowExchange:
         self._exchanging.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self._exchanging.stop()
-        await self._link.__aexit__(kind, error, trace)
+        await self._link.__aexit__(*exc)
 
     @property
     def _pause_s(self) -> float:

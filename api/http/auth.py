@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from types import TracebackType
 from typing import Literal, NamedTuple, Protocol, Self, TypeAlias
 from urllib.parse import urlsplit
 
@@ -249,12 +248,7 @@ class OpenOnLoopback:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         return None
 
     def caller_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
@@ -317,12 +311,7 @@ class Access(Protocol):
 
     async def __aenter__(self) -> Self: ...
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    async def __aexit__(self, *exc: object) -> None: ...
 
     def caller_of(self, headers: RawHeaders) -> Caller:
         """Returns the caller of a request with these headers, whose names are in lower case.
@@ -395,13 +384,8 @@ class ApiKeys:
         await self.directory.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.directory.__aexit__(kind, error, trace)
+    async def __aexit__(self, *exc: object) -> None:
+        await self.directory.__aexit__(*exc)
 
     def caller_of(self, headers: RawHeaders) -> Caller:
         """Returns the caller of a request with these headers, whose names are in lower case.

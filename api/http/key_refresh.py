@@ -14,7 +14,6 @@ import math
 import secrets
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -109,17 +108,12 @@ class LiveDirectory:
         self._keeping.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self._keeping.stop()
         await self.note_uses()
         if self._copy is not None:
-            await self._copy.__aexit__(kind, error, trace)
-        await self.store.__aexit__(kind, error, trace)
+            await self._copy.__aexit__(*exc)
+        await self.store.__aexit__(*exc)
 
     def current(self) -> Directory | None:
         """The directory to check keys with. None if it does not exist or is too old."""

@@ -14,7 +14,6 @@ import logging
 import secrets
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -112,12 +111,7 @@ class IdempotencyService:
         self._renewing = asyncio.create_task(self._renew())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         tasks = [self._renewing, *(running.task for running in self._running.values())]
         for task in tasks:
             task.cancel()

@@ -22,7 +22,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from api import metrics
@@ -293,12 +292,7 @@ class CodecPool:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         for child in list(self._idle):
             self._stop_idle(child)
         while self._killing:

@@ -2,6 +2,8 @@
 
 The object store has the bytes and the document of each, which count in the quota of its tenant and
 are removed when it has expired (api/inputs/storage.py). From then on the API does not serve it.
+
+Calls raise Unavailable if the object store is unreachable.
 """
 
 from __future__ import annotations
@@ -105,7 +107,6 @@ class Files:
         Raises:
             BadInput: the metadata is too large.
             StorageFull: the tenant has no room for it.
-            Unavailable: the object store is unreachable.
         """
         media_type = content_type if is_media_type(content_type) else "application/octet-stream"
         # On a thread: a digest of 30 MB takes 30 ms, during which it releases the interpreter.
@@ -148,7 +149,6 @@ class Files:
 
         Raises:
             StorageFull: the tenant has no room for it.
-            Unavailable: the object store is unreachable.
         """
         most_bytes = None if body_bytes is None else body_bytes + _FACTS_BYTES
         return self._storage.reserved(quota, most_bytes)
@@ -158,11 +158,7 @@ class Files:
         await self._objects.put(_document_key(file), document, "application/json")
 
     async def newest(self, tenant: str) -> list[File]:
-        """Returns the files of this tenant, newest first, MAX_LISTED at most.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Returns the files of this tenant, newest first, MAX_LISTED at most."""
         listed = await self._objects.listing(_folder_of(tenant), MAX_LISTED)
         ids = [one.key.rpartition("_")[2] for one in listed]
         files = await asyncio.gather(*(self._found(tenant, f"file_{one}") for one in ids))
@@ -175,11 +171,7 @@ class Files:
             return None
 
     async def delete(self, file: File) -> None:
-        """Deletes a file and its bytes.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Deletes a file and its bytes."""
         await self._objects.delete(_listed_key(file))
         await self._objects.delete(_document_key(file))
         await self._objects.delete(file.key)
@@ -189,7 +181,6 @@ class Files:
 
         Raises:
             NotFound: the tenant has no such file, or it has expired.
-            Unavailable: the object store is unreachable.
         """
         unknown = NotFound(f"there is no file {file_id[:80]!r}")
         if not _ID.fullmatch(file_id):
@@ -204,11 +195,7 @@ class Files:
         return file
 
     async def read(self, file: File) -> bytes:
-        """Returns the bytes of a file.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Returns the bytes of a file."""
         return await self._objects.get(file.key, MAX_BYTES)
 
 

@@ -15,6 +15,8 @@ which one would have fitted. A reservation that its instance left behind expires
 A tenant may have many files and send many uploads at once. So on an instance its uploads share
 their counts: those that come during one share the next, which begins after all of their
 reservations. Documents are not read again before one of them can have expired.
+
+Calls raise Unavailable if the object store is unreachable.
 """
 
 from __future__ import annotations
@@ -146,11 +148,7 @@ class Storage:
         """The last one of each owner."""
 
     async def use(self, tenant: str, except_key: str = "") -> StorageUse:
-        """Returns the storage used by a tenant now, without the reservation `except_key`.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Returns the storage used by a tenant now, without the reservation `except_key`."""
         stored, reserved, elsewhere_bytes = await self._listed(owner_of(tenant))
         now_s = self.clock()
         names = [one.key.rpartition("/")[2] for one in reserved if one.key != except_key]
@@ -166,7 +164,6 @@ class Storage:
 
         Raises:
             StorageFull: the tenant has used up its quota.
-            Unavailable: the object store is unreachable.
         """
         owner, now_s = owner_of(quota.tenant), self.clock()
         checked = self._checked.pop(owner, None)
@@ -186,11 +183,7 @@ class Storage:
             )
 
     async def hold(self, tenant: str, size_bytes: int, until_s: float) -> None:
-        """Counts bytes that are stored outside the tenant's folders, until `until_s` (Unix time).
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Counts bytes stored outside the tenant's folders, until `until_s` (Unix time)."""
         await hold(self.objects, tenant, size_bytes, until_s)
 
     async def _listed(self, owner: str) -> _Listed:
@@ -244,7 +237,6 @@ class Storage:
 
         Raises:
             StorageFull: the tenant has no room for it.
-            Unavailable: the object store is unreachable.
         """
         reservation = StorageReservation(self, quota)
         try:
@@ -260,11 +252,7 @@ class Storage:
                 await reservation.end()
 
     async def sweep(self) -> int:
-        """Removes the expired files of all tenants. Returns the number of objects removed.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Removes the expired files of all tenants. Returns the number of objects removed."""
         removed = 0
         folders = (BATCH_FILES, KEPT_FILES, LISTED, RESERVED, HELD)
         owners = {one for folder in folders for one in await self.objects.folders(folder)}
@@ -273,11 +261,7 @@ class Storage:
         return removed
 
     async def sweep_by_age(self) -> int:
-        """Removes objects older than OLDEST_S, except on Google. Returns the number removed.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Removes objects older than OLDEST_S, except on Google. Returns the number removed."""
         removed = 0
         for folder in () if self.objects.is_on_google else FOLDERS_BY_AGE:
             async for one in self.objects.modified_before(folder, self.clock() - OLDEST_S):
@@ -306,11 +290,7 @@ class Storage:
         return self.clock() >= removal.result().next_s
 
     async def remove_expired(self, owner: str) -> int:
-        """Removes the expired files of one owner. Returns the number of objects removed.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Removes the expired files of one owner. Returns the number of objects removed."""
         return (await self._remove_expired(owner)).removed
 
     async def _remove_expired(self, owner: str) -> _Removal:
@@ -373,7 +353,6 @@ class StorageReservation:
 
         Raises:
             StorageFull: there is none.
-            Unavailable: the object store is unreachable.
         """
         if size_bytes > self._size_bytes:
             try:
@@ -388,7 +367,6 @@ class StorageReservation:
 
         Raises:
             StorageFull: there is no room for them. The earlier reservation still holds.
-            Unavailable: the object store is unreachable.
         """
         storage, now_s = self._storage, self._storage.clock()
         name = f"{int(now_s + RESERVED_S):010d}_{size_bytes}_{secrets.token_hex(8)}"
@@ -406,11 +384,7 @@ class StorageReservation:
             await storage.objects.delete(before)
 
     async def end(self) -> None:
-        """Gives the room back. Written files are counted on their own.
-
-        Raises:
-            Unavailable: the object store is unreachable.
-        """
+        """Gives the room back. Written files are counted on their own."""
         if self._key:
             await self._storage.objects.delete(self._key)
 

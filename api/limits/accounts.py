@@ -5,6 +5,8 @@ requested model.
 
 In Redis one script takes from several limits. The script defines how windows, months and slots are
 counted (take.lua). Redis's clock decides, so the clocks of instances need not agree.
+
+Calls raise Unavailable if Redis does not answer.
 """
 
 from __future__ import annotations
@@ -430,11 +432,7 @@ class LimitStore(RedisStore):
         return f"{self._prefix}operations:{group}"
 
     async def register(self) -> Standing:
-        """Says that this instance counts, for SLOTS_S, and returns its place among all.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Says that this instance counts, for SLOTS_S, and returns its place among all."""
         key = f"{self._prefix}instances"
         rank, instances = await self._commands.run_script(
             self._register, [key], self._instance, SLOTS_S * 1000
@@ -442,11 +440,7 @@ class LimitStore(RedisStore):
         return Standing(int(rank), int(instances))
 
     async def totals(self, since_ms: float) -> Totals:
-        """Returns what was used of the budgets that changed since a time of Redis's clock.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Returns what was used of the budgets that changed since a time of Redis's clock."""
         args = (since_ms, MAX_TOTALS, f"{self._prefix}month:", TOTALS_KEPT_MS)
         now_ms, changed, settled = await self._commands.run_script(
             self._totals, [self._budgets_key], *args
@@ -475,11 +469,7 @@ class LimitStore(RedisStore):
         return readings
 
     async def read_age_s(self) -> float:
-        """Returns for how long this Redis has counted. 0: it is new, or has lost its data.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Returns for how long this Redis has counted. 0: it is new, or has lost its data."""
         age_ms = await self._commands.run_script(self._age, [f"{self._prefix}since"])
         return int(age_ms) / 1000
 
@@ -488,9 +478,6 @@ class LimitStore(RedisStore):
 
         An instance that holds the lock gets it again: the answer to an earlier call may have been
         lost.
-
-        Raises:
-            Unavailable: Redis did not answer.
         """
         args = (self.process, MARKS_LOCK_MS)
         return bool(await self._commands.run_script(_RENEW, [self._lock_key], *args))
@@ -504,11 +491,7 @@ class LimitStore(RedisStore):
         await self._commands.run_script(_RELEASE, [self._lock_key], self.process)
 
     async def marks(self) -> dict[str, bytes]:
-        """Returns the mark of each budget that is counted, by its counter's name.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Returns the mark of each budget that is counted, by its counter's name."""
         marks = await self._commands.run("HGETALL", self._marks_key)
         return {name.decode(): mark for name, mark in marks.items()}
 

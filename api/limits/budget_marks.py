@@ -19,7 +19,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -81,12 +80,7 @@ class BudgetMarks:
         self._running = asyncio.create_task(self._run())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
 

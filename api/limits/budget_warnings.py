@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from api.limits.accounts import LimitStore
@@ -47,12 +46,7 @@ class BudgetWarnings:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         if self._sending:
             await asyncio.wait(self._sending, timeout=CLOSE_LIMIT_S)
 

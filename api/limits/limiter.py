@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -141,19 +140,14 @@ class Limiter:
         self._keeping.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self._keeping.stop()
         with contextlib.suppress(Unavailable, TimeoutError):
             async with asyncio.timeout(CLOSE_LIMIT_S):
                 await asyncio.gather(*self._takings, return_exceptions=True)
                 await self.give_back(math.inf)
                 await self.store.leave()
-        await self.store.__aexit__(kind, error, trace)
+        await self.store.__aexit__(*exc)
 
     def account(self, caller: Caller, model: str, unit: Unit, month: float = 0) -> Account:
         """Returns the counters for a caller, a model whose work is counted in `unit`, and a month.

@@ -14,7 +14,6 @@ import logging
 import time
 from collections import deque
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -62,12 +61,7 @@ class PredictionFollower:
         self._sweeping = asyncio.create_task(self._sweep())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         self._sweeping.cancel()
         await asyncio.wait([self._sweeping], timeout=CLOSE_LIMIT_S)
         for limited, _ in self._followed:

@@ -23,7 +23,6 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
 
 from api.errors import log_reason
@@ -222,12 +221,7 @@ class GenerationStreams:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         """Texts whose readers have left run to their ends: other instances may have these now."""
         ending = [*self._leaving, *self._reader.tasks]
         for task in ending:

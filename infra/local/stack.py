@@ -21,7 +21,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
 from infra.local.ports import Ports
@@ -267,12 +266,7 @@ class Stack:
             self._start_pipeline(undo, catalog, health, makers)
             self._undo = undo.pop_all()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._close()
 
     def _close(self) -> None:

@@ -3,6 +3,8 @@
 Workers count what their items did, and say that they live. API instances count compared results,
 judge, and take canaries back. Every key has the revision of the canary, so another one starts
 afresh. Counts are kept by the minute, so a canary is judged by the last WINDOW_S seconds.
+
+Calls raise Unavailable if Redis does not answer.
 """
 
 from __future__ import annotations
@@ -89,11 +91,7 @@ class CanaryStore(RedisStore):
         return f"{self._prefix}canary:{canary.public_name}:{canary.revision}:{kind}"
 
     async def state(self, canary: Model) -> CanaryState:
-        """Returns the state of a canary, which decides whether it gets requests.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Returns the state of a canary, which decides whether it gets requests."""
         alive, reason = await asyncio.gather(
             self._commands.run("EXISTS", self._key(canary, "alive")),
             self._commands.run("HGET", self._key(canary, "taken-back"), "reason"),
@@ -101,37 +99,21 @@ class CanaryStore(RedisStore):
         return CanaryState(bool(alive), reason.decode() if reason else "")
 
     async def say_alive(self, canary: Model) -> None:
-        """Says that a worker of the canary lives, for ALIVE_S.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Says that a worker of the canary lives, for ALIVE_S."""
         await self._commands.run("SET", self._key(canary, "alive"), 1, "PX", int(ALIVE_S * 1000))
 
     async def take_back(self, canary: Model, reason: str) -> bool:
-        """Takes a canary back, for the first reason given. Returns whether this was the first.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Takes a canary back, for the first reason given. Returns whether this was the first."""
         key = self._key(canary, "taken-back")
         return bool(await self._commands.run_script(_TAKE_BACK, [key], reason, time.time(), KEEP_S))
 
     async def resume(self, canary: Model) -> None:
-        """Gives a canary its share again, and forgets what it did.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Gives a canary its share again, and forgets what it did."""
         keys = [self._key(canary, "taken-back"), *self._minutes(canary)]
         await self._commands.run("DEL", *keys)
 
     async def may_judge(self, canary: Model) -> bool:
-        """Returns whether this process judges the canary now. One process does so per second.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Returns whether this process judges the canary now. One process does so per second."""
         words = ("NX", "PX", int(JUDGE_EVERY_S * 1000))
         return bool(await self._commands.run("SET", self._key(canary, "judged"), 1, *words))
 
@@ -147,11 +129,7 @@ class CanaryStore(RedisStore):
             await self._commands.run_script(_COUNT, [key], WINDOW_S + 2 * MINUTE_S, *pairs)
 
     async def counts(self, canary: Model) -> CanaryCounts:
-        """The counts of the last WINDOW_S seconds.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """The counts of the last WINDOW_S seconds."""
         counts_of_sides = await asyncio.gather(
             *(self._commands.run("HGETALL", key) for key in self._minutes(canary))
         )

@@ -7,7 +7,6 @@ No request waits for these calls. The service allows 6,000 of them per minute an
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
 from typing import Any, Self
 
 from google.pubsub_v1.types import pubsub
@@ -56,12 +55,7 @@ class PubSubAdmin:
         self._channel = self._channels.open()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self._channels.close()
 
     async def ensure_topic(self, topic_id: str) -> bool:

@@ -34,7 +34,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
 
@@ -286,12 +285,7 @@ class PubSubTransport:
         self._modify = Method(leasing, "Subscriber/ModifyAckDeadline", None, "subscription")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self._publishing.close()
         await self._channels.close()
 

@@ -19,7 +19,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
@@ -289,15 +289,10 @@ class ResultCache(RedisStore):
         self._decoder = msgspec.msgpack.Decoder(CacheEntry)
         self._owed_decoder = msgspec.msgpack.Decoder(Owed)
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         if marking := set(self._marking.values()):
             await asyncio.wait(marking, timeout=CLOSE_LIMIT_S)
-        await super().__aexit__(kind, error, trace)
+        await super().__aexit__(*exc)
 
     async def get_many(self, keys: Iterable[str]) -> dict[str, Hit]:
         """Returns the cached results. Never raises.

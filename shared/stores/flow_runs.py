@@ -16,6 +16,8 @@ are in a hash next to it, `<record>:flow`, which goes with it:
 The scripts next to this file (flow_*.lua) decide what counts: the first plan of a step, the first
 outcome of an item, and none once the run is closed or over. So whoever does the same again, after
 any death, comes to the same.
+
+Calls raise Unavailable if Redis does not answer.
 """
 
 from __future__ import annotations
@@ -105,11 +107,7 @@ class FlowRuns:
         return record, f"{record}:flow"
 
     async def open(self, run: str, data: bytes) -> bool:
-        """Keeps the input of a run. Returns whether there is a run.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Keeps the input of a run. Returns whether there is a run."""
         return bool(await self._commands.run_script(OPEN, self._keys(run), data))
 
     async def plan(
@@ -130,9 +128,6 @@ class FlowRuns:
 
         Returns:
             1: it is noted. 0: it was before. -1: the run is over. -2: there is no room for it.
-
-        Raises:
-            Unavailable: Redis did not answer.
         """
         fields: list[str | bytes] = []
         for number, job in enumerate(jobs):
@@ -145,11 +140,7 @@ class FlowRuns:
         return int(await self._commands.run_script(PLAN, (*self._keys(run), self._store), *args))
 
     async def jobs(self, run: str, step: int, numbers: Sequence[int]) -> list[bytes]:
-        """Returns jobs of a step. Those of a run that was dropped are missing.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Returns jobs of a step. Those of a run that was dropped are missing."""
         if not numbers:
             return []
         fields = [f"p:{step}:{number}" for number in numbers]
@@ -157,20 +148,12 @@ class FlowRuns:
         return [value for value in values if value is not None]
 
     async def planned(self, run: str) -> list[bytes]:
-        """Returns all jobs of a run.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Returns all jobs of a run."""
         fields = await self._commands.run("HGETALL", self._keys(run)[1])
         return [value for name, value in fields.items() if name.startswith(b"p:")]
 
     async def note_published(self, run: str, step: int) -> None:
-        """Notes that the broker has the first jobs of a step.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Notes that the broker has the first jobs of a step."""
         await self._commands.run_script(PUBLISHED, self._keys(run), f"b:{step}")
 
     async def mark(self, run: str, step: int, outcomes: Mapping[int, bytes]) -> Marked:
@@ -200,9 +183,6 @@ class FlowRuns:
 
         Args:
             jobs: the run of each, and the indexes of its items.
-
-        Raises:
-            Unavailable: Redis did not answer.
         """
         keys = [key for run, _ in jobs for key in self._keys(run)]
         args = [part for _, items in jobs for part in (len(items), *items)]
@@ -220,11 +200,7 @@ class FlowRuns:
         return bool(await self._commands.run_script(CLOSE, [record], reason, channel, run))
 
     async def read(self, run: str) -> RunState:
-        """Returns all that Redis has of a run.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Returns all that Redis has of a run."""
         fields = await self._commands.run("HGETALL", self._keys(run)[1])
         known = {name.decode(): value for name, value in fields.items()}
         steps = {
@@ -244,9 +220,6 @@ class FlowRuns:
         """Returns the number of items of each step, and of those that are done.
 
         None: its items are not known yet.
-
-        Raises:
-            Unavailable: Redis did not answer.
         """
         names = [f"{kind}:{step}" for step in range(steps) for kind in ("n", "d")]
         values = await self._commands.run("HMGET", self._keys(run)[1], *names)
@@ -254,11 +227,7 @@ class FlowRuns:
         return [None if items is None else (int(items), int(done or 0)) for items, done in pairs]
 
     async def outcomes(self, run: str, indexes: Sequence[int]) -> list[bytes | None]:
-        """Returns the outcomes of items. None: it is not done.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Returns the outcomes of items. None: it is not done."""
         if not indexes:
             return []
         names = [f"o:{index}" for index in indexes]

@@ -8,6 +8,8 @@ In Redis: one hash, a stream of audit events, and a hash of last uses. The direc
 with a version, so that a reader never sees half of a change, and two writers at the same time do
 not undo each other. Nothing has a TTL, so Redis evicts none of it. A Redis that lost its data has
 no version. Then readers keep what they have, and a copy of it in the Redis of their region.
+
+Calls raise Unavailable if Redis does not answer.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 from urllib.parse import unquote, urlsplit
 
@@ -111,7 +112,6 @@ class KeyRedis(RedisStore):
 
         Raises:
             NoDirectory: Redis has none, or lost it.
-            Unavailable: Redis did not answer.
         """
         if version:
             known_version = await self._commands.run("HGET", self._directory, "version")
@@ -134,11 +134,7 @@ class KeyRedis(RedisStore):
         return bool(done)
 
     async def audit_events(self, limit: int, before: str = "") -> list[LoggedEvent]:
-        """The audit events before this one, newest first.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """The audit events before this one, newest first."""
         end = f"({before}" if before else "+"
         entries = await self._commands.run("XREVRANGE", self._audit, end, "-", "COUNT", limit)
         return [
@@ -147,21 +143,13 @@ class KeyRedis(RedisStore):
         ]
 
     async def note_uses(self, used_s: Mapping[str, int]) -> None:
-        """Notes when keys were last used.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Notes when keys were last used."""
         if used_s:
             pairs = [word for pair in used_s.items() for word in pair]
             await self._commands.run_script(_USES, [self._used], 2 * MAX_KEYS, *pairs)
 
     async def uses(self) -> dict[str, int]:
-        """When keys were last used, by id in Unix seconds.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """When keys were last used, by id in Unix seconds."""
         used = await self._commands.run("HGETALL", self._used)
         return {key_id.decode(): int(used_s) for key_id, used_s in used.items()}
 
@@ -208,19 +196,12 @@ class KeyCopy(RedisStore):
         Args:
             at_s: when it was known to be current, Unix time.
             keep_s: for how long it is of use.
-
-        Raises:
-            Unavailable: Redis did not answer.
         """
         data = msgspec.msgpack.encode((document.version, document.data, at_s))
         await self._commands.run("SET", self._key, data, "EX", max(1, round(keep_s)))
 
     async def read(self) -> tuple[StoredDocument, float] | None:
-        """Returns the copy, and when it was known to be current. None if there is none.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Returns the copy, and when it was known to be current. None if there is none."""
         data = await self._commands.run("GET", self._key)
         if data is None:
             return None
@@ -247,12 +228,7 @@ class KeyFile:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         return None
 
     def read_at_start(self) -> StoredDocument:

@@ -13,6 +13,8 @@ A large object is written in pieces, so that memory need not hold all of it.
 Signed links to objects let answers and webhooks name an image instead of carrying it.
 api/routes/files.py serves them, in another format if `media_type` is not the object's own. The
 signature is HMAC-SHA256 (RFC 2104) over key, media type and expiry, so none of them can be changed.
+
+Calls raise Unavailable if the store is unreachable.
 """
 
 from __future__ import annotations
@@ -168,11 +170,7 @@ def key_of_digest(folder: str, digest: str, media_type: str) -> str:
 
 
 async def stored_input(blob: Blob, objects: ObjectStore) -> Blob:
-    """Returns the blob for a message. A large one goes to the object store.
-
-    Raises:
-        Unavailable: the object store is unreachable.
-    """
+    """Returns the blob for a message. A large one goes to the object store."""
     if blob.data is None or len(blob.data) <= INLINE_LIMIT_BYTES:
         return blob
     # The digest of 64 MiB takes 0.1 s, which would be a pause of all requests of an instance.
@@ -253,7 +251,6 @@ class ObjectStore:
         Raises:
             BadInput: the key is not valid, or has no object.
             InputTooLarge: the object is larger. Nothing of it was loaded.
-            Unavailable: the store is unreachable or too slow.
         """
         _check(key)
         with _translated("get", key):
@@ -280,7 +277,6 @@ class ObjectStore:
 
         Raises:
             BadInput: the key is not valid, or has no object.
-            Unavailable: the store is unreachable or too slow.
         """
         _check(key)
         if not length:
@@ -295,20 +291,13 @@ class ObjectStore:
         Args:
             folder: without a slash at its end.
             after: a key, of an object or not, behind which the listing begins.
-
-        Raises:
-            Unavailable: the store is unreachable or too slow.
         """
         _check(folder)
         with _translated("list", folder):
             return await self._work(folder, partial(_list, self._store, folder, limit, after))
 
     async def modified_before(self, folder: str, before_s: float) -> AsyncIterator[StoredObject]:
-        """Yields the objects below a folder that were last written before `before_s` (Unix time).
-
-        Raises:
-            Unavailable: the store is unreachable or too slow.
-        """
+        """Yields the objects below a folder last written before `before_s` (Unix time)."""
         _check(folder)
         with _translated("list", folder):
             chunks = await self._work(
@@ -320,11 +309,7 @@ class ObjectStore:
                         yield one
 
     async def folders(self, folder: str) -> list[str]:
-        """Returns the names of the folders right below a folder, in order.
-
-        Raises:
-            Unavailable: the store is unreachable or too slow.
-        """
+        """Returns the names of the folders right below a folder, in order."""
         _check(folder)
         with _translated("list", folder):
             objects = await self._work(
@@ -333,11 +318,7 @@ class ObjectStore:
         return sorted(path.rstrip("/").rpartition("/")[2] for path in objects["common_prefixes"])
 
     async def delete(self, key: str) -> None:
-        """Removes an object. A missing object is not an error.
-
-        Raises:
-            Unavailable: the store is unreachable or too slow.
-        """
+        """Removes an object. A missing object is not an error."""
         _check(key)
         with _translated("delete", key), suppress(FileNotFoundError):
             await self._work(key, partial(obstore.delete, self._store, key))

@@ -11,6 +11,8 @@ Previews of images that are being drawn are in a Redis stream for each predictio
 prediction's events says that it watches, again and again. Workers learn of it when they report
 progress, and draw nothing for predictions that nobody watches. Streams are bounded and expire, so
 unlike records they have no part in a budget.
+
+Calls raise Unavailable if Redis does not answer.
 """
 
 from __future__ import annotations
@@ -172,11 +174,7 @@ class WaitingLines:
     async def position(
         self, record: str, tenant: str, model: str, deadline_s: float
     ) -> QueuePosition | None:
-        """Returns the position of the prediction with this record. None if it does not wait.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Returns the position of the prediction with this record. None if it does not wait."""
         keys = (
             f"{self._prefix}record:{record}",
             self.key_of(tenant, model),
@@ -216,20 +214,12 @@ class PreviewStore:
         return f"{self._prefix}watched:{record}", f"{self._prefix}previews:{record}"
 
     async def watch(self, record: str) -> None:
-        """Has previews drawn for the next seconds.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Has previews drawn for the next seconds."""
         watched, _ = self.keys_of(record)
         await self._commands.run("SET", watched, 1, "EX", WATCHED_S)
 
     async def after(self, record: str, cursor: str) -> list[Preview]:
-        """The previews after `cursor`, or all that are kept if it is empty.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """The previews after `cursor`, or all that are kept if it is empty."""
         _, stream = self.keys_of(record)
         entries = await self._commands.run("XRANGE", stream, f"({cursor}" if cursor else "-", "+")
         return [_preview(cursor.decode(), fields) for cursor, fields in entries]

@@ -22,6 +22,8 @@ is created with the record, by the same script, and outlives the instance
 that created it. The process that ends the record makes its hold due (record_budget.lua). Any
 instance takes due holds and settles them by what the record says. Settling removes the hold in the
 script that counts (api/limits/take.lua), so it happens once.
+
+Calls raise Unavailable if Redis does not answer.
 """
 
 from __future__ import annotations
@@ -156,9 +158,6 @@ class Holds:
         """Takes holds whose records are over, or that should be over by now.
 
         Others get them LOOK_AGAIN_S later, if they are still there.
-
-        Raises:
-            Unavailable: Redis did not answer.
         """
         args = (time.time(), most, LOOK_AGAIN_S)
         due = await self._commands.run_script(_DUE, self._keys, *args)
@@ -168,11 +167,7 @@ class Holds:
         ]
 
     async def are_held(self, record_ids: Sequence[str]) -> list[bool]:
-        """Returns whether the records have holds that are not settled.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Returns whether the records have holds that are not settled."""
         names = [self._record_prefix + one for one in record_ids]
         scores = await self._commands.run("ZMSCORE", self._keys[1], *names)
         return [one is not None for one in scores]
@@ -181,9 +176,6 @@ class Holds:
         """Returns whether a record was created with this hold, which may be settled by now.
 
         If it was not, it will not be.
-
-        Raises:
-            Unavailable: Redis did not answer.
         """
         digest = hashlib.sha1(data, usedforsecurity=False).hexdigest()
         keys = (self._record_prefix + record_id, f"{self._void_prefix}{digest}")
@@ -376,11 +368,7 @@ class Records(RedisStore):
         return bool(stored)
 
     async def mark_published(self, record: str) -> None:
-        """Notes that the broker has the job of a prediction.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Notes that the broker has the job of a prediction."""
         await self._commands.run_script(PUBLISHED, [self._key(record)])
 
     async def cancel(self, record: str, deadline_s: float = 0.0) -> State:
@@ -390,9 +378,6 @@ class Records(RedisStore):
             deadline_s: unix time until which the broker may deliver its job. The record is kept for
               at least as long, or a worker that gets the job later would compute it. Predictions
               are kept longer anyway.
-
-        Raises:
-            Unavailable: Redis did not answer.
         """
         now_s = time.time()
         keep_s = JOB_KEEP_S + max(0, math.ceil(deadline_s - now_s))
@@ -412,9 +397,6 @@ class Records(RedisStore):
         Returns:
             True: it is deleted. False: it has changed since, so the caller must read it again.
             None: it does not exist.
-
-        Raises:
-            Unavailable: Redis did not answer.
         """
         keys = (
             *(self._key(record), self._store),
@@ -428,11 +410,7 @@ class Records(RedisStore):
         return {1: True, -1: False}.get(answer)
 
     async def read(self, record: str) -> Record | None:
-        """Returns the record, or None if there is none.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Returns the record, or None if there is none."""
         fields = await self._commands.run("HGETALL", self._key(record))
         known = {name.decode(): value for name, value in fields.items()}
         return record_from_fields(known) if known else None
@@ -444,9 +422,6 @@ class Records(RedisStore):
 
         Args:
             document: as it was read or created.
-
-        Raises:
-            Unavailable: Redis did not answer.
         """
         values = await self._commands.run("HMGET", self._key(record), *_CHANGING, "keep_s")
         known = dict(zip(_CHANGING, values, strict=False))
@@ -462,9 +437,6 @@ class Records(RedisStore):
         """Returns ids of a tenant's predictions, newest first.
 
         With `before_s` (unix seconds) only older ones.
-
-        Raises:
-            Unavailable: Redis did not answer.
         """
         newest = "+inf" if before_s is None else f"({before_s!r}"
         words = ("ZREVRANGEBYSCORE", self._of_tenant(tenant), newest, "-inf", "LIMIT", 0, limit)
@@ -472,11 +444,7 @@ class Records(RedisStore):
         return [one.decode() for one in reply]
 
     async def sizes(self, records: Sequence[str]) -> list[int]:
-        """Returns the bytes that predictions take, as their budget counts them. 0: it is gone.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Returns the bytes that predictions take, as their budget counts them. 0: it is gone."""
         keys = map(self._key, records)
         counts = await self._commands.run("HMGET", f"{self._store}:counted", *keys)
         return [0 if one is None else int(one.partition(b" ")[0]) for one in counts]

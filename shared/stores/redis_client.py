@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from importlib import resources
 from pathlib import PurePosixPath
-from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 import hiredis
@@ -306,12 +305,7 @@ class RedisLink:
         self._recovering = asyncio.create_task(self._recover())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         self._recovering.cancel()
         closing = (self._recovering, *(batcher.close() for batcher in self._batchers))
         await asyncio.gather(*closing, return_exceptions=True)
@@ -469,13 +463,8 @@ class RedisStore:
         await self._link.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._link.__aexit__(kind, error, trace)
+    async def __aexit__(self, *exc: object) -> None:
+        await self._link.__aexit__(*exc)
 
     @property
     def is_up(self) -> bool:

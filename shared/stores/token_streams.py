@@ -14,6 +14,8 @@ which does not need this stream.
 
 `TokenReader` polls Redis once for all streams that an API instance serves. It reads no tokens for a
 slow reader until that one has taken those it has, so memory is bounded.
+
+Calls raise Unavailable if Redis does not answer.
 """
 
 from __future__ import annotations
@@ -130,9 +132,6 @@ class TokenStreams:
 
         Args:
             wanted: of each item, its record, its index, and the tokens that the reader has.
-
-        Raises:
-            Unavailable: Redis did not answer.
         """
         keys = [
             key
@@ -150,9 +149,6 @@ class TokenStreams:
 
         Args:
             wanted: of each item, its record and its index.
-
-        Raises:
-            Unavailable: Redis did not answer.
         """
         delivered = await asyncio.gather(
             *(
@@ -166,9 +162,6 @@ class TokenStreams:
         """Returns what was delivered of items that end without a result, for their charge.
 
         From here on, readers get nothing that they could not have read before.
-
-        Raises:
-            Unavailable: Redis did not answer.
         """
         reply = await self._commands.run_script(
             _DELIVERED, [f"{self._prefix}record:{record}"], *items
@@ -176,19 +169,11 @@ class TokenStreams:
         return [_delivered(read, prompt) for read, prompt in reply]
 
     async def mark_read(self, record: str) -> None:
-        """Says that somebody reads along.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Marks a stream as read for READER_S."""
         await self._commands.run("SET", self._reader_key(record), 1, "EX", READER_S)
 
     async def is_read(self, record: str) -> bool:
-        """Returns whether somebody has read along in the last READER_S.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Returns whether somebody has read along in the last READER_S."""
         return bool(await self._commands.run("EXISTS", self._reader_key(record)))
 
     def _reader_key(self, record: str) -> str:

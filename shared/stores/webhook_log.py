@@ -1,4 +1,7 @@
-"""A bounded log of what became of a prediction's webhooks: no bodies, no secrets, no URLs."""
+"""A bounded log of what became of a prediction's webhooks: no bodies, no secrets, no URLs.
+
+Calls raise Unavailable if Redis does not answer.
+"""
 
 from __future__ import annotations
 
@@ -67,29 +70,17 @@ class WebhookLog:
         return None
 
     async def read(self, record: str) -> list[WebhookAttempt]:
-        """The attempts, oldest first.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Returns the attempts, the oldest first."""
         log, _, _ = self.keys_of(record)
         entries = await self._commands.run("LRANGE", log, 0, -1)
         return [_attempt(entry) for entry in entries]
 
     async def keep_end(self, record: str, end: bytes) -> None:
-        """Keeps what a webhook needs if its prediction is deleted before it was notified.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Keeps what a webhook needs if its prediction is deleted before it was notified."""
         await self._commands.run("SET", self._end_key(record), end, "EX", KEPT_S)
 
     async def end_of(self, record: str) -> bytes | None:
-        """Returns what `keep_end` kept. None if it kept nothing or the webhook was notified.
-
-        Raises:
-            Unavailable: Redis did not answer.
-        """
+        """Returns what `keep_end` kept. None if it kept nothing or the webhook was notified."""
         end: bytes | None = await self._commands.run("GET", self._end_key(record))
         return end
 
@@ -106,7 +97,6 @@ class WebhookLog:
 
         Raises:
             Overloaded: the last one was a moment ago.
-            Unavailable: Redis did not answer.
         """
         _, _, replayed = self.keys_of(record)
         if not await self._commands.run("SET", replayed, 1, "NX", "EX", REPLAY_EVERY_S):

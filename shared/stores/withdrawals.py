@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -168,14 +167,9 @@ class LiveWithdrawals:
         self._refreshing.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self._refreshing.stop()
-        await self._store.__aexit__(kind, error, trace)
+        await self._store.__aexit__(*exc)
 
     def on_withdrawn(self, act: Callable[[], None]) -> None:
         """Has `act` called each time that more is withdrawn, to end what is under way."""

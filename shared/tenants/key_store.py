@@ -1,9 +1,11 @@
-"""Stores of the directory of keys: the interface that a file and Redis have in common."""
+"""Stores of the directory of keys: the interface that a file and Redis have in common.
+
+Calls raise Unavailable if the store is unreachable.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
 import msgspec
@@ -70,12 +72,7 @@ class KeyStore(Protocol):
 
     async def __aenter__(self) -> Self: ...
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    async def __aexit__(self, *exc: object) -> None: ...
 
     def read_at_start(self) -> StoredDocument | None:
         """The directory, if it can be read before the store is opened.
@@ -90,7 +87,6 @@ class KeyStore(Protocol):
 
         Raises:
             NoDirectory: the store has none.
-            Unavailable: the store is unreachable.
         """
         ...
 
@@ -106,30 +102,17 @@ class KeyStore(Protocol):
 
         Raises:
             KeysReadOnly: it can't be changed here.
-            Unavailable: the store is unreachable.
         """
         ...
 
     async def audit_events(self, limit: int, before: str = "") -> list[LoggedEvent]:
-        """The audit events before this one, newest first. An empty `before` starts with the newest.
-
-        Raises:
-            Unavailable: the store is unreachable.
-        """
+        """The audit events before this one, newest first. Empty `before`: from the newest."""
         ...
 
     async def note_uses(self, used_s: Mapping[str, int]) -> None:
-        """Notes when keys were last used, by id in Unix seconds. Earlier times change nothing.
-
-        Raises:
-            Unavailable: the store is unreachable.
-        """
+        """Notes when keys were last used, by id in Unix seconds. Earlier times change nothing."""
         ...
 
     async def uses(self) -> dict[str, int]:
-        """When keys were last used, by id in Unix seconds. Empty if it is not kept.
-
-        Raises:
-            Unavailable: the store is unreachable.
-        """
+        """When keys were last used, by id in Unix seconds. Empty if it is not kept."""
         ...

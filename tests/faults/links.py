@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Self
 
 from bench.distant_link import delayed
@@ -128,12 +127,7 @@ class Links:
                 link.heal()
                 link.cut()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join(LIMIT_S)
 

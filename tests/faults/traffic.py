@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
 
@@ -109,12 +108,7 @@ class Traffic:
         self._vectors = [await self._reference(number) for number in range(TEXTS)]
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self._session.close()
 
     async def run(self, goes_on: Callable[[], bool]) -> None:
