@@ -239,7 +239,6 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """The content in one piece."""
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or self.refusal or ""

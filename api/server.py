@@ -169,12 +169,10 @@ class BoundedHttp(HttpToolsProtocol):
         self.headers = []
 
     def on_body(self, body: bytes) -> None:
-        """A piece of a body."""
         self._beside_bytes -= len(body) + CHUNK_FRAME_BYTES
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is complete."""
         if self._offers_protocol:
             return
         self._beside_bytes, self._in_body = 0, False

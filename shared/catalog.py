@@ -170,7 +170,6 @@ class Model(CatalogEntry):
 
     @cached_property
     def definition(self) -> Task:
-        """The definition of its task."""
         return TASKS[self.task]
 
     @property

@@ -102,7 +102,6 @@ class FairPermits:
             raise
 
     def give(self, owner: str) -> None:
-        """Gives a permit back."""
         self._running[owner] -= 1
         if not self._running[owner]:
             del self._running[owner]

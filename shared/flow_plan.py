@@ -339,7 +339,6 @@ class FlowStep(_Part):
 
     @property
     def references(self) -> list[Reference]:
-        """All references of the step."""
         lists = self.lists.values()
         conditions = [] if self.condition is None else self.condition.references
         return [*lists, *conditions, *references_in(self.input), *references_in(self.default)]

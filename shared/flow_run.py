@@ -93,7 +93,6 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Returns whether all steps are."""
         return all(step.id in self.scope for step in self.plan.steps)
 
     @cached_property

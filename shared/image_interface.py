@@ -60,7 +60,6 @@ class ImageInterface(BaseModel):
 
     @property
     def as_json(self) -> str:
-        """The content of the file."""
         return self.model_dump_json(indent=2) + "\n"
 
     def accepts(self, field: str) -> bool:

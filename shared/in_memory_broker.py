@@ -190,7 +190,6 @@ class InMemorySubscription:
             self._queue.deliver()
 
     def nack(self, message: ReceivedMessage) -> None:
-        """See shared.transport.Subscription."""
         if message.ack_id in self._held:
             self._hand_back([self._held.pop(message.ack_id)])
 

@@ -55,7 +55,6 @@ class ModelInterface(BaseModel):
 
     @cached_property
     def as_json(self) -> str:
-        """The content of the file."""
         return json.dumps(self.model_dump(), indent=2, sort_keys=True) + "\n"
 
     def __hash__(self) -> int:

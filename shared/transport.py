@@ -83,7 +83,6 @@ class SmoothedDuration:
         return self.mean_s + DEVIATIONS * self._deviation_s
 
     def record(self, took_s: float) -> None:
-        """Takes one measurement into account."""
         if took_s > MAX_SAMPLE_S:
             return
         if not self.mean_s:

@@ -57,9 +57,7 @@ NOT_SENT = "the answer was on its way"
 class JobTimer(Protocol):
     """Fires at a limit of a job."""
 
-    def cancel(self) -> object:
-        """Never fires after this."""
-        ...
+    def cancel(self) -> object: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +104,6 @@ class PulledJob:
 
     @property
     def record(self) -> str:
-        """The id of its record."""
         return record_id(self.envelope.request_id, self.envelope.part)
 
     @property
@@ -291,7 +288,6 @@ class QueuedItem:
 
     @property
     def weight(self) -> float:
-        """The weight of that tenant."""
         return self.waiters[0][0].envelope.weight
 
     @property

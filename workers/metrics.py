@@ -191,12 +191,10 @@ class ProcessTimes:
         self._closed: list[TimeReport] = []
 
     def now_s(self) -> float:
-        """The time of its clock."""
         return self._clock()
 
     @property
     def processes(self) -> int:
-        """The number of model processes."""
         return len(self._states)
 
     def opened(self, processes: int) -> None:

@@ -208,7 +208,6 @@ class _ModelThread:
         self._thread: threading.Thread | None = None
 
     async def start_client(self, make_room: MakeRoom) -> ModelClient:
-        """As StartClient."""
         return await ModelClient.start(self.start, COMPUTE_LIMIT_S)
 
     async def start(self, theirs: socket.socket) -> _ModelThread:
@@ -222,7 +221,6 @@ class _ModelThread:
         return self
 
     def kill(self) -> None:
-        """Ends the connection."""
         if self._connection is not None:
             with suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)

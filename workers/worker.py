@@ -505,7 +505,6 @@ class ModelScheduler:
         return best if worth_s[best] <= now_s else Idle(min(worth_s[best], due_s[first]))
 
     def _due_s(self, model: int, queue: QueueState, now_s: float) -> float:
-        """When the model becomes due."""
         usual_s = max(queue.oldest_s, self._served_s[model]) + self.switch_wait_s
         deadline_s = queue.earliest_deadline_s(now_s + self._load_s[model])
         # Time for the batch that runs then, and for the job's own.

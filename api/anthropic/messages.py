@@ -166,7 +166,6 @@ class MessageEvents:
         self._has_tools = bool(chat.allowed_tools)
 
     def whole(self, outcomes: Sequence[ItemOutcome]) -> MessageReply:
-        """Returns the answer."""
         (result,) = results_of(outcomes, self._model)
         choice = chat_choice(self._chat, self._made, 0, result)
         reason, stop = _end(choice, result)
@@ -217,7 +216,6 @@ class MessageEvents:
         return [*events, _event("message_delta", delta=ended, usage=_usage(result))]
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
-        """Returns the end."""
         return [_event("message_stop")]
 
     def failure(self, error: PenstockError) -> bytes:

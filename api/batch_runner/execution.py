@@ -111,7 +111,6 @@ class TurnProgress:
         """True if the rest of the lines waits for a later turn."""
 
     def note_end(self, line: BatchLine) -> None:
-        """Records that a line ended."""
         self.attempts.pop(line.number, None)
         self._moved_s = self._clock()
         self.ended_lines += 1

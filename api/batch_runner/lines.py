@@ -68,7 +68,6 @@ class LineSplitter:
 
     Args:
         longest_bytes: the data of longer lines is dropped.
-        number: of the first line.
         offset: bytes before the first line in the file.
     """
 

@@ -60,5 +60,4 @@ class Share:
         self.wake()
 
     def wake(self) -> None:
-        """Lets the taker look again."""
         self._changed.set()

@@ -146,7 +146,6 @@ class Counts(msgspec.Struct, omit_defaults=True):
 
     @property
     def ended(self) -> int:
-        """How many lines have ended."""
         return self.completed + self.failed
 
 

@@ -294,7 +294,6 @@ class Upload:
         await self._writer.write(data)
 
     def to_file(self, tenant: str) -> BatchFile:
-        """Its document."""
         return BatchFile(
             id=self.id,
             tenant=tenant,

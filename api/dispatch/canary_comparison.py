@@ -70,7 +70,6 @@ class CanaryComparisons:
 
     @property
     def tasks(self) -> set[asyncio.Task[None]]:
-        """The comparisons under way."""
         return self._tasks
 
     def consider(self, asked: InferenceRequest, canary: Model, response: InferenceResponse) -> None:

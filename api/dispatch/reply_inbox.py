@@ -418,7 +418,6 @@ class ReplyInbox:
 
     Args:
         settings: inbox_pool, inbox_first, inbox_lease_s, reply_slots, redis_url.
-        subscriber: opens the subscriptions.
         admin: creates an inbox if there is no pool or no free inbox in it.
         instance: id of this instance (letters, digits and dashes).
     """

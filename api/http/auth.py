@@ -340,9 +340,7 @@ class Access(Protocol):
         """The tenants and keys that have a budget. None if the directory may have changed."""
         ...
 
-    async def refresh(self) -> None:
-        """Reads the keys again now."""
-        ...
+    async def refresh(self) -> None: ...
 
 
 def access_of(settings: ApiSettings, catalog: Catalog | None = None) -> Access:
@@ -437,7 +435,6 @@ class ApiKeys:
         return self.directory.budgets()
 
     async def refresh(self) -> None:
-        """Reads the keys again now."""
         await self.directory.refresh()
 
 

@@ -136,7 +136,6 @@ class FastProblemRoute(ProblemRoute, FastRoute):
     has_own_keys = True
 
     async def answer_error(self, request: Request, error: Exception) -> Response:
-        """Returns problem details."""
         return problem_response(request, error)
 
 
@@ -187,7 +186,6 @@ class FastRouteApp(FastAPI):
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one connection."""
         await self._entry(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:

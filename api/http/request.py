@@ -173,7 +173,6 @@ class _Watch:
         self._timer: asyncio.Handle | None = self._loop.call_soon(self._begin)
 
     def stop(self) -> None:
-        """Cancels nothing after this."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -363,7 +362,6 @@ class ApiRequest:
 
         Args:
             model: the model that computes it.
-            read: the parsed inputs.
             digest: the digest of the whole request.
             own_id: the id that the caller chose, if any.
             shown: further fields of its document.
@@ -541,7 +539,6 @@ class ApiRequest:
 
     @property
     def tenant(self) -> str:
-        """The tenant of the caller."""
         return self.caller.tenant
 
     @property

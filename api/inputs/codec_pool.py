@@ -126,7 +126,6 @@ class CodecClient:
 
     @property
     def is_up(self) -> bool:
-        """Returns whether it accepts commands."""
         return (
             self._process.returncode is None
             and not self._writer.is_closing()
@@ -390,7 +389,6 @@ class CodecPool:
 
     @contextmanager
     def _counted(self, task: _Task) -> Iterator[None]:
-        """Counts a command that waits."""
         image, size = OneItem(task.tenant), OneItem(task.tenant, items=max(1, task.size_bytes))
         if task.is_new:
             self._room.take(image)

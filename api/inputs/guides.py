@@ -306,7 +306,6 @@ def check_accepted(
     """Validates that the pipeline of a model accepts the fields of a request.
 
     Args:
-        body: of the request.
         model: whose interface may be unknown here. Then its workers check the fields.
         mode: task that the request is for.
         files: the fields that came as files of a form.

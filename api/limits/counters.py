@@ -491,7 +491,6 @@ class SlotCounter(Counter):
         return 0.0
 
     def give_back(self, amount: float, period: float, now_s: float) -> None:
-        """Frees slots."""
         self.in_use -= amount
         self._spare_since_s = self.touched_s = now_s
 

@@ -74,7 +74,6 @@ class Hold:
 
     @property
     def data(self) -> bytes:
-        """As Redis has it."""
         return msgspec.json.encode(self.kept)
 
 
@@ -290,7 +289,6 @@ class RecoveredRequest(LimitedRequest):
     """
 
     async def __aenter__(self) -> Self:
-        """Reserves nothing."""
         if self._account is not None:
             self._reservation = self._limiter.reserve_nothing(self._account)
         return self

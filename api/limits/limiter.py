@@ -638,7 +638,6 @@ async def open_limiter(
     """Opens a limiter, which `opened` closes.
 
     Args:
-        opened: closes what is opened.
         redis_url: the Redis in which all instances count.
         publisher: sends warnings. It must stay open longer.
         instance: the id of this process.

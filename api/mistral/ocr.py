@@ -289,7 +289,6 @@ class OcrEndpoint(Endpoint):
         outcomes: Sequence[ItemOutcome],
         answered: Sequence[ItemOutcome],
     ) -> LineUsage:
-        """Adds the pages."""
         result = cast(CustomResult, answered[0].result)
         pages = _count_pages(result, request.model)
         return super().usage(request, outcomes, answered)._replace(pages=pages)
@@ -297,7 +296,6 @@ class OcrEndpoint(Endpoint):
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
-        """Returns the pages."""
         (outcome,) = outcomes
         body = cast(OcrBody, request.body)
         return _encode(await _reply(outcome.result, request.model, tools.objects, body))

@@ -265,7 +265,6 @@ class _Transcript:
 
     @property
     def spoken(self) -> list[TranscribedElement]:
-        """The segments with text."""
         return [one for one in self.elements if one.text.strip()]
 
 
@@ -449,7 +448,6 @@ class AudioRoute(StreamedRoute):
     """A route whose form may ask for a stream."""
 
     async def asks_for_stream(self, request: Request) -> bool:
-        """Returns whether it does."""
         _check_is_form(request)
         return await form_asks_for_stream(request, **_FORM_LIMITS)
 

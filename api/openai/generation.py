@@ -370,7 +370,6 @@ class ChatEndpoint(_TextEndpoint):
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
-        """Returns the answers."""
         body = cast(ChatBody, request.body)
         completion_id = CHAT_PREFIX + secrets.token_hex(12)
         return msgspec.json.encode(
@@ -390,7 +389,6 @@ class CompletionEndpoint(_TextEndpoint):
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
-        """Returns the texts."""
         body = cast(CompletionBody, request.body)
         completion_id = COMPLETION_PREFIX + secrets.token_hex(12)
         return msgspec.json.encode(

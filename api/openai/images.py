@@ -303,7 +303,6 @@ class ImageRoute(StreamedRoute):
     """A route whose body or form may ask for a stream."""
 
     async def asks_for_stream(self, request: Request) -> bool:
-        """Returns whether it does."""
         if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
             return await super().asks_for_stream(request)
         return await form_asks_for_stream(request, **FORM_LIMITS)

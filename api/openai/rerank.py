@@ -93,7 +93,6 @@ class RerankBody(Body):
     user: Option | None = None
 
     def texts(self) -> list[str]:
-        """The documents' texts."""
         return [one if isinstance(one, str) else one.text for one in self.documents]
 
 
@@ -162,7 +161,6 @@ class RerankEndpoint(Endpoint):
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
-        """Returns the results."""
         body = cast(RerankBody, request.body)
         return _encoder.encode(_reply(body, request.model, outcomes, "1"))
 

@@ -190,7 +190,6 @@ class ResponseEvents:
         return self._joined(*begin, self._delta(number, now[len(shown) :], encoded))
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> list[LogprobOfText]:
-        """Returns the requested ones."""
         return [_shown_logprob(one) for one in tokens] if self._body.has_logprobs else []
 
     def _shown(self, text: str) -> str:
@@ -245,7 +244,6 @@ class ResponseEvents:
         return events
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
-        """Returns the whole answer."""
         whole = self.whole(outcomes, ended_at_s)
         event = self._event(self._last, f"response.{whole.status}", response=whole)
         return [event] if event else []

@@ -156,7 +156,6 @@ class SpeechRoute(StreamedRoute):
     """A route whose body may ask for a stream."""
 
     async def asks_for_stream(self, request: Request) -> bool:
-        """Returns whether it does."""
         try:
             asked = _asked_decoder.decode(strip_mark(await request.body()))
         except (msgspec.MsgspecError, UnicodeError, RecursionError):

@@ -211,7 +211,6 @@ class HeldResponse(StreamingResponse):
         self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the stream."""
         with self._held:
             await super().__call__(scope, receive, send)
 
@@ -299,7 +298,6 @@ class OutputEvents(StreamShape):
         return encode_event("output", text) if text else None
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
-        """Returns the end."""
         return [encode_event("done", "{}")]
 
     def logs(self, text: str) -> bytes:

@@ -54,11 +54,9 @@ class CustomApi(ApiTask):
     output_schema: ClassVar = {}
 
     def input_schema_of(self, model: Model) -> dict[str, Any]:
-        """As the class declares it."""
         return interface_of(model).inputs
 
     def output_schema_of(self, model: Model) -> dict[str, Any]:
-        """As the class declares it."""
         return interface_of(model).output
 
     def streams(self, model: Model) -> StreamKind:

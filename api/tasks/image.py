@@ -154,10 +154,7 @@ def with_source(first: ImageInput, image: Blob, strength: float, model: Model) -
     """Returns an image that starts from a source.
 
     Args:
-        first: without the source.
-        image: the source.
         strength: of the request or the default. Models that accept none edit the source as a whole.
-        model: that draws it.
 
     Raises:
         BadInput: the strength leaves no step.

@@ -46,13 +46,11 @@ class GenerationApi(ApiTask):
     output_schema: ClassVar = {"type": "string"}
 
     def streams(self, model: Model) -> StreamKind:
-        """Token by token."""
         return "text"
 
     async def read(
         self, raw_input: dict[str, Any], model: Model, caller: ImageCaller, images: SourceImages
     ) -> Inputs:
-        """Returns one item."""
         parsed = PromptToContinue.model_validate(raw_input, strict=True)
         limits = model.generation
         if parsed.max_tokens is not None and parsed.max_tokens > limits.longest_tokens:

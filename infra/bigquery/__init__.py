@@ -28,7 +28,6 @@ _TABLE_FIELDS = [
 
 
 def tables() -> list[str]:
-    """The names of all tables."""
     return sorted(path.name.partition(".")[0] for path in _FOLDER.glob("*.table.json"))
 
 

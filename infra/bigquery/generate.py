@@ -119,7 +119,6 @@ def _texts_below_fields(kind: type) -> dict[str, str]:
 
 
 def main() -> None:
-    """Writes both files."""
     (FOLDER / "rows.schema.json").write_text(schema_json(), encoding="utf-8")
     (FOLDER / "tenant_views" / "rows.sql").write_text(tenant_view_sql(), encoding="utf-8")
 

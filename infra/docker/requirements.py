@@ -57,7 +57,6 @@ def _members(project_file: Path, document: dict[str, Any]) -> dict[str, list[str
 
 
 def main() -> int:
-    """Prints one requirement a line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("project_file", type=Path)
     parser.add_argument("extras", nargs="*")

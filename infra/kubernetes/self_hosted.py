@@ -205,7 +205,6 @@ def has_archive(site: SelfHostedSite) -> bool:
 
 
 def worker_deployment(site: SelfHostedSite) -> Deployment:
-    """The settings of workers there."""
     redis_url = site.redis.url if isinstance(site.redis, GivenRedis) else "redis://redis:6379/0"
     return Deployment(
         project=site.google.project if site.google else "penstock",

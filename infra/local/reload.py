@@ -78,7 +78,6 @@ class Reloader:
                 one.look()
 
     def close(self) -> None:
-        """Ends the inspections that run."""
         for one in self._watched:
             one.close()
 
@@ -106,7 +105,6 @@ class _WatchedClass:
         self._inspection: Inspection | None = None
 
     def look(self) -> None:
-        """Does what is next."""
         now_s, stamp = self._clock(), stamp_of(Path(self._class.folder))
         if stamp != self._stamp:
             self._stamp, self._changed_s = stamp, now_s
@@ -141,7 +139,6 @@ class _WatchedClass:
                 self._processes[name].send_signal(signal.SIGHUP)
 
     def close(self) -> None:
-        """Ends an inspection that runs."""
         inspection, self._inspection = self._inspection, None
         if inspection is not None:
             with contextlib.suppress(ConfigurationError):  # nobody waits for it

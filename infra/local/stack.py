@@ -217,7 +217,6 @@ class Stack:
 
     @property
     def settings(self) -> ApiSettings:
-        """The API's settings, parsed."""
         return read_settings(ApiSettings, **self._fields)
 
     @property

@@ -140,7 +140,6 @@ class _Watched:
 
     @property
     def name(self) -> str:
-        """The name of its process."""
         return self._part.process.name
 
     @property
@@ -156,7 +155,6 @@ class _Watched:
         return not self._is_down and self._start_s is None and self._ready_by_s is None
 
     def restart(self, on_started: Callable[[], None]) -> None:
-        """As Supervisor.restart."""
         self._on_started = on_started
         self._since_s = self._clock()
         self._is_down, self._start_s = False, None

@@ -168,7 +168,6 @@ class Channels:
         return channel
 
     async def close(self) -> None:
-        """Closes every channel opened here."""
         while self._open:
             await self._open.pop().close(None)
 

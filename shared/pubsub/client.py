@@ -291,7 +291,6 @@ class PubSubTransport:
 
     @property
     def round_trip(self) -> SmoothedDuration:
-        """See shared.transport.Publisher."""
         return self._publishing.round_trip
 
     async def publish(
@@ -322,7 +321,6 @@ class PubSubTransport:
         ack_deadline_s: int = 20,
         ack_linger_s: float = 0.0,
     ) -> AsyncIterator[StreamSubscription]:
-        """Opens a subscription. See shared.transport.Subscriber."""
         path = subscription_path(self._project, subscription_id)
         first_request = StreamingPullRequest(
             subscription=path,

@@ -228,7 +228,6 @@ class _PullStream:
         self._channel.streams -= 1
 
     async def beat(self) -> None:
-        """Keeps an idle stream open."""
         if self._call is not None:
             # Otherwise the stream ended, and the receiver opens another.
             with suppress(aio.AioRpcError, asyncio.InvalidStateError):
@@ -351,11 +350,9 @@ class StreamSubscription:
 
     @property
     def round_trip(self) -> SmoothedDuration:
-        """See shared.transport.Subscription."""
         return self._acks.round_trip
 
     def hold(self, max_messages: int) -> None:
-        """See shared.transport.Subscription."""
         if self._is_stopped or not self._streams:
             return
         held = sum(stream.max_messages for stream in self._streams)
@@ -403,13 +400,11 @@ class StreamSubscription:
             self._acks.ack(message.ack_id)
 
     def nack(self, message: ReceivedMessage) -> None:
-        """See shared.transport.Subscription."""
         if self._leases.release(message):
             self._room.set()
             self._acks.nack(message.ack_id)
 
     def start(self) -> None:
-        """Begins to receive."""
         self._open(self._max_messages, self._max_bytes)
         self._tasks = [
             asyncio.create_task(self._leases.keep()),

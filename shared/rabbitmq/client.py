@@ -143,7 +143,6 @@ class ConfirmedPublisher:
     async def _until_confirmed(
         self, topic_id: str, data: bytes, properties: spec.Basic.Properties, timeout_s: float
     ) -> None:
-        """Publishes until the broker confirms."""
         action = f"publish to {topic_id}"
         # Callers in a hurry must not all wait on a channel that gives no confirmation.
         limit_s = min(self._connection.answer_limit_s, timeout_s / 2)
@@ -272,7 +271,6 @@ class RabbitTransport:
 
     @property
     def round_trip(self) -> SmoothedDuration:
-        """See shared.transport.Publisher."""
         return self._publisher.round_trip
 
     async def publish(
@@ -307,9 +305,6 @@ class RabbitTransport:
         `max_bytes`, `ack_deadline_s` and `ack_linger_s` have no use here.
 
         Args:
-            max_bytes: no use.
-            ack_deadline_s: no use.
-            ack_linger_s: no use.
             delays_s: with these, a message that is handed back waits on the broker and is not held:
                 the first time for the first of these seconds, and so on, then always for the last.
                 The subscription must have been made with them (see delay_queue).

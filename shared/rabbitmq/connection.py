@@ -71,7 +71,6 @@ class BrokerConnection:
             raise translate(error, f"connect to {self._where}") from error
 
     async def close(self) -> None:
-        """Closes it for good."""
         self._is_closed = True
         if self._current is not None:
             with suppress(TimeoutError):
@@ -80,7 +79,6 @@ class BrokerConnection:
 
     @property
     def _where(self) -> str:
-        """The broker without its password."""
         return f"{self._url.host}:{self._url.port}"
 
     async def _opened(self, confirms: bool) -> Channel:

@@ -97,7 +97,6 @@ class QueueSubscription:
     a process that dies at once.
 
     Args:
-        open_channel: opens a channel.
         max_messages: how many unacked messages the broker sends.
         delayed_return: where messages that are handed back go. None: they are held for a while,
             and then return to their queue.
@@ -185,7 +184,6 @@ class QueueSubscription:
             self._settle(held, is_done=True)
 
     def nack(self, message: ReceivedMessage) -> None:
-        """See shared.transport.Subscription."""
         held = self._held.get(message.ack_id)
         if held is None or held.timer is not None:
             return

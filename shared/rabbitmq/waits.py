@@ -23,11 +23,7 @@ T = TypeVar("T")
 
 
 class ChannelWaits:
-    """The waits on one channel.
-
-    Args:
-        channel: an open one.
-    """
+    """The waits on one channel."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel

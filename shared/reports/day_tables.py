@@ -57,12 +57,10 @@ class BillingDay(NamedTuple):
 
     @property
     def since(self) -> datetime:
-        """Its first moment."""
         return _midnight(self.day, self.tz)
 
     @property
     def until(self) -> datetime:
-        """The first moment after it."""
         return _midnight(self.day + timedelta(days=1), self.tz)
 
 

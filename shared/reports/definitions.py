@@ -268,7 +268,6 @@ class Report:
 
 @cache
 def reports() -> Mapping[str, Report]:
-    """All reports, by their names."""
     folder = resources.files("shared.reports").joinpath("queries")
     files = sorted((file for file in folder.iterdir()), key=lambda file: file.name)
     return {

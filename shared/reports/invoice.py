@@ -83,7 +83,6 @@ class Invoice:
 
     @property
     def total_usd(self) -> Decimal:
-        """The sum of the lines."""
         return sum((line.amount_usd for line in self.lines), Decimal(0))
 
     @property

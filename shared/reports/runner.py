@@ -75,11 +75,9 @@ class ReportResult(NamedTuple):
 
     @property
     def heads(self) -> list[str]:
-        """The names of the columns."""
         return [column.name for column in self.columns]
 
     def records(self) -> list[dict[str, Any]]:
-        """The rows by their columns."""
         return [dict(zip(self.heads, row, strict=True)) for row in self.rows]
 
 

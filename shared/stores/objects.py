@@ -107,7 +107,6 @@ class ObjectWriter:
     The object appears whole when the block ends. It never appears if the block raises.
 
     Args:
-        opening: opens the upload.
         work: runs a call on a thread of the store, and translates its errors.
 
     Raises:

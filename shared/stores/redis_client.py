@@ -221,7 +221,6 @@ class _PacksInC:
         return [hiredis.pack_command(words)]  # type: ignore[arg-type]  # its stub knows one word
 
     def pack_commands(self, commands: Iterable[Sequence[Argument]]) -> list[bytes]:
-        """Returns commands as sent."""
         return [packed for words in commands for packed in self.pack_command(*words)]
 
 
@@ -530,7 +529,6 @@ class Commands:
 
 
 def _words(call: _Call, *, by_digest: bool) -> tuple[Argument, ...]:
-    """Returns the command as sent."""
     if call.script is None:
         return call.words
     start = ("EVALSHA", call.script.digest) if by_digest else ("EVAL", call.script.text)

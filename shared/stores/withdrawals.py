@@ -195,7 +195,6 @@ class LiveWithdrawals:
         return known.get(revision_id(model.public_name, model.revision), 0) if known else 0
 
     async def refresh(self) -> None:
-        """Looks once."""
         try:
             async with asyncio.timeout(READ_LIMIT_S):
                 read = await self._store.read()

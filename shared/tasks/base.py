@@ -139,7 +139,6 @@ class TaskResult(msgspec.Struct, omit_defaults=True):
         """Returns how many tokens a request lost. None if unknown or irrelevant.
 
         Args:
-            results: of the whole request.
             is_asked: True if the caller chose a side to cut.
         """
         return sum(getattr(one, "truncated_tokens", 0) for one in results) if is_asked else None

@@ -134,7 +134,6 @@ class PieceChunk(StreamChunk, omit_defaults=True):
 
     @property
     def pieces(self) -> list[str]:
-        """The pieces."""
         ends = [*accumulate(self.lengths, initial=0)]
         return [self.text[start:end] for start, end in pairwise(ends)]
 
@@ -259,7 +258,6 @@ class CustomResult(TaskResult, tag="custom"):
 
     @property
     def recorded_metrics(self) -> Mapping[str, Any]:
-        """As recorded."""
         return self.metrics
 
     @classmethod
@@ -269,7 +267,6 @@ class CustomResult(TaskResult, tag="custom"):
 
     @property
     def blobs(self) -> Sequence[Blob]:
-        """The files."""
         return [*self.files, *self.packed_files]
 
     def with_blobs(self, blobs: Sequence[Blob]) -> Self:
@@ -328,7 +325,6 @@ class CustomResult(TaskResult, tag="custom"):
 
     @property
     def streamed_tokens(self) -> int:
-        """The number of its pieces."""
         return len(self.output)
 
 
@@ -348,7 +344,6 @@ class CustomInput(TaskInput, tag="custom"):
 
     @property
     def sources(self) -> Sequence[Blob]:
-        """The files."""
         return self.files
 
     def with_sources(self, sources: Sequence[Blob]) -> Self:
@@ -472,7 +467,6 @@ class CustomTask(Task):
             )
 
     def budget(self, entry: CatalogEntry) -> int:
-        """What a batch may weigh."""
         return entry.batch.max_work or entry.batch.max_items * (entry.work.max or 1)
 
     def runs_to_the_end(self, entry: CatalogEntry) -> bool:
@@ -511,7 +505,6 @@ class CustomTask(Task):
         return StepInput(CustomInput(plain, files, places), entry.deterministic)
 
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
-        """What the entry says."""
         return WorkBound(entry.work.max or 1)
 
     def usual_work(self, entry: CatalogEntry, units: float | None) -> float | None:
@@ -545,7 +538,6 @@ class CustomTask(Task):
         return ExampleRequest(path="/v1/predictions", body=body, headers={"prefer": "wait"})
 
     def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
-        """An output."""
         if answer["status"] != "succeeded":
             raise ValueError(f"the prediction {answer['status']}: {answer['error']}")
         return "an output"

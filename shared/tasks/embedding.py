@@ -99,8 +99,7 @@ class TextInput(TaskInput, tag="text"):
     text: str
     truncate: Truncate = "end"
     max_tokens: int = 0
-    """The most tokens that are read of it, without special tokens. 0: as many as the model takes.
-    """
+    """Maximum tokens to read, without special tokens. 0: as many as the model takes."""
 
     def estimate_work(self, entry: CatalogEntry) -> int:
         """Tokens, from the length of the text."""
@@ -154,7 +153,6 @@ class TextToTokenize(TaskInput, tag="text_to_tokenize"):
         return WorkBound(0)
 
     def cache_form(self) -> tuple[object, ...]:
-        """The text byte for byte."""
         return ("text_to_tokenize", self.text)
 
 
@@ -171,7 +169,6 @@ class TextTokens(TaskResult, tag="text_tokens"):
     max_tokens: int
 
     def to_output(self, media_type: str, link_to: LinkTo) -> int:
-        """How many there are."""
         return len(self.begins_word)
 
 
@@ -225,7 +222,6 @@ class EmbeddingTask(Task):
             raise ValueError(f"{self.noun} needs batch.max_tokens and dimensions")
 
     def budget(self, entry: CatalogEntry) -> int:
-        """Tokens."""
         assert entry.batch.max_tokens is not None, (
             "checked when the catalog was read; this is a bug"
         )
@@ -248,14 +244,12 @@ class EmbeddingTask(Task):
         return math.ceil((entry.dimensions or 1) * 4 / 3) * 4
 
     def step_schema(self, entry: CatalogEntry) -> StepSchema:
-        """A text, and its vector."""
         return StepSchema(
             {"type": "object", "properties": TEXT_FIELDS, "required": ["text"]},
             {"type": "array", "items": {"type": "number"}},
         )
 
     def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
-        """A text."""
         text = checked_text(entry, values, "text")
         return StepInput(TextInput(text, values.get("truncate") or "none"))
 
@@ -264,11 +258,9 @@ class EmbeddingTask(Task):
         return WorkBound(bound_window(entry.text.max_input_bytes + SPECIAL_TOKENS, entry))
 
     def usual_work(self, entry: CatalogEntry, units: float | None) -> float | None:
-        """Tokens, as the operator expects."""
         return units
 
     def sample_input(self, entry: CatalogEntry, size_bytes: int) -> TaskInput:
-        """A text."""
         return TextInput("x" * size_bytes, "none")
 
     def sample_result(self, entry: CatalogEntry, size_bytes: int | None) -> TaskResult | None:

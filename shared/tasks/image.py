@@ -175,7 +175,6 @@ class ImageResult(TaskResult, tag="image"):
 
     @property
     def blobs(self) -> Sequence[Blob]:
-        """The image."""
         return (self.image,)
 
     def with_blobs(self, blobs: Sequence[Blob]) -> Self:
@@ -206,17 +205,14 @@ class ImagesResult(TaskResult, tag="images"):
 
     @property
     def delivered(self) -> list[ImageResult]:
-        """Those that the caller gets."""
         return [image for image in self.images if image is not None]
 
     @property
     def withheld(self) -> int:
-        """How many are not."""
         return self.images.count(None)
 
     @property
     def blobs(self) -> Sequence[Blob]:
-        """Those of all images."""
         return [image.image for image in self.delivered]
 
     def with_blobs(self, blobs: Sequence[Blob]) -> Self:
@@ -230,7 +226,6 @@ class ImagesResult(TaskResult, tag="images"):
         return [image.to_output(media_type, link_to) for image in self.delivered]
 
     def step_value(self) -> list[Blob]:
-        """Those that are delivered."""
         return list(self.blobs)
 
 
@@ -330,7 +325,6 @@ class ImageTask(Task):
             raise ValueError(f"{self.noun} needs batch.max_pixel_steps")
 
     def budget(self, entry: CatalogEntry) -> int:
-        """Pixel-steps."""
         assert entry.batch.max_pixel_steps is not None, (
             "checked when the catalog was read; this is a bug"
         )
@@ -341,7 +335,6 @@ class ImageTask(Task):
         return entry.tolerance.psnr_db
 
     def step_schema(self, entry: CatalogEntry) -> StepSchema:
-        """A prompt, and an image."""
         fields = {"type": "object", "properties": step_fields(entry), "required": ["prompt"]}
         return StepSchema(fields, {"type": "string", "format": FILE_FORMAT})
 

@@ -39,11 +39,9 @@ class SimilarityInput(TaskInput, tag="similarity"):
     query: str
     truncate: Truncate = "end"
     max_tokens: int = 0
-    """The most tokens that are read of `text`, without special tokens. 0: all that the model takes.
-    """
+    """Maximum tokens to read of `text`, without special tokens. 0: all that the model takes."""
 
     def estimate_work(self, entry: CatalogEntry) -> int:
-        """Tokens of both texts."""
         text = cut_estimate(estimate_tokens(self.text), self.max_tokens)
         return text + estimate_tokens(self.query)
 
@@ -77,11 +75,9 @@ class SimilarityResult(TaskResult, tag="similarity"):
         return "" if math.isfinite(self.score) else "a score that is not a finite number"
 
     def to_output(self, media_type: str, link_to: LinkTo) -> float:
-        """The score."""
         return self.score
 
     def step_value(self) -> float:
-        """The score."""
         return self.score
 
 
@@ -114,11 +110,9 @@ class SimilarityTask(EmbeddingTask):
         return abs(ours.score - theirs.score) <= 2 * turn
 
     def result_bytes(self, entry: CatalogEntry) -> int:
-        """A number."""
         return RESULT_BYTES
 
     def step_schema(self, entry: CatalogEntry) -> StepSchema:
-        """Two texts, and their cosine."""
         query = {"query": TEXT_FIELDS["text"]}
         return StepSchema(
             {
@@ -130,7 +124,6 @@ class SimilarityTask(EmbeddingTask):
         )
 
     def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
-        """Two texts."""
         text, query = (checked_text(entry, values, field) for field in ("text", "query"))
         return StepInput(SimilarityInput(text, query, values.get("truncate") or "none"))
 
@@ -153,7 +146,6 @@ class SimilarityTask(EmbeddingTask):
         return ExampleRequest(path="/v1/predictions", body=body, headers={"prefer": "wait"})
 
     def describe_answer(self, entry: CatalogEntry, answer: Any) -> str:
-        """Two scores."""
         scores = answer["output"]
         if not scores or len(scores) != 2 or not 0.99 < scores[0] <= 1:
             raise ValueError(f"the output {scores}, no two scores that begin with 1")

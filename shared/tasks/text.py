@@ -289,11 +289,9 @@ class GenerationResult(TaskResult, tag="generation"):
         return self.output_tokens
 
     def to_output(self, media_type: str, link_to: LinkTo) -> str:
-        """The text."""
         return self.text
 
     def step_value(self) -> str:
-        """The text."""
         return self.text
 
 
@@ -399,11 +397,9 @@ class GenerationTask(Task):
         return WorkBound(entry.generation.context_tokens, entry.generation.longest_tokens)
 
     def usual_work(self, entry: CatalogEntry, units: float | None) -> float | None:
-        """Tokens, as the operator expects."""
         return units
 
     def sample_input(self, entry: CatalogEntry, size_bytes: int) -> TaskInput:
-        """A prompt."""
         return GenerationInput(entry.generation.default_tokens, 0, prompt="x" * size_bytes)
 
     def sample_result(self, entry: CatalogEntry, size_bytes: int | None) -> TaskResult | None:
@@ -464,14 +460,11 @@ class TokenCount(TaskResult, tag="token_count"):
 
     @property
     def token_ids(self) -> list[int]:
-        """The ids."""
         starts = range(0, len(self.ids), ID_BYTES)
         return [int.from_bytes(self.ids[at : at + ID_BYTES], "little") for at in starts]
 
     def to_output(self, media_type: str, link_to: LinkTo) -> Any:
-        """The number."""
         return self.count
 
     def step_value(self) -> int:
-        """The number."""
         return self.count

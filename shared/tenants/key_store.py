@@ -95,7 +95,6 @@ class KeyStore(Protocol):
 
         Args:
             version: the one that it must still have. Empty: there must be none yet.
-            data: the new directory.
 
         Returns:
             Whether it had that version.

@@ -189,7 +189,6 @@ class Span:
         return self._recorded is not None
 
     def set(self, attributes: Attributes) -> None:
-        """Adds attributes."""
         self._attributes.update(attributes)
 
     def end(self, *, name: str = "", error: str = "") -> None:

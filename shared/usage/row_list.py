@@ -25,7 +25,6 @@ class RowList:
         return None
 
     def write(self, *rows: Row, on_safe: Callable[[], None] | None = None) -> None:
-        """Keeps rows."""
         self.rows.extend(rows)
         if on_safe is not None:
             on_safe()

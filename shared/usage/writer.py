@@ -389,7 +389,6 @@ class Journal:
 
     @property
     def size_bytes(self) -> int:
-        """Their size on disk."""
         with self.changed:
             return self._spool.unowned_bytes + sum(
                 batch.segment.size_bytes for batch in self._held() if batch.segment

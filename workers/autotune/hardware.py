@@ -37,7 +37,6 @@ class Machine:
         return device.startswith("cuda") or (device == "auto" and bool(self.gpus))
 
     def facts(self) -> dict[str, object]:
-        """All fields as plain values."""
         return asdict(self)
 
 

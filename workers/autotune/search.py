@@ -112,7 +112,6 @@ def await_quiet(
 
     Args:
         cores: how many will be used.
-        limit_s: the longest wait.
         clock: seconds.
         sleep: waits for a number of seconds.
     """

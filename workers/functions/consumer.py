@@ -46,11 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class QueueDepths:
-    """Looks at the queues of a catalog's models now and then.
-
-    Args:
-        admin: an open connection.
-    """
+    """Looks at the queues of a catalog's models now and then."""
 
     def __init__(self, admin: RabbitAdmin, catalog: Catalog) -> None:
         self._admin = admin
@@ -69,7 +65,6 @@ class QueueDepths:
         ]
 
     async def run(self) -> None:
-        """Looks until canceled."""
         while True:
             await self.look()
             await asyncio.sleep(EVERY_S)
@@ -113,11 +108,7 @@ def sources(catalog: Catalog) -> list[MessageSource]:
 
 
 class FunctionConsumer:
-    """Runs the functions for the messages of their queues.
-
-    Args:
-        transport: an open connection.
-    """
+    """Runs the functions for the messages of their queues."""
 
     def __init__(self, transport: RabbitTransport, handlers: Mapping[str, Handler]) -> None:
         self._transport = transport

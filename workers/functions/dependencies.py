@@ -47,7 +47,6 @@ class FunctionDependencies:
         await (await self._handler("dead_letter"))(message)
 
     async def webhook(self, message: ReceivedMessage) -> None:
-        """Delivers an event. See Webhooks.deliver."""
         await (await self._handler("webhook"))(message)
 
     async def close(self) -> None:

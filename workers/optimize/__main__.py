@@ -208,7 +208,6 @@ def _optimize(
 
 
 def _described(artifact: Artifact) -> str:
-    """The result in one line."""
     names = ", ".join(
         f"{variant.name} ({variant.relative_speed:.2f}x)" for variant in artifact.manifest.variants
     )

@@ -118,13 +118,11 @@ class ForkedProcess:
         self._has_status.set()
 
     def kill(self) -> None:
-        """As ChildProcess."""
         if self._has_ended.is_set():
             raise ProcessLookupError(f"process {self.pid} has ended")
         signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def wait(self) -> int | None:
-        """As ChildProcess."""
         await self._has_ended.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STATUS_LIMIT_S):

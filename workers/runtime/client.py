@@ -91,7 +91,6 @@ class ModelClient:
         """Starts a process and waits until it is ready.
 
         Args:
-            start: starts it.
             timeout_s: until it is ready.
 
         Raises:
@@ -145,7 +144,6 @@ class ModelClient:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     async def run(
@@ -156,7 +154,6 @@ class ModelClient:
         model: int = 0,
         on_previews: OnPreviews | None = None,
     ) -> BatchResult:
-        """As ProcessClient."""
         pending = await self._begin(len(batch), timeout_s)
         pending.on_step, pending.on_previews = on_step, on_previews
         self._writer.write(encode_run(pending.number, list(batch), model))
@@ -171,7 +168,6 @@ class ModelClient:
         on_message: OnStepMessage,
         model: int = 0,
     ) -> StepsEnded:
-        """As ProcessClient."""
         pending = await self._begin(len(batch), timeout_s)
         pending.on_steps = on_message
         self._writer.write(encode_run(pending.number, list(batch), model, in_steps=True))
@@ -197,7 +193,6 @@ class ModelClient:
         return asyncio.get_running_loop().call_later(timeout_s, self.kill, reason)
 
     def admit(self, items: Sequence[Prepared]) -> int | None:
-        """As ProcessClient."""
         pending = self._pending
         if pending is None or pending.on_steps is None:
             return None

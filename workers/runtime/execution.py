@@ -269,13 +269,7 @@ class BatchExecution:
 
 
 class StepPreviews:
-    """Reports the progress of the items of batch `number` to the I/O process between two steps.
-
-    Args:
-        model: that computes them.
-        number: of the batch.
-        send: sends a message.
-    """
+    """Reports the progress of the items of batch `number` to the I/O process between two steps."""
 
     def __init__(
         self, model: ProgressReporter, number: int, send: Callable[[ServerMessage], None]
@@ -335,8 +329,6 @@ class StepExecution:
     """One batch, until no item is left in the model.
 
     Args:
-        connection: to the I/O process.
-        resident_models: has the model.
         batch: the items that begin it.
         room: of the model in this process.
         clock: returns monotonic seconds, by which steps are timed and tokens are reported.

@@ -132,7 +132,6 @@ def encode_watch(number: int, slots: list[int]) -> bytes:
 
 
 def encode_evict(models: list[int]) -> bytes:
-    """The frame that evicts models."""
     return _frame(_encoder.encode(Evict(models)))
 
 

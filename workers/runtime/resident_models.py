@@ -151,7 +151,6 @@ _SUFFIXES = (".safetensors", ".bin", ".pt", ".onnx")
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process."""
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
     except FileNotFoundError:  # not Linux, which has only the peak

@@ -248,16 +248,13 @@ class _TemplateProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self._process.pid
 
     @property
     def status(self) -> int | None:
-        """The exit status."""
         return self._process.returncode
 
     async def fork(self, device: str, theirs: socket.socket) -> ForkedProcess:
-        """Like Template.fork."""
         output, their_output = os.pipe()
         try:
             pipe, protocol = await asyncio.get_running_loop().connect_read_pipe(
@@ -329,7 +326,6 @@ class _TemplateProcess:
             self.loaded.set_result(None)
 
     def kill(self) -> None:
-        """Kills the template."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 

@@ -192,7 +192,6 @@ class TenantQueue(Generic[ItemT]):
 
 
 def always(item: object) -> bool:
-    """Wants every item."""
     return True
 
 

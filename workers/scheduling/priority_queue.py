@@ -162,7 +162,6 @@ class BatchTime:
         self._n = self._w = self._t = self._ww = self._wt = 0.0
 
     def observe(self, work: int, seconds: float) -> None:
-        """Takes note of a batch."""
         self._n = FADE * self._n + 1
         self._w = FADE * self._w + work
         self._t = FADE * self._t + seconds

@@ -25,7 +25,6 @@ class CustomWorker(WorkerTask):
         return ()
 
     def has_own_process(self, entry: Model) -> bool:
-        """All of them."""
         return True
 
     def computes_steps(self, entry: Model, folder: Path) -> bool:
@@ -61,7 +60,6 @@ class CustomWorker(WorkerTask):
     def start_own_process(
         self, entry: Model, folder: Path, resources: Resources, timeout_s: float
     ) -> StartClient:
-        """The process of the class."""
         from workers.models.custom.client import ClassClient
 
         return partial(

@@ -24,7 +24,6 @@ class EmbeddingWorker(WorkerTask):
     variant_prefix = "onnx"
 
     def measures_backends(self, entry: Model) -> bool:
-        """Yes."""
         return True
 
     def usual_variants(self, *, has_gpu: bool, cuts: bool) -> tuple[str, ...]:
@@ -36,7 +35,6 @@ class EmbeddingWorker(WorkerTask):
         )
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:
-        """A tokenizer."""
         from workers.models.embedding.tokenization import TextPreparer
 
         preparer = TextPreparer(folder)
@@ -44,7 +42,6 @@ class EmbeddingWorker(WorkerTask):
         return preparer
 
     def model(self, entry: Model, folder: Path, resources: Resources) -> InferenceModel:
-        """An encoder."""
         return encoder_model(entry, folder, resources)
 
 

@@ -18,7 +18,6 @@ class ImageWorker(WorkerTask):
     variant_prefix = "torch"
 
     def usual_variants(self, *, has_gpu: bool, cuts: bool) -> tuple[str, ...]:
-        """Compiling pays on GPUs."""
         return ("tuned", "bf16", "int8") + (("compiled",) if has_gpu else ())
 
     def computes_steps(self, entry: Model, folder: Path) -> bool:
@@ -40,7 +39,6 @@ class ImageWorker(WorkerTask):
         return tuple(dict.fromkeys([*control_folders(entry).values(), *beside]))
 
     def prepares_on_thread(self, entry: Model) -> bool:
-        """Yes."""
         return True
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:
@@ -58,7 +56,6 @@ class ImageWorker(WorkerTask):
         )
 
     def model(self, entry: Model, folder: Path, resources: Resources) -> InferenceModel:
-        """A pipeline."""
         from workers.models.device import Device
         from workers.models.image.model import ImageModel
         from workers.models.image.stepped import SteppedImageModel

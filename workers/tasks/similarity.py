@@ -17,11 +17,9 @@ class SimilarityWorker(EmbeddingWorker):
     """
 
     def measures_backends(self, entry: Model) -> bool:
-        """Those of encoders."""
         return entry.rerank == "cosine"
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:
-        """A tokenizer for pairs."""
         from workers.models.embedding.similarity import CrossPreparer, PairPreparer
 
         if entry.rerank == "cross-encoder":

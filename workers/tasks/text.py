@@ -23,21 +23,17 @@ class GenerationWorker(WorkerTask):
         return ()
 
     def computes_steps(self, entry: Model, folder: Path) -> bool:
-        """All of them."""
         return True
 
     def prepares_on_thread(self, entry: Model) -> bool:
-        """Yes."""
         return True
 
     def has_own_process(self, entry: Model) -> bool:
-        """If an engine computes it."""
         return entry.engine != "auto"
 
     def start_own_process(
         self, entry: Model, folder: Path, resources: Resources, timeout_s: float
     ) -> StartClient:
-        """The engine."""
         from workers.models.engines.client import EngineClient
 
         return partial(EngineClient.start, entry, folder, resources.threads, timeout_s)

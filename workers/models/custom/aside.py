@@ -40,7 +40,6 @@ class AsideClass:
 
     Args:
         entry: of the catalog, with its interface.
-        folder: of the class.
     """
 
     def __init__(self, entry: Model, folder: Path) -> None:
@@ -148,7 +147,6 @@ class AsideClass:
         return f"the process of the class {reason}"
 
     def close(self) -> None:
-        """Ends the runner."""
         with self._turn:
             runner, self._runner = self._runner, None
         if runner is not None:

@@ -40,8 +40,6 @@ class ClassBatch:
     """One batch of a class.
 
     Args:
-        process: of the class.
-        interface: of the class.
         batch: its items.
     """
 

@@ -73,11 +73,9 @@ class ClassProcess:
 
     Args:
         entry: of the catalog, with its interface.
-        folder: of the class.
         device: `cpu`, `cuda`, `cuda:N` or `auto`.
         threads: for libraries that compute on a CPU.
         make_room: frees the device, if the class can't be set up beside other models.
-        on_frame: called with each answer.
         on_change: called when the class is set up, could not be set up, or has ended.
     """
 

@@ -35,7 +35,6 @@ class ClassClient:
 
     Args:
         entry: of the catalog, with its interface.
-        folder: of the class.
         device: `cpu`, `cuda`, `cuda:N` or `auto`.
         threads: for libraries that compute on a CPU.
         make_room: frees the device, if the class can't be set up beside other models.
@@ -85,12 +84,10 @@ class ClassClient:
 
     @property
     def pid(self) -> int:
-        """As ProcessClient."""
         return self._process.pid
 
     @property
     def memory_bytes(self) -> int:
-        """As ProcessClient."""
         return self._process.memory_bytes
 
     async def run(
@@ -156,11 +153,9 @@ class ClassClient:
         return ModelProcessDied(f"the class could not be driven: {type(error).__name__}")
 
     def admit(self, items: Sequence[Prepared]) -> int | None:
-        """As ProcessClient."""
         return self._run.admit(items) if isinstance(self._run, ClassSteps) else None
 
     def drop(self, slots: Sequence[int]) -> None:
-        """As ProcessClient."""
         if isinstance(self._run, ClassSteps):
             self._run.drop(slots)
 
@@ -168,7 +163,6 @@ class ClassClient:
         """Nothing: a prediction can't be interrupted and go on."""
 
     def cancel(self) -> None:
-        """As ProcessClient."""
         if isinstance(self._run, ClassBatch):
             self._run.cancel()
 
@@ -193,7 +187,6 @@ class ClassClient:
         raise AssertionError("it waits for ever; this is a bug")
 
     async def close(self) -> None:
-        """Ends the process."""
         await self._process.end("the model is not needed any more")
 
     def _on_frame(self, frame: Frame) -> None:

@@ -72,7 +72,6 @@ def python_for(folder: Path, base_dir: Path | None = None) -> str:
     That may take minutes. A class that brings no packages runs with ours.
 
     Args:
-        folder: of the class.
         base_dir: of the environments. None: as the settings say.
 
     Raises:

@@ -59,9 +59,6 @@ class ProcessFamily:
 
     Known are those of its session, its descendants, and those in its namespace of mounts, if it
     has one: they can't leave that.
-
-    Args:
-        pid: of the runner.
     """
 
     def __init__(self, pid: int) -> None:
@@ -78,7 +75,6 @@ class ProcessFamily:
             self._namespace = namespace if namespace != _namespace(os.getpid()) else ""
 
     def members(self) -> set[int]:
-        """The processes that run now."""
         members: set[int] = set()
         parents: dict[int, int] = {}
         for name in os.listdir(_PROC):
@@ -108,7 +104,6 @@ class ProcessFamily:
             time.sleep(0.005)
 
     def close(self) -> None:
-        """Lets go of it."""
         held, self._held, self._namespace = self._held, None, ""
         self._pid = -1  # the system may give it to another process from now on
         if held is not None:
@@ -171,10 +166,6 @@ class DiskUse:
     Counted are the files of its scratch folder, with its `/tmp`, those that it has open and has
     removed, and those that it was seen to write elsewhere: to the `/tmp` of all, if it has none of
     its own. Blocks count, not sizes: holes take no disk.
-
-    Args:
-        scratch: its folder.
-        most_bytes: that it may have.
     """
 
     def __init__(self, scratch: Path, most_bytes: int) -> None:
@@ -336,7 +327,6 @@ class LimitWatch:
 
     Args:
         pid: of the runner, which must not be waited for before `close`.
-        family: of the runner.
         memory_bytes: of all its processes together. 0: no bound.
         disk: of all its processes together.
         exceeded: called once, with what is above its limit, in words.
@@ -400,6 +390,5 @@ class LimitWatch:
         return self.disk.count(family) if self.disk.is_due() else ""
 
     def close(self) -> None:
-        """Ends the looks."""
         self._is_over.set()
         self._thread.join(timeout=LOOK_EVERY_S * 10)

@@ -63,10 +63,8 @@ def measure(
     a time is measured with 1, 2, 4 and more of them, up to its most.
 
     Args:
-        folder: of the class.
         interface: of the class, as its inspection found it.
         inputs: at least one, as usual as possible.
-        conditions: how it is measured.
 
     Raises:
         ConfigurationError: the class can't be set up.
@@ -173,12 +171,7 @@ def _sizes(most: int) -> list[int]:
 
 
 class MeasuredClass:
-    """A class in its process, whose batches are timed.
-
-    Args:
-        client: of its process.
-        interface: of the class.
-    """
+    """A class in its process, whose batches are timed."""
 
     def __init__(self, client: ClassClient, interface: ModelInterface) -> None:
         self._client = client
@@ -242,7 +235,6 @@ def read_inputs(
     """Reads the inputs to measure with. If none is given, they are the simplest ones.
 
     Args:
-        interface: of the class.
         assignments: NAME=VALUE and NAME=@PATH of one input.
         lines: a file with an object of inputs in each line. A file is a text `@PATH`, from the
             folder of this one.
@@ -406,7 +398,6 @@ def write_measurement(folder: Path, measurement: ModelMeasurement) -> Path:
 
 
 def report(measurement: ModelMeasurement) -> str:
-    """The figures for a person."""
     lines = [
         f"  {measurement.measured}",
         f"  set up after {measurement.setup_s:g} s; at most "

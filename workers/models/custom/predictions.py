@@ -55,9 +55,7 @@ class Prediction:
     are checksums. If one is another than before, no more pieces are reported: readers can't go on.
 
     Args:
-        slot: of the item.
         number: by which the runner knows it.
-        item: its input.
         is_text: whether its pieces are parts of one text.
     """
 
@@ -158,9 +156,6 @@ def outcome_of(
     """What the last frame of a prediction says.
 
     Args:
-        frame: its last one.
-        interface: of the class.
-        work: what it weighs.
         paths: removes our paths from an error.
         streamed: the files of its pieces.
 

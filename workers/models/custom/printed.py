@@ -73,7 +73,6 @@ class PrintedOutput:
         """Begins to keep the output of a prediction, until it is taken.
 
         Args:
-            number: of the prediction.
             is_alone: whether no other prediction runs. Then output without a mark is kept with it,
                 until another log is opened.
         """
@@ -225,11 +224,7 @@ class KeptText:
 
 
 class HiddenValues:
-    """Replaces the values of secrets in what a class prints and raises.
-
-    Args:
-        values: of the secrets.
-    """
+    """Replaces the values of secrets in what a class prints and raises."""
 
     def __init__(self, values: Sequence[str]) -> None:
         # The longest first: another may be a part of it.

@@ -129,7 +129,6 @@ class RunnerProcess:
     """A process that runs the class of a folder.
 
     Args:
-        folder: of the class.
         python: the interpreter that has its packages.
         threads: for libraries that compute on a CPU.
         environment: what cog.yaml and the entry set.
@@ -218,9 +217,6 @@ class RunnerProcess:
         """Waits for frames, and sends what waits. Returns the frames that came in time.
 
         None: the process has ended, or has closed its end.
-
-        Args:
-            timeout_s: the longest wait.
 
         Raises:
             ValueError: what came is no frame.
@@ -353,7 +349,6 @@ class RunnerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     def look(self) -> None:

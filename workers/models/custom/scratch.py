@@ -44,9 +44,6 @@ class Scratch:
 
     It is locked while this process lives. What a process that was killed has left is removed by the
     next one that makes a scratch folder on this machine.
-
-    Args:
-        folder: of the class.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -70,7 +67,6 @@ class Scratch:
         return sorted(links)
 
     def close(self) -> None:
-        """Removes it."""
         _remove(self.path)
         if self._lock is not None:
             os.close(self._lock)

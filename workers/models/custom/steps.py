@@ -36,8 +36,6 @@ class ClassSteps:
     """One run of a class, until no item is left. `interface.concurrency` are computed at a time.
 
     Args:
-        process: of the class.
-        interface: of the class.
         room: of the class in this process.
         on_message: called with what comes of the items, never within a call of this.
     """

@@ -27,7 +27,6 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
     """Runs a class once. Prints its output as JSON, and writes its files.
 
     Args:
-        folder: of the class.
         assignments: NAME=VALUE for each input, NAME=@PATH for a file. A list is given as JSON, or
             as several of the same name.
         out: the folder for files of the output, or the file that gets the output: its first file,

@@ -53,8 +53,6 @@ def variables_of(
     """The variables of a class. Later ones win: operator, cog.yaml, the entry, its secrets.
 
     Args:
-        folder: of the class.
-        entry: what its entry says.
         left_out: gets the reason for each secret that can't be read. None: that is an error.
 
     Raises:
@@ -172,9 +170,7 @@ def read_google_secret(
     See https://cloud.google.com/secret-manager/docs/reference/rest/v1/projects.secrets.versions/access.
 
     Args:
-        version: its full name.
         where: the field that names it, for errors.
-        url: of Secret Manager.
         credentials: None: those of this process.
 
     Raises:

@@ -99,7 +99,6 @@ class OnnxEncoder:
         return ("CUDAExecutionProvider", {"device_id": number or "0", "gpu_mem_limit": limit}), name
 
     def computed_tokens(self, lengths: Sequence[int]) -> int:
-        """As workers.models.embedding.model.Encoder."""
         return max(lengths) * len(lengths)
 
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:

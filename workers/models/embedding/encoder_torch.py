@@ -288,7 +288,6 @@ class BertEncoder:
 
     @property
     def width(self) -> int:
-        """The width of the states."""
         return self._words.shape[1]
 
     def computed_tokens(self, lengths: Sequence[int]) -> int:
@@ -524,7 +523,6 @@ class TorchEncoder:
                     )
 
     def computed_tokens(self, lengths: Sequence[int]) -> int:
-        """As workers.models.embedding.model.Encoder."""
         if self.pads:
             return max(lengths) * len(lengths)
         return sum(lengths) if self._bert is None else self._bert.computed_tokens(lengths)

@@ -121,12 +121,10 @@ class SimilarityModel:
         self._encoder = encoder
 
     def setup(self) -> None:
-        """Loads the weights."""
         self._encoder.setup()
         self.device_name = self._encoder.device_name
 
     def warmup(self) -> None:
-        """Warms the encoder up."""
         self._encoder.warmup()
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:

@@ -42,8 +42,6 @@ class EngineClient:
     """An engine, as ProcessClient. It is started again when it was evicted.
 
     Args:
-        entry: of the catalog.
-        folder: of the model.
         threads: that it computes with on a CPU.
         timeout_s: until it is ready.
     """
@@ -131,12 +129,10 @@ class EngineClient:
 
     @property
     def pid(self) -> int:
-        """As ProcessClient."""
         return 0 if self._engine is None else self._engine.process.pid
 
     @property
     def memory_bytes(self) -> int:
-        """As ProcessClient."""
         if self._engine is None:
             return 0
         try:
@@ -163,7 +159,6 @@ class EngineClient:
         on_message: OnStepMessage,
         model: int = 0,
     ) -> StepsEnded:
-        """As ProcessClient."""
         async with self._turn:
             switched = None
             if self._engine is None:
@@ -187,16 +182,13 @@ class EngineClient:
         return StepsEnded(0, None, switched)
 
     def admit(self, items: Sequence[Prepared]) -> int | None:
-        """As ProcessClient."""
         return None if self._run is None else self._run.admit(items)
 
     def drop(self, slots: Sequence[int]) -> None:
-        """As ProcessClient."""
         if self._run is not None:
             self._run.drop(slots)
 
     def preempt(self, slots: Sequence[int]) -> None:
-        """As ProcessClient."""
         if self._run is not None:
             self._run.preempt(slots)
 
@@ -217,7 +209,6 @@ class EngineClient:
             self.residency = ResidencyReport([], known.load_s, known.size_bytes, evictions=1)
 
     async def serve(self, on_end: Callable[[], None]) -> str:
-        """As ProcessClient."""
         status, lines = 0, ""
         try:
             while True:
@@ -237,7 +228,6 @@ class EngineClient:
         return f"the engine ended (status {status}){lines}"
 
     async def close(self) -> None:
-        """Ends the engine."""
         engine, self._engine = self._engine, None
         if engine is not None:
             await engine.process.end()

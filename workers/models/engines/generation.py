@@ -43,13 +43,7 @@ OnWork = Callable[[int, int], None]
 
 
 class EngineGeneration:
-    """An item that is in.
-
-    Args:
-        slot: its number.
-        item: what is asked for.
-        vocabulary: of the model.
-    """
+    """An item that is in."""
 
     def __init__(self, slot: int, item: PreparedPrompt, vocabulary: Vocabulary) -> None:
         self.slot = slot
@@ -104,9 +98,7 @@ class EngineGeneration:
         """Reads the prompt and writes the text. Canceled, it stops.
 
         Args:
-            engine: that computes.
             slots: of the engine, of which one is free.
-            permits: to read.
             part_tokens: of the prompt that are read at a time.
             on_work: called after each part that was read, and each token.
 

@@ -105,7 +105,6 @@ class Asked:
 
 
 def request_of(item: PreparedPrompt, asked: Asked) -> dict[str, Any]:
-    """The body of a request."""
     # The same numbers are not used again behind what was written before.
     seed = np.random.SeedSequence((item.seed, len(asked.ids))).generate_state(1)[0]
     grammar = "" if asked.is_free or not item.json_schema else _grammar(item.json_schema)

@@ -44,8 +44,6 @@ class EngineProcess:
     """A server that is ready.
 
     Args:
-        process: the program.
-        folder: of its socket.
         key: that its HTTP asks for.
     """
 
@@ -133,7 +131,6 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     def last_lines(self) -> str:
@@ -185,7 +182,6 @@ class EngineProcess:
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """Kills it."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 

@@ -25,11 +25,7 @@ class EngineSlot:
 
 
 class EngineSlots:
-    """The slots of an engine.
-
-    Args:
-        count: how many.
-    """
+    """The slots of an engine."""
 
     def __init__(self, count: int) -> None:
         self._slots = [EngineSlot(number) for number in range(count)]

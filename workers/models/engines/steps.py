@@ -29,8 +29,6 @@ class Engine:
     """An engine that is ready, with what is known of its slots.
 
     Args:
-        process: its server.
-        vocabulary: of its model.
         slots: how many texts it writes at a time.
         part_tokens: of prompts that it reads at a time.
         shares_with_all: whether all owners share what was read of equal beginnings.
@@ -66,7 +64,6 @@ class EngineSteps:
     """One run of an engine, until no text is left.
 
     Args:
-        engine: that computes.
         room: of the model in this process.
         memory_bytes: resident memory of the engine.
         on_message: called with what comes of the items, never within a call of this.

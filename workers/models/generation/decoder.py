@@ -286,7 +286,6 @@ class Decoder:
 
     Args:
         folder: the model, as on the Hugging Face hub.
-        device: where to compute.
         precision: as CatalogEntry.precision.
         rows: the most generations at a time.
         capacity: the most tokens of each.

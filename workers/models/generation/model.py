@@ -165,9 +165,7 @@ class GenerationModel:
     """A causal language model of transformers with a row of keys and values for each generation.
 
     Args:
-        entry: the catalog's.
         folder: the model's files, as on the Hugging Face hub.
-        device: where to compute.
     """
 
     device_name = ""

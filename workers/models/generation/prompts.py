@@ -73,7 +73,6 @@ class ChatTemplate:
         """The prompt for the next message of the assistant.
 
         Args:
-            messages: the conversation.
             tools: that the model may call.
             options: other variables that the template knows.
             is_open: whether the last message is the one that the assistant continues.
@@ -112,7 +111,6 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Its content."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -137,7 +135,6 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.restart()
 
     def restart(self) -> None:
-        """Begins a conversation."""
         self._until_s = self._clock() + MAX_S
 
     def check(self, length: int) -> None:
@@ -238,7 +235,6 @@ class PromptPreparer:
     the characters that it has.
 
     Args:
-        entry: the catalog's.
         folder: the model's files, as on the Hugging Face hub.
 
     Raises:

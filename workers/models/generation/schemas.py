@@ -119,7 +119,6 @@ def read_schema(source: str, vocabulary: Vocabulary, *, is_call: bool) -> Gramma
 
     Args:
         source: the schema, as JSON.
-        vocabulary: the model's.
         is_call: whether it is that of a call of a tool.
 
     Raises:
@@ -234,9 +233,6 @@ class _Evaluations:
 
     No part is taken to be skipped, and a reference to refer to all that it may, so it is at most
     too high. Each part counts once for each way to it, but is visited once for each value.
-
-    Args:
-        schema: the schema, parsed.
     """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:

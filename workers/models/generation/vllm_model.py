@@ -69,9 +69,6 @@ def open_engine(
     """An `LLMEngine` that has loaded the model.
 
     Args:
-        vllm: the package.
-        entry: the catalog's.
-        vocabulary: of the model's folder.
         device: `cpu`, or the kind of GPU.
         memory_fraction: the part of the GPU's memory that it may take.
 
@@ -193,7 +190,6 @@ class VllmModel:
     """A causal language model in an engine of vLLM.
 
     Args:
-        entry: the catalog's.
         folder: the model's files, as on the Hugging Face hub.
         device: where to compute. vLLM takes the first GPU that it sees.
     """

@@ -109,7 +109,6 @@ class Vocabulary:
 
     @cached_property
     def plain_token(self) -> int:
-        """A token of whole characters."""
         return next(one for one in range(self.size) if self.token_bytes(one).isalpha())
 
     @cached_property

@@ -52,7 +52,6 @@ def adjust(logits: Row, written: Sequence[int], prompt: IdArray, item: PreparedP
         logits: float32 [vocabulary].
         written: the tokens of the text so far.
         prompt: the tokens of the prompt, each once.
-        item: what is asked for.
     """
     repeats = item.repetition_penalty != 1
     penalizes = bool(written) and bool(item.frequency_penalty or item.presence_penalty)
@@ -213,8 +212,6 @@ class Writing:
     Those of `item.written_ids` are taken over as if they had been written here.
 
     Args:
-        item: what is asked for.
-        vocabulary: the model's.
         checks_schema: whether the tokens are held to the item's schema here. An engine may do that.
 
     Raises:
@@ -302,7 +299,6 @@ class Writing:
         """Takes in a token that an engine chose.
 
         Args:
-            token: the token.
             chances: the log probabilities of the likeliest tokens and of this one. None: not asked.
         """
         if chances is not None and token not in self._vocabulary.ends:

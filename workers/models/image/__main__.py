@@ -49,7 +49,6 @@ def check_model(name: str, device: str) -> Iterator[str]:
     """Tries an image model, and writes its interface. Yields lines for a person.
 
     Args:
-        name: of its entry.
         device: as in WorkerSettings.
 
     Raises:

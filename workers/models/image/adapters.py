@@ -131,7 +131,6 @@ def read_adapter(
     """Reads an adapter into memory, in the type of the UNet. It may take long.
 
     Args:
-        adapter: its file.
         pipeline: of diffusers, whose class knows the formats.
         modules: the parts of the pipeline that have layers, by their names.
         limit_bytes: the most that its layers may take.
@@ -355,7 +354,6 @@ class _Scaling:
     """The factors alpha / rank of the layers of a part.
 
     Args:
-        part: its name.
         alphas: those of kohya's files, by PART.LAYER.alpha.
         settings: those of PEFT, by PART.NAME.
     """

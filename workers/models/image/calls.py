@@ -57,7 +57,6 @@ class Part:
     Args:
         name: the module's in its pipeline, with the method if it isn't the call itself.
         module: shared by all items.
-        compute: the function.
         is_denoiser: one call of it is one step of an item.
     """
 
@@ -96,10 +95,6 @@ class Call:
     """A call that waits for its results.
 
     Args:
-        part: what is called.
-        args: by position.
-        kwargs: by name.
-        digests: of the item.
         owner: the item, which those who compute the call may ask about it.
     """
 

@@ -75,7 +75,6 @@ def compile_parts(denoiser: Any, vae: Any, *, shapes: int, backend: str = "induc
         denoiser: a UNet of diffusers, or a transformer that takes all inputs by name.
         vae: a VAE of diffusers, which processes images one by one from now on.
         shapes: how many shapes each of them gets at warm-up.
-        backend: the backend of torch.compile.
     """
     # Each shape is a recompilation. Dynamo limits their number over all models of the process.
     torch._dynamo.config.recompile_limit += shapes

@@ -26,7 +26,6 @@ class DeepCache:
     """Computes the outer layers of a UNet around features that it had at an earlier step.
 
     Args:
-        settings: of the catalog's entry.
         pipeline: of Stable Diffusion or Stable Diffusion XL.
 
     Raises:

@@ -50,13 +50,11 @@ class Drawing:
 
     @property
     def steps(self) -> int:
-        """All of its steps."""
         known: int | None = getattr(self.pipeline, "_num_timesteps", None)
         return known or max(1, self.item.length // (self.item.width * self.item.height))
 
     @property
     def pixels(self) -> int:
-        """Pixels of the image."""
         return self.item.width * self.item.height
 
     def after_step(

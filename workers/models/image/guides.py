@@ -95,8 +95,6 @@ class Controls:
     Args:
         folders: of each, as diffusers' ControlNetModel is saved.
         pipeline: the one that they were trained for.
-        device: of the pipeline.
-        plan: of the pipeline.
 
     Raises:
         ConfigurationError: a folder is not a ControlNet for this pipeline.
@@ -140,7 +138,6 @@ class Controls:
         """Computes what the ControlNets add to a call of the UNet.
 
         Args:
-            call: its inputs.
             starts: the control of each row, and the step that its item is at.
         """
         rows_of: dict[str, list[int]] = {}
@@ -273,10 +270,7 @@ class IpAdapters:
     """The IP-Adapters of a pipeline, by their names in the catalog.
 
     Args:
-        files: of each.
         pipeline: the one that they were trained for.
-        device: of the pipeline.
-        plan: of the pipeline.
 
     Raises:
         ConfigurationError: files are not an IP-Adapter for this pipeline.

@@ -78,8 +78,6 @@ class Run:
     """A pipeline that runs.
 
     Args:
-        hub: where it runs.
-        name: of its item.
         draw: runs the pipeline. Its result is that of the item.
         owner: what its calls have as their owner.
     """
@@ -362,7 +360,6 @@ class _Watchdog:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """A pipeline goes on now."""
         self._thread_id = threading.get_ident()
         self._since_s = time.monotonic()
         # A process that was forked has not the thread of the one before.

@@ -124,7 +124,6 @@ class ImageModel:
         """Prepares to draw as an entry says, which has the same source.
 
         Args:
-            entry: of the model.
             is_trial: the warm-up leaves out tasks of the interface that fail.
 
         Raises:
@@ -171,7 +170,6 @@ class ImageModel:
 
     @property
     def interface(self) -> ImageInterface:
-        """What it draws and accepts."""
         return describe(self._pipelines)
 
     @property
@@ -425,7 +423,6 @@ class ImageModel:
         return {slot: (one.done, one.steps) for slot, one in self._drawings.items()}
 
     def drop(self, slot: int) -> None:
-        """Forgets an item."""
         self._drawings.pop(slot, None)
         self._encoding.pop(slot, None)
         self.adapters.drop(slot)

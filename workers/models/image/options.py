@@ -33,7 +33,6 @@ class OptionCheck:
     """Checks the options of items against the pipelines of a model.
 
     Args:
-        pipelines: of the model.
         usual_guidance: the `guidance_scale` of requests that have none.
     """
 

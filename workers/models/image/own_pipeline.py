@@ -30,8 +30,6 @@ class Shared:
     """Stands for a module that all items share, in the pipeline of one of them.
 
     Args:
-        module: of a pipeline.
-        hub: gets its calls.
         parts: what is intercepted, by method. Empty: the call itself.
         settings: what its `config` says instead of the module's own.
         shift: what is added to the latents that it decodes.
@@ -133,11 +131,7 @@ def _own_kind(kind: Any) -> Any:
 
 
 class Interception:
-    """Makes pipelines for items whose modules call a hub.
-
-    Args:
-        hub: gets the calls.
-    """
+    """Makes pipelines for items whose modules call a hub."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -148,7 +142,6 @@ class Interception:
         """Returns a copy of a pipeline for one item.
 
         Args:
-            pipeline: loaded.
             scheduler: of the item. None: a new one with the settings of the pipeline's.
         """
         mine = copy.copy(pipeline)

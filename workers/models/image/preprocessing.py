@@ -86,8 +86,6 @@ def with_control(
     """Returns the item with its control, and the map of its image.
 
     Args:
-        item: without a control.
-        control: of the request.
         pixels: its image in RGB, of the size of the item.
         known: the controls of the model, by name.
 
@@ -143,7 +141,6 @@ class ImagePreparer:
     """Prepares ImageInput within the limits of the catalog.
 
     Args:
-        bounds: of the catalog.
         is_stepped: whether images of any size, steps and scheduler are computed together.
         rounds_up: whether image-to-image runs a part of a step as a whole one.
         sides_px: of the squares that the image encoders of IP-Adapters read, by their names.

@@ -86,7 +86,6 @@ class Prompts:
         """Lets the pipeline of an item use what is kept.
 
         Args:
-            pipeline: of the item.
             variant: what its text encoders are changed by, as an adapter and its scale. Empty: by
                 nothing.
 

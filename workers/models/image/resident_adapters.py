@@ -52,7 +52,6 @@ class FetchedAdapters:
     Args:
         urls: the bounds of the catalog.
         folder: where they are kept.
-        objects: has them.
     """
 
     def __init__(self, urls: AdapterUrls, folder: Path, objects: ObjectStore) -> None:
@@ -131,8 +130,6 @@ class ResidentAdapters:
 
     Args:
         image: the part of the catalog's entry.
-        pipeline: of diffusers.
-        device: where it is.
     """
 
     def __init__(self, image: ImageDefaults, pipeline: Any, device: torch.device) -> None:
@@ -157,7 +154,6 @@ class ResidentAdapters:
 
     @property
     def resident_bytes(self) -> int:
-        """What they take."""
         return sum(one.nbytes for one in self._resident.values())
 
     @property

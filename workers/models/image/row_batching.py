@@ -50,10 +50,7 @@ class RowBatching(Batching):
     """The batching of images. The owner of a call is a Drawing.
 
     Args:
-        denoiser: of the model.
         adapters: those that are in memory.
-        controls: of the model.
-        ip_adapters: of the model.
         deep_cache: None: every step computes the whole UNet.
         guidance_stop: the part of the steps after which the negative prompt guides no longer.
         sizes: the batches that are compiled.

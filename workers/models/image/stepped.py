@@ -19,7 +19,6 @@ class SteppedImageModel(ImageModel):
     takes_guides = True
 
     def use(self, entry: Model, *, is_trial: bool = False) -> None:
-        """As in ImageModel."""
         super().use(entry, is_trial=is_trial)
         self._queued: dict[int, PreparedImage] = {}
         """Those that wait until the one before has ended, if images are drawn one at a time."""
@@ -33,7 +32,6 @@ class SteppedImageModel(ImageModel):
             self._begin_stepping(slot, item)
 
     def drop(self, slot: int) -> None:
-        """Forgets an item."""
         self._queued.pop(slot, None)
         super().drop(slot)
 

@@ -157,7 +157,6 @@ def draw_preview(pipeline: Any, latents: torch.Tensor, width: int, height: int) 
     Neither the latents nor any generator of random numbers is changed.
 
     Args:
-        pipeline: loaded.
         latents: of one image, as the pipeline has them.
         width: of the image, in pixels.
         height: of the image, in pixels.

@@ -440,7 +440,6 @@ def lay_below(view: Path, folder: Path, work: Path) -> bool:
 
     Args:
         view: what is written there stays in it.
-        folder: is not changed.
         work: a folder that the system needs, on the disk of the view. It is made.
 
     Returns:
@@ -476,7 +475,6 @@ def show_at_src(view: Path, root: Path) -> bool:
     """Mounts a view at `/src`. If the root folder has no `/src`, it is replaced by one that has.
 
     Args:
-        view: of the class.
         root: becomes the new root folder, with all that the old one has. It is made.
 
     Returns:

@@ -87,7 +87,6 @@ def main(
 
     Args:
         fd: of this end of the socket.
-        folder: of the class.
         scratch: the folder below which it writes, with its view of the class's folder. That becomes
             the working directory.
         denied_ports: TCP ports to which it does not connect.
@@ -343,7 +342,6 @@ class _Prediction:
         return error
 
     def close(self) -> None:
-        """Removes its files."""
         for file in self._opened:
             with contextlib.suppress(OSError):
                 file.close()
@@ -378,12 +376,7 @@ def _traceback_of(error: BaseException) -> str:
 
 
 class SyncRunner:
-    """Runs a synchronous class, one prediction at a time.
-
-    Args:
-        connection: to the worker.
-        loaded: the class, set up.
-    """
+    """Runs a synchronous class, one prediction at a time."""
 
     def __init__(self, connection: socket.socket, loaded: loading.Loaded) -> None:
         self._connection = connection
@@ -513,8 +506,6 @@ class ListRunner(SyncRunner):
     """Runs a class with `predict_batch`, one batch at a time.
 
     Args:
-        connection: to the worker.
-        loaded: the class, set up.
         element: makes an element of the list that it takes.
     """
 
@@ -630,13 +621,7 @@ def _first_mistake(error: Exception) -> str:
 
 
 class AsyncRunner:
-    """Runs an asynchronous class, several predictions at a time.
-
-    Args:
-        connection: to the worker.
-        loaded: the class, set up.
-        loop: in which it runs.
-    """
+    """Runs an asynchronous class, several predictions at a time."""
 
     def __init__(
         self, connection: socket.socket, loaded: loading.Loaded, loop: asyncio.AbstractEventLoop
@@ -715,9 +700,6 @@ class AsyncListRunner(AsyncRunner):
     """Runs a class with an asynchronous `predict_batch`, one batch at a time.
 
     Args:
-        connection: to the worker.
-        loaded: the class, set up.
-        loop: in which it runs.
         element: makes an element of the list that it takes.
     """
 

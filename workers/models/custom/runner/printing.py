@@ -44,8 +44,6 @@ class MarkedStream(io.BufferedIOBase):
     Args:
         name: file name, as libraries may read it.
         descriptor: gets what has no mark.
-        pipe: gets the records.
-        mark: mark of this process.
     """
 
     def __init__(self, name: str, descriptor: int, pipe: int, mark: bytes) -> None:
@@ -129,7 +127,6 @@ def split_records(data: bytes, mark: bytes) -> tuple[list[tuple[int | None, byte
 
     Args:
         data: what was read from the pipe.
-        mark: mark of the process.
 
     Returns:
         Each part with the number of its prediction, or None if it has no mark, in order. Then the

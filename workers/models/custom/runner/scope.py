@@ -89,7 +89,6 @@ class Scope:
         self.context: dict[str, str] = {}
 
     def record_metric(self, key: str, value: Any, mode: str | None = None) -> None:
-        """Records a metric."""
         self.metrics.record(key, value, mode)
 
 
