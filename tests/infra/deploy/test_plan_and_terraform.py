@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from infra.kubernetes.deployment import read_gpu_types
-from penstock_planning.deploy import __main__, costs, platform_variables
+from penstock_planning.deploy import costs, platform_variables, show
 from penstock_planning.deploy.plan import DeployPlan
 from penstock_planning.deploy.platform_variables import Platform
 from penstock_planning.deploy.topology import gpu_pools, redis
@@ -67,7 +67,7 @@ def test_variables_with_the_changes_are_taken_by_terraform(tmp_path: Path) -> No
         "regions.europe-west4.max_gpus",
         "all-MiniLM-L6-v2: replicas.max",
     }
-    made = plan_platform(tmp_path, **json.loads(__main__.plan_as_json(ours))["tfvars"])
+    made = plan_platform(tmp_path, **json.loads(show.plan_as_json(ours))["tfvars"])
     agree(ours, made)
     (service,) = (
         one for one in made.of("google_cloud_run_v2_service") if one["name"] == "penstock-api"

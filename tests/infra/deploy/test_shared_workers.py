@@ -13,7 +13,7 @@ import yaml
 from infra.kubernetes.deployment import read_gpu_types
 from infra.kubernetes.placement import GIB, gpu_memory_bytes
 from infra.kubernetes.site_chart import write_site_chart
-from penstock_planning.deploy import __main__
+from penstock_planning.deploy import show
 from penstock_planning.deploy.plan import DeployPlan, make_plan
 from penstock_planning.deploy.platform_variables import Platform
 from penstock_planning.deploy.rates import DemandRates, ModelRate
@@ -243,10 +243,8 @@ def test_plan_of_a_load_of_two_workers(tmp_path: Path) -> None:
 
 def test_plan_says_who_shares_workers(models_file: Path) -> None:
     plan = planned(models_file, {name: rate(1) for name in SHARED})
-    assert "texts, words, pages: the same processes and pods, workers 'Docs'" in __main__.text(plan)
-    rows = {
-        one["model"]: one["workers"] for one in json.loads(__main__.plan_as_json(plan))["models"]
-    }
+    assert "texts, words, pages: the same processes and pods, workers 'Docs'" in show.text(plan)
+    rows = {one["model"]: one["workers"] for one in json.loads(show.plan_as_json(plan))["models"]}
     assert rows == {name: "Docs" for name in SHARED} | {
         "others": "others",
         "texts.canary": "texts.canary",

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""Settings of a command whose arguments, `--help` included, go to another program."""
+from shared.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from penstock_planning.deploy.rates import DemandRates
+    from shared.catalog import Catalog
+
+Words = list[str] | None
+
+deploy = typer.Typer(
+    help="Plan a deployment: resources, quotas and costs, before any apply.", no_args_is_help=True
+)
 
 
 def add_deploy(app: typer.Typer) -> None:
     """Adds `deploy` to the commands of `app`."""
-    app.command(context_settings=FORWARDED)(deploy)
+    app.add_typer(deploy, name="deploy")
 
 
 def add_simulate(app: typer.Typer) -> None:
@@ -21,11 +30,85 @@ def add_simulate(app: typer.Typer) -> None:
     app.command()(simulate)
 
 
-def deploy(context: typer.Context) -> None:
-    """Plan a deployment: resources, quotas and costs, before any apply."""
-    from penstock_planning.deploy.__main__ import main as plan
+@deploy.command("plan")
+def plan(
+    models: Annotated[Path, typer.Option(metavar="FILE", help="the catalog")] = Path("models.yaml"),
+    rates: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="rates of all models; tools/planning/rates.example.yaml"),
+    ] = None,
+    rate: Annotated[
+        Words, typer.Option(metavar="MODEL=MEAN[:PEAK]", help="requests per second of one model")
+    ] = None,
+    seconds: Annotated[
+        Words,
+        typer.Option(metavar="MODEL=SECONDS", help="of a worker for one item, with --rate"),
+    ] = None,
+    tfvars: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="variables of infra/terraform/platform, .tfvars.json"),
+    ] = None,
+    region: Annotated[
+        Words, typer.Option(metavar="REGION ...", help="instead of the variable `regions`")
+    ] = None,
+    more_regions: Annotated[Words, typer.Argument(hidden=True, metavar="REGION")] = None,
+    prices: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="prices instead of the ones in infra/terraform/prices.yaml"
+        ),
+    ] = None,
+    broker_round_trip: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="to the broker and back; default: broker_round_trip_s of the rates, or 0.05, "
+            "which is within a region",
+        ),
+    ] = None,
+    buffer: Annotated[int, typer.Option(help="places kept warm per GPU class")] = 1,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print every name and figure as JSON, for a program")
+    ] = False,
+) -> None:
+    """Plan GPUs, nodes, subscriptions, quotas and monthly cost for the expected rates."""
+    if (rates is None) == (not rate):
+        raise typer.BadParameter("exactly one of --rates and --rate is required")
+    if more_regions and not region:
+        raise typer.BadParameter(f"unexpected: {' '.join(more_regions)}")
+    if buffer < 0:
+        raise ConfigurationError("--buffer: 0 or more", field="buffer")
+    from infra.kubernetes.deployment import read_gpu_types
+    from penstock_planning.deploy.plan import make_plan
+    from penstock_planning.deploy.platform_variables import read_platform
+    from penstock_planning.deploy.prices import read_prices
+    from penstock_planning.deploy.rates import at_distance
+    from penstock_planning.deploy.show import plan_as_json, text
+    from shared.catalog_file import read_catalog
 
-    raise typer.Exit(plan(context.args))
+    catalog = read_catalog(models)
+    demand = _rates(catalog, rates, rate or [], seconds or [])
+    if broker_round_trip is not None:
+        demand = at_distance(demand, broker_round_trip)
+    platform = read_platform(tfvars)
+    if regions := list(dict.fromkeys([*(region or []), *(more_regions or [])])):
+        platform = platform.in_regions(regions)
+    result = make_plan(catalog, demand, platform, read_prices(prices), read_gpu_types(), buffer)
+    print(plan_as_json(result) if as_json else text(result))
+
+
+def _rates(
+    catalog: Catalog, rates_file: Path | None, rate: list[str], seconds: list[str]
+) -> DemandRates:
+    from penstock_planning.deploy.rates import rates_of_words, read_rates
+
+    if rates_file is None:
+        return rates_of_words(rate, seconds, catalog)
+    if seconds:
+        raise ConfigurationError(
+            "--seconds goes with --rate; a file of rates has seconds_per_item", field="seconds"
+        )
+    return read_rates(rates_file, catalog)
 
 
 def simulate(

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock_planning.deploy.__main__ import main, text
 from penstock_planning.deploy.platform_variables import Platform
+from penstock_planning.deploy.show import text
 from shared.errors import ConfigurationError
 from tests.infra.test_cli import penstock
+from tests.penstock_command import penstock as run_penstock
 from tools.planning.tests.deploy.planning import entry, plan_of, rate
 
 EXAMPLE = "tools/planning/rates.example.yaml"
@@ -20,7 +21,7 @@ MINILM = "all-MiniLM-L6-v2"
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["plan", *words]) == 1
+    assert run_penstock("deploy", "plan", *words) == 1
     return capsys.readouterr().err
 
 
@@ -38,7 +39,8 @@ def test_the_example_is_planned_by_the_command() -> None:
 
 
 def test_rates_can_be_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--rate", f"{MINILM}=5:50", "--seconds", f"{MINILM}=0.002", "--json"]) == 0
+    words = ["--rate", f"{MINILM}=5:50", "--seconds", f"{MINILM}=0.002", "--json"]
+    assert run_penstock("deploy", "plan", *words) == 0
     plan = json.loads(capsys.readouterr().out)
     found = {one["model"]: one for one in plan["models"]}
     assert (found[MINILM]["requests_mean_per_s"], found[MINILM]["requests_peak_per_s"]) == (5, 50)
@@ -50,7 +52,7 @@ def test_distance_to_the_broker_can_be_given(capsys: pytest.CaptureFixture[str])
     words = ["--rate", f"{MINILM}=50", "--seconds", f"{MINILM}=0.0005"]
     held = {}
     for seconds in ("0.05", "0.2"):
-        assert main(["plan", *words, "--broker-round-trip", seconds, "--json"]) == 0
+        assert run_penstock("deploy", "plan", *words, "--broker-round-trip", seconds, "--json") == 0
         plan = json.loads(capsys.readouterr().out)
         (held[seconds],) = (one["held_jobs"] for one in plan["models"] if one["model"] == MINILM)
         assert any(f"{seconds} s from the broker and back" in note for note in plan["notes"])
@@ -68,7 +70,7 @@ def test_regions_can_be_words(capsys: pytest.CaptureFixture[str]) -> None:
         "europe-west4",
         "--json",
     ]
-    assert main(["plan", *words]) == 0
+    assert run_penstock("deploy", "plan", *words) == 0
     regions = json.loads(capsys.readouterr().out)["tfvars"]["regions"]
     # The one that Terraform's default has keeps its index.
     assert {name: region["index"] for name, region in regions.items()} == {
@@ -78,7 +80,7 @@ def test_regions_can_be_words(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_machine_without_a_price_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--rates", EXAMPLE, "--region", "asia-south1"]) == 0
+    assert run_penstock("deploy", "plan", "--rates", EXAMPLE, "--region", "asia-south1") == 0
     lines = capsys.readouterr().out.splitlines()
     (nodes,) = (line for line in lines if line.startswith("  GPU nodes l4-x1"))
     assert nodes.endswith("no price machine/g2-standard-8/spot")
@@ -94,7 +96,7 @@ def test_variables_that_size_nothing_are_kept(
     }
     file = tmp_path / "x.tfvars.json"
     file.write_text(json.dumps(given))
-    assert main(["plan", "--rates", EXAMPLE, "--tfvars", str(file), "--json"]) == 0
+    assert run_penstock("deploy", "plan", "--rates", EXAMPLE, "--tfvars", str(file), "--json") == 0
     kept = json.loads(capsys.readouterr().out)["tfvars"]
     assert (kept["project_id"], kept["api"]["image"], kept["labels"]) == (
         "mine",

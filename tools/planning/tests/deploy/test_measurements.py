@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from penstock_planning.deploy.__main__ import main
 from penstock_planning.simulation.scenario import scenario_of
 from penstock_planning.simulation.world import simulate
 from shared.errors import ConfigurationError
 from shared.model_interface import ModelInterface
 from shared.model_measurement import ModelMeasurement
+from tests.penstock_command import penstock as run_penstock
 
 INTERFACE = ModelInterface(
     inputs={"properties": {}}, output={}, concurrency=8, cog_version="0", sources_sha256="a" * 64
@@ -55,12 +55,12 @@ def write_measured(path: Path, **changes: Any) -> None:
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    assert main(["plan", *words, "--json"]) == 0
+    assert run_penstock("deploy", "plan", *words, "--json") == 0
     return json.loads(capsys.readouterr().out)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["plan", *words]) == 1
+    assert run_penstock("deploy", "plan", *words) == 1
     return capsys.readouterr().err
 
 
@@ -74,7 +74,7 @@ def test_a_measured_model_needs_no_seconds(
     assert (found["service_s"], found["batch"]) == (0.25, 4)
     assert found["rate"]["measured"] == "on a CPU of a test"
     assert (found["rate"]["input_bytes"], found["rate"]["output_bytes"]) == (1000, 9000)
-    assert main(["plan", *words]) == 0
+    assert run_penstock("deploy", "plan", *words) == 0
     assert "mine: 0.25 s an item: on a CPU of a test" in capsys.readouterr().out
 
 

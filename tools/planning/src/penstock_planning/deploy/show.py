@@ -1,35 +1,15 @@
-"""`penstock deploy plan`: from the command line to a plan, printed.
-
-A plan as text for a person, or as JSON for a program.
-"""
+"""`penstock deploy plan`: a plan as text for a person, or as JSON for a program."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import Any
 
-import typer
-
-from infra.kubernetes.deployment import Deployment, read_gpu_types
 from infra.text_table import table
 from penstock_planning.deploy.costs import Cost, totals, without_price
-from penstock_planning.deploy.plan import DeployPlan, make_plan
-from penstock_planning.deploy.platform_variables import read_platform
-from penstock_planning.deploy.prices import read_prices
-from penstock_planning.deploy.rates import (
-    BROKER_ROUND_TRIP_S,
-    DemandRates,
-    at_distance,
-    rates_of_words,
-    read_rates,
-)
+from penstock_planning.deploy.plan import DeployPlan
 from penstock_planning.deploy.sizing import Pool, Site, Workers
-from shared.catalog import Catalog
-from shared.catalog_file import read_catalog
-from shared.errors import ConfigurationError
 
 
 def text(plan: DeployPlan) -> str:
@@ -327,122 +307,3 @@ def _site_document(site: Site) -> dict[str, Any]:
         name: value for name, value in vars(site).items() if name not in ("workers", "pools")
     }
     return figures | {"pools": pools}
-
-
-Words = list[str] | None
-
-app = typer.Typer(
-    help="What a deployment needs, before any apply.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich" if sys.stdout.isatty() else None,
-)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the plan. Returns 0, 1 if a file or value is wrong, 2 if the usage is wrong."""
-    try:
-        app(argv, prog_name="penstock deploy")
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    return 0
-
-
-@app.callback()
-def _deploy() -> None:
-    """Makes `plan` a command, not the program."""
-
-
-@app.command()
-def plan(
-    models: Annotated[Path, typer.Option(metavar="FILE", help="the catalog")] = Path("models.yaml"),
-    rates: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="rates of all models; tools/planning/rates.example.yaml"),
-    ] = None,
-    rate: Annotated[
-        Words, typer.Option(metavar="MODEL=MEAN[:PEAK]", help="requests per second of one model")
-    ] = None,
-    seconds: Annotated[
-        Words,
-        typer.Option(metavar="MODEL=SECONDS", help="of a worker for one item, with --rate"),
-    ] = None,
-    tfvars: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="variables of infra/terraform/platform, .tfvars.json"),
-    ] = None,
-    region: Annotated[
-        Words, typer.Option(metavar="REGION ...", help="instead of the variable `regions`")
-    ] = None,
-    more_regions: Annotated[Words, typer.Argument(hidden=True, metavar="REGION")] = None,
-    prices: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="prices that replace those of infra/terraform/prices.yaml",
-        ),
-    ] = None,
-    broker_round_trip: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="to the broker and back; default: broker_round_trip_s of the rates, or "
-            f"{BROKER_ROUND_TRIP_S:g}, which is within a region",
-        ),
-    ] = None,
-    buffer: Annotated[
-        int, typer.Option(help="places kept warm per GPU class")
-    ] = Deployment.model_fields["buffer"].default,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="print every name and figure as JSON, for a program")
-    ] = False,
-) -> None:
-    """Plan GPUs, nodes, subscriptions, quotas and monthly cost for the expected rates."""
-    if (rates is None) == (not rate):
-        raise typer.BadParameter("give either --rates or --rate")
-    if more_regions and not region:
-        raise typer.BadParameter(f"unexpected: {' '.join(more_regions)}")
-    regions = [*(region or []), *(more_regions or [])]
-    try:
-        rates_ = _rates(models, rates, rate or [], seconds or [])
-        if broker_round_trip is not None:
-            rates_ = at_distance(rates_, broker_round_trip)
-        deploy_plan = _plan(read_catalog(models), rates_, tfvars, regions, prices, buffer)
-    except ConfigurationError as error:
-        typer.echo(f"penstock deploy plan: {error.message}", err=True)
-        raise typer.Exit(1) from error
-    print(plan_as_json(deploy_plan) if as_json else text(deploy_plan))
-
-
-def _rates(
-    models: Path, rates_file: Path | None, rate: list[str], seconds: list[str]
-) -> DemandRates:
-    catalog = read_catalog(models)
-    if rates_file is None:
-        return rates_of_words(rate, seconds, catalog)
-    if seconds:
-        raise ConfigurationError(
-            "--seconds goes with --rate; a file of rates has seconds_per_item", field="seconds"
-        )
-    return read_rates(rates_file, catalog)
-
-
-def _plan(
-    catalog: Catalog,
-    rates: DemandRates,
-    tfvars: Path | None,
-    regions: list[str],
-    prices: Path | None,
-    buffer: int,
-) -> DeployPlan:
-    if buffer < 0:
-        raise ConfigurationError("--buffer: 0 or more", field="buffer")
-    platform = read_platform(tfvars)
-    if regions:
-        platform = platform.in_regions(list(dict.fromkeys(regions)))
-    return make_plan(catalog, rates, platform, read_prices(prices), read_gpu_types(), buffer)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,14 @@
+"""Runs `penstock` in the process of a test."""
+
+from __future__ import annotations
+
+from infra.cli.main import app
+
+
+def penstock(*words: str) -> int:
+    """Runs a command. Returns its exit status."""
+    try:
+        app(list(words), prog_name="penstock")
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
