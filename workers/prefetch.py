@@ -1,4 +1,4 @@
-"""`python -m workers.prefetch`: copies models of the hub into a bucket, once for all workers.
+"""`penstock weights prefetch`: copies models of the hub into a bucket, once for all workers.
 
 Workers then read the copy where the bucket is mounted (PENSTOCK_WEIGHTS_DIR). They need neither the
 hub nor a token for it.
@@ -6,21 +6,17 @@ hub nor a token for it.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Annotated
 
 import msgspec
 import obstore
-import typer
 from obstore.exceptions import BaseError
 from obstore.store import LocalStore, ObjectStore
 
 from shared.catalog import Catalog
-from shared.catalog_file import read_catalog
-from shared.errors import ConfigurationError, PenstockError, Unavailable
+from shared.errors import ConfigurationError, Unavailable
 from workers.models.source import (
     Copy,
     download_from_hub,
@@ -31,50 +27,6 @@ from workers.models.source import (
 )
 
 HUB = "hf:"
-
-app = typer.Typer(
-    help="Weights of the catalog's hub models.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns 0, 1 if a copy failed, 2 if the arguments are wrong."""
-    try:
-        app(arguments, prog_name="penstock weights")
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    return 0
-
-
-@app.callback()
-def _weights() -> None:
-    """Makes `prefetch` a command, not the program."""
-
-
-@app.command("prefetch")
-def _prefetch(
-    to: Annotated[str, typer.Option(metavar="URL", help="gs://BUCKET or a folder")],
-    models_file: Annotated[Path, typer.Option(metavar="FILE", help="the catalog")] = Path(
-        "models.yaml"
-    ),
-    model: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="only this one; may be repeated")
-    ] = None,
-    again: Annotated[bool, typer.Option(help="also what has been copied before")] = False,
-) -> None:
-    """Copy the weights of hub models into a bucket.
-
-    A gated model needs a token, in HF_TOKEN or in the file that HF_TOKEN_PATH names.
-    """
-    try:
-        for line in prefetch(read_catalog(models_file), to, model or [], again=again):
-            print(line, flush=True)
-    except PenstockError as error:
-        typer.echo(f"penstock weights: {error.message}", err=True)
-        raise typer.Exit(1) from error
 
 
 def prefetch(catalog: Catalog, to: str, names: Sequence[str], *, again: bool) -> Iterator[str]:
@@ -173,7 +125,3 @@ def _delete_others(store: ObjectStore, into: PurePosixPath, kept: dict[str, int]
         for entry in page:
             if PurePosixPath(entry["path"]).relative_to(into).as_posix() not in kept:
                 obstore.delete(store, entry["path"])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`python -m api.limits.restore`: what `penstock budgets restore` runs after Redis lost its counts.
+"""Counts again what is spent of budgets, after Redis lost its counts: `penstock budgets restore`.
 
 The counter of a budget is the sum of its rows (docs/reference/limits.md). So rows in BigQuery say
 what a counter must be, of this month and of the one before. Only budgets that a plan or a key has
@@ -12,10 +12,8 @@ its rows, and a budget that is in use may lack something. Run again, it adds wha
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import secrets
-import sys
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,16 +21,13 @@ from typing import NamedTuple
 from api.limits.accounts import BudgetReading, LimitStore, RowsAsk, budget_name
 from api.limits.counters import ROUNDING_USD, month_of
 from api.limits.spent import SpentQuestion, SpentReader, SpentRows
-from shared.errors import ConfigurationError, PenstockError
-from shared.money import plain
-from shared.settings import ApiSettings, read_settings
+from shared.errors import ConfigurationError
+from shared.settings import ApiSettings
 from shared.stores.key_stores import key_store
 from shared.tenants.directory import BudgetHolder, Directory, decode_document
 
 REDIS_LIMIT_S = 5.0
 QUERY_LIMIT_S = 120.0
-MAX_GIB = 20.0
-GIB = 1024**3
 
 
 class Restored(NamedTuple):
@@ -104,41 +99,18 @@ def _restored(
     return Restored(name, month, reading.used - reading.held, usd, is_busy, is_changed)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Restores the budgets of the deployment that PENSTOCK_* name. Returns the exit status."""
-    arguments = _parser().parse_args(words)
-    try:
-        settings = read_settings(ApiSettings)
-        changed = asyncio.run(_run(settings, arguments))
-    except PenstockError as error:
-        print(f"penstock: {error.message}", file=sys.stderr)
-        return 1
-    for one in changed:
-        _show(one, writes=not arguments.dry_run)
-    if not changed:
-        print("all budgets are as their rows say")
-    return 0
+async def restore_deployment(
+    settings: ApiSettings, *, lowers: bool, writes: bool, max_bytes: int
+) -> list[Restored]:
+    """Restores the budgets of the deployment in the settings, as `restore` does.
 
+    Args:
+        max_bytes: maximum number of bytes that the query may read.
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="penstock budgets restore",
-        description="Counts again, from the rows in BigQuery, what is spent of all budgets. For a "
-        "Redis that lost its counts. Run it once more when the rows of the last minutes are there.",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="compare, and change nothing")
-    parser.add_argument(
-        "--lower",
-        action="store_true",
-        help="lower counters that are above their rows, too; only while no requests come",
-    )
-    parser.add_argument(
-        "--max-gib", type=float, default=MAX_GIB, help="GiB that the query may read (20)"
-    )
-    return parser
-
-
-async def _run(settings: ApiSettings, arguments: argparse.Namespace) -> list[Restored]:
+    Raises:
+        ConfigurationError: there is no directory of keys.
+        Unavailable: the directory, Redis or BigQuery did not answer.
+    """
     if not settings.keys_url:
         raise ConfigurationError(
             "PENSTOCK_KEYS_URL is not set, so no tenant has a budget", field="keys_url"
@@ -147,7 +119,6 @@ async def _run(settings: ApiSettings, arguments: argparse.Namespace) -> list[Res
         stored = await keys.read()
         assert stored is not None, "without a version it is always read; this is a bug"
         directory = Directory(decode_document(stored.data, keys.source))
-    max_bytes = int(arguments.max_gib * GIB)
     place = settings.project, settings.dataset, settings.bigquery_endpoint
     store = LimitStore(
         settings.records_redis_url, f"restore-{secrets.token_hex(4)}", timeout_s=REDIS_LIMIT_S
@@ -157,23 +128,6 @@ async def _run(settings: ApiSettings, arguments: argparse.Namespace) -> list[Res
             store,
             SpentRows(*place, max_bytes, QUERY_LIMIT_S),
             sorted(directory.budgets),
-            lowers=arguments.lower,
-            writes=not arguments.dry_run,
+            lowers=lowers,
+            writes=writes,
         )
-
-
-def _show(one: Restored, *, writes: bool) -> None:
-    year, month = divmod(one.month, 12)
-    said = "above its rows, kept" if one.rows_usd < one.counted_usd else "not restored"
-    if one.is_changed:
-        said = "restored" if writes else "to be restored"
-    if one.is_busy:
-        said += " (in use: run again)"
-    print(
-        f"{one.name.removesuffix(':usd')} {year}-{month + 1:02}: counted "
-        f"${plain(one.counted_usd)}, rows ${plain(one.rows_usd)}: {said}"
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

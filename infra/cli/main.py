@@ -1,10 +1,12 @@
 """The `penstock` command: the local stack, its servers, the product's processes, and reports.
 
-Each command imports what it needs when it runs, so that `penstock --help` is quick.
+Each command imports what it runs when it is called: `penstock --help` is quick, and an image
+without `workers` can run `penstock api`. Only this package may import `api` and `workers`.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import signal
@@ -18,24 +20,25 @@ import typer
 from typer.core import TyperGroup
 
 from infra.cli import keys
+from infra.cli.budgets import budgets
 from infra.cli.canaries.commands import canary
 from infra.cli.dead_letters.commands import dead_letters
-from infra.cli.withdrawals import list_withdrawn, withdraw
+from infra.cli.models import init, models, predict
+from infra.cli.optimize import optimize
+from infra.cli.weights import weights
 from infra.local.ports import Ports
 from infra.reports.commands import invoice, report, run_daily
 from shared.errors import BadInput, ConfigurationError, PenstockError
 from shared.loopback import exempt_loopback_from_proxies
 
-CUSTOM_MODELS = "workers.models.custom"
-"""The program of the commands about custom models."""
-IMAGE_MODELS = "workers.models.image"
-"""The program of `models check` for image models."""
 OF_KEYS = frozenset({"keys", "tenants", "plans"})
 OF_OPERATORS = OF_KEYS | {
     *("report", "invoice", "run-daily", "budgets", "canary", "dead-letters", "models", "load"),
     *("doctor", "provision"),
 }
 """Commands that work on the stack that runs in this folder, if no setting names another one."""
+SERVING = ("api", "workers")
+"""Packages of ours that an image may lack."""
 TOOLS = "penstock.commands"
 """Group of the entry points of tools: functions that add a command to the application."""
 STATE_DIR = Path("var")
@@ -51,10 +54,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program"
 _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings of commands whose arguments, `--help` included, go to another program."""
 
-budgets = typer.Typer(help="Budgets of tenants and keys.", no_args_is_help=True)
-
-models = typer.Typer(help="Custom models, and withdrawals.", no_args_is_help=True)
-
 
 class _Commands(TyperGroup):
     """Turns what ends a command into a message and an exit status."""
@@ -65,12 +64,23 @@ class _Commands(TyperGroup):
         except PenstockError as error:
             typer.echo(f"penstock: {error.message}", err=True)
             raise typer.Exit(1) from error
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package not in SERVING:
+                raise
+            typer.echo(
+                f"penstock {ctx.invoked_subcommand} needs the package {package}, which is not "
+                "installed",
+                err=True,
+            )
+            raise typer.Exit(1) from error
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 
 
 app = typer.Typer(
     cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -268,13 +278,13 @@ add_tool(app, "monitoring", "penstock-monitoring")
 @app.command(context_settings=_FORWARDED)
 def pubsub(context: typer.Context) -> None:
     """Serve the embedded Pub/Sub alone (--host --port --rest-port --data-dir)."""
-    _become("pubsub_emulator", {}, context.args)
+    _run_program("pubsub-emulator", context.args)
 
 
 @app.command(context_settings=_FORWARDED)
 def bigquery(context: typer.Context) -> None:
     """Serve the embedded BigQuery alone (--host --port --data-dir)."""
-    _become("bigquery_emulator", {}, context.args)
+    _run_program("bigquery-emulator", context.args)
 
 
 @app.command()
@@ -294,13 +304,17 @@ def provision(
 @app.command()
 def api() -> None:
     """Serve the API alone, with the PENSTOCK_* settings."""
-    _become("api", {})
+    from api.__main__ import main as serve
+
+    raise typer.Exit(serve())
 
 
 @app.command()
 def batches() -> None:
     """Run batches alone, with the PENSTOCK_* settings of the API."""
-    _become("api.batch_runner", {})
+    from api.batch_runner.__main__ import main as serve
+
+    raise typer.Exit(serve())
 
 
 @app.command()
@@ -308,67 +322,18 @@ def worker(
     model: Annotated[str, typer.Option(metavar="MODEL", help="the catalog entry to serve")],
 ) -> None:
     """Run one worker alone, with the PENSTOCK_* settings."""
-    _become("workers", {"PENSTOCK_MODEL": model})
+    os.environ["PENSTOCK_MODEL"] = model
+    from workers.__main__ import main as serve
+
+    raise typer.Exit(serve())
 
 
-@app.command(context_settings=_FORWARDED)
-def optimize(context: typer.Context) -> None:
-    """Make an optimized artifact of a model, and judge it first."""
-    _become("workers.optimize", {}, context.args)
-
-
-@app.command(context_settings=_FORWARDED)
-def weights(context: typer.Context) -> None:
-    """Copy the weights of hub models into a bucket, for all workers (prefetch)."""
-    _become("workers.prefetch", {}, context.args)
-
-
+app.command()(optimize)
+app.add_typer(weights, name="weights")
 app.add_typer(budgets, name="budgets")
-
-
-@budgets.command(context_settings=_FORWARDED)
-def restore(context: typer.Context) -> None:
-    """Count again, from the rows in BigQuery, what is spent: for a Redis that lost its counts."""
-    _become("api.limits.restore", {}, context.args)
-
-
 app.add_typer(models, name="models")
-models.command("withdraw")(withdraw)
-models.command("withdrawn")(list_withdrawn)
-
-
-@models.command(context_settings=_FORWARDED)
-def install(context: typer.Context) -> None:
-    """Install the packages that a class brings, as `check` and workers do (FOLDER)."""
-    _become(CUSTOM_MODELS, {}, ["install", *context.args])
-
-
-@models.command(context_settings=_FORWARDED)
-def check(context: typer.Context) -> None:
-    """Try a model, and write what it accepts (FOLDER of a class, or NAME of an image model)."""
-    is_name = any(not word.startswith("-") and not Path(word).is_dir() for word in context.args)
-    if is_name:
-        # Otherwise transformers warns about a package that image models do without.
-        _become(IMAGE_MODELS, {"TRANSFORMERS_VERBOSITY": "error"}, ["check", *context.args])
-    _become(CUSTOM_MODELS, {}, ["check", *context.args])
-
-
-@models.command(context_settings=_FORWARDED)
-def measure(context: typer.Context) -> None:
-    """Time the class of a folder, for `penstock deploy plan` (FOLDER -i NAME=VALUE)."""
-    _become(CUSTOM_MODELS, {}, ["measure", *context.args])
-
-
-@app.command(context_settings=_FORWARDED)
-def init(context: typer.Context) -> None:
-    """Write a custom model that runs: a class, its test and its entry (NAME)."""
-    _become(CUSTOM_MODELS, {}, ["init", *context.args])
-
-
-@app.command(context_settings=_FORWARDED)
-def predict(context: typer.Context) -> None:
-    """Run a custom model once, without a stack (FOLDER -i NAME=VALUE)."""
-    _become(CUSTOM_MODELS, {}, ["predict", *context.args])
+app.command()(init)
+app.command()(predict)
 
 
 @app.command(context_settings=_FORWARDED)
@@ -376,7 +341,8 @@ def bench(context: typer.Context) -> None:
     """Measure the pipeline here, in a checkout (--profile)."""
     if not Path("bench/__main__.py").is_file():
         raise ConfigurationError("this folder has no benchmarks: run it at the top of a checkout")
-    _become("bench", {}, context.args)
+    sys.path.insert(0, str(Path.cwd()))
+    raise typer.Exit(importlib.import_module("bench.__main__").main(context.args))
 
 
 # `penstock --help` lists commands in the order in which they are added.
@@ -388,16 +354,15 @@ add_tool(app, "load", "penstock-load")
 app.command()(run_daily)
 
 
-def _become(module: str, settings: dict[str, str], words: Sequence[str] = ()) -> NoReturn:
-    """Replaces this process with a module's, which gets the signals and sets the exit status.
+def _run_program(name: str, words: Sequence[str]) -> NoReturn:
+    """Runs a program of another distribution, which declares its options, in this process.
 
-    Import contracts do not allow importing it here.
+    Raises:
+        ConfigurationError: the distribution `penstock-NAME` is not installed.
     """
-    from shared.settings import environment_with, given_settings
-
-    sys.stdout.flush()
-    command = [sys.executable, "-m", module, *words]
-    os.execve(command[0], command, environment_with(given_settings() | settings))
+    for point in importlib.metadata.entry_points(group="console_scripts", name=name):
+        raise typer.Exit(point.load()(words))
+    raise ConfigurationError(f"{name} is in the package penstock-{name}, which is not installed")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -65,6 +65,8 @@ without() { # IMAGE PACKAGE...
   # Nothing is there to connect to; what it lacks first is its catalog.
   answer=$(inside api penstock api 2>&1 || true)
   [[ $answer == "penstock api: "*models.yaml* ]] || { echo "api said: $answer" >&2; exit 1; }
+  answer=$(inside api penstock predict folder 2>&1 || true)
+  [[ $answer == "penstock predict needs the package workers, "* ]] || { echo "predict said: $answer" >&2; exit 1; }
   inside api python -c 'import infra.row_archive.__main__'
   without api torch transformers workers pytest)
 echo "api: installs, starts, and has no torch"

@@ -22,7 +22,7 @@ from shared.errors import ConfigurationError
 from shared.model_interface import INTERFACE_FILE
 from shared.tasks import TASKS
 
-CHECK = (sys.executable, "-m", "workers.models.custom", "check", "--if-changed")
+REFRESH = (sys.executable, "-m", "workers.models.custom", "refresh")
 POLL_S = 0.05
 QUIET_S = 5.0
 """The time after which a person is told what takes so long."""
@@ -43,7 +43,7 @@ class Inspection:
         handle, name = tempfile.mkstemp(prefix="penstock-inspection-")
         self._said = Path(name)
         self._process = subprocess.Popen(
-            [*CHECK, folder], stdin=subprocess.DEVNULL, stdout=handle, stderr=handle
+            [*REFRESH, folder], stdin=subprocess.DEVNULL, stdout=handle, stderr=handle
         )
         os.close(handle)
 

@@ -83,14 +83,14 @@ def graph_commands(catalog: Catalog) -> dict[str, list[str]]:
     """The command that builds each model's graphs, by model name. Omits models without graphs."""
     wanted = {model.name: wanted_graphs(model) for model in catalog.deployed}
     return {
-        name: ["workers.optimize", name, "--variants", graphs]
+        name: ["infra.cli.main", "optimize", name, "--variants", graphs]
         for name, graphs in wanted.items()
         if graphs
     }
 
 
 def wanted_graphs(model: Model) -> str:
-    """The optimized graphs that a worker may choose from, as named by `workers.optimize`."""
+    """The optimized graphs that a worker may choose from, as named by `penstock optimize`."""
     if not model.definition.runs_graphs or model.backend == "torch":
         return ""
     graphs = ["fp32"]

@@ -1,4 +1,4 @@
-"""`python -m api` as a process of its own, over the embedded Pub/Sub, with a worker on the other
+"""`penstock api` as a process of its own, over the embedded Pub/Sub, with a worker on the other
 side.
 """
 
@@ -67,7 +67,11 @@ async def _api(pubsub_endpoint: str, folder: Path) -> AsyncIterator[RunningApi]:
         )
         with _opened(log) as output:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "api", cwd=ROOT, env=environment, stdout=output, stderr=output
+                *(sys.executable, "-m", "infra.cli.main", "api"),
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=output,
             )
         try:
             await _until_ready(process, http, log)

@@ -145,7 +145,8 @@ class World:
 
     def _make_graph(self) -> None:
         """The ONNX graph that the workers load, once on this machine."""
-        command = [sys.executable, "-m", "workers.optimize", MODEL, "--variants", "fp32"]
+        words = ["optimize", MODEL, "--variants", "fp32"]
+        command = [sys.executable, "-m", "infra.cli.main", *words]
         with Process(
             "optimize", command, self._log_dir, environment=environment_with(self._variables())
         ) as maker:

@@ -31,6 +31,19 @@ def penstock(*words: str, cwd: Path = ROOT, **settings: str) -> subprocess.Compl
     )
 
 
+def without(package: str, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command where `package` can't be imported, as in an image that lacks it."""
+    code = f"import sys; sys.modules[{package!r}] = None; from infra.cli.main import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=ROOT,
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_LIMIT_S,
+    )
+
+
 def test_help_names_every_command() -> None:
     reported = penstock("--help")
     assert reported.returncode == 0
@@ -83,6 +96,30 @@ def test_command_starts_without_heavy_imports() -> None:
         "redis",
         "torch",
     } & set(loaded.split())
+    assert not {"api", "workers"} & {name.partition(".")[0] for name in loaded.split()}
+
+
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [
+        ("api", ("api",)),
+        ("api", ("budgets", "restore")),
+        ("workers", ("worker", "--model", "any")),
+        ("workers", ("models", "install", "any")),
+    ],
+)
+def test_command_of_a_package_that_is_not_installed_names_it(
+    package: str, words: tuple[str, ...]
+) -> None:
+    reported = without(package, *words)
+    error = f"penstock {words[0]} needs the package {package}, which is not installed\n"
+    assert (reported.returncode, reported.stderr) == (1, error)
+
+
+def test_api_starts_without_workers() -> None:
+    reported = without("workers", "api", PENSTOCK_MODELS_FILE="none.yaml")
+    error = "penstock api: none.yaml: No such file or directory\n"
+    assert (reported.returncode, reported.stderr) == (1, error)
 
 
 @pytest.mark.parametrize("server", ["pubsub", "bigquery"])

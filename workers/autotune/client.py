@@ -97,7 +97,7 @@ def choice_path(
 def making_command(entry: Model, settings: WorkerSettings) -> str:
     """The command that makes the artifact of `entry`."""
     return (
-        f"python -m workers.optimize {entry.name} --models-file {settings.models_file} "
+        f"penstock optimize {entry.name} --models-file {settings.models_file} "
         f"--artifacts-dir {settings.artifacts_dir}"
     )
 

@@ -1,4 +1,4 @@
-"""An optimized artifact: written by `python -m workers.optimize`, read and checked by workers.
+"""An optimized artifact: written by `penstock optimize`, read and checked by workers.
 
 It is the folder `<artifacts_dir>/<model>/<digest>/` with manifest.json, calibration.npz (for
 embedding models) and the graphs that the manifest lists. The digest is that of the source files, so

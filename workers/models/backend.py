@@ -39,7 +39,7 @@ def unmeasured_backend(entry: Model, making_command: str = "") -> Backend:
     if entry.backend == "onnx" or entry.precision == "int8":
         raise ConfigurationError(
             f"{entry.name}: {entry.backend} {entry.precision} needs an artifact; make it with "
-            f"`{making_command or f'python -m workers.optimize {entry.name}'}`",
+            f"`{making_command or f'penstock optimize {entry.name}'}`",
             field="backend",
         )
     assert entry.precision != "int4", "the catalog refuses it for embeddings; this is a bug"

@@ -1,4 +1,4 @@
-"""The options of `python -m workers.optimize`, and the variants by name."""
+"""The options of `penstock optimize`, and the variants by name."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ import pytest
 import redis.asyncio
 from google.cloud import bigquery
 
-from api.limits.restore import main
 from api.limits.spent import SpentRows
 from infra import bigquery as tables
 from shared.tenants.plan import Plan
@@ -22,6 +21,7 @@ from tests.api.test_ledger import words
 from tests.bigquery_client import connected
 from tests.keys import keys_url
 from tests.limits import WAIT_LIMIT_S
+from tests.penstock_command import penstock
 
 pytestmark = [pytest.mark.slow(about_s=12), pytest.mark.anyio]
 
@@ -45,7 +45,7 @@ class Books:
 
     async def restore(self, *words: str) -> str:
         """Runs the command. Returns what it printed."""
-        assert await asyncio.to_thread(main, words) == 0
+        assert await asyncio.to_thread(penstock, "budgets", "restore", *words) == 0
         return self.capsys.readouterr().out
 
     async def until_rests(self) -> None:
@@ -207,9 +207,9 @@ async def test_wrong_settings_are_named(
     books: Books, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PENSTOCK_KEYS_URL", "")
-    assert await asyncio.to_thread(main, []) == 1
+    assert await asyncio.to_thread(penstock, "budgets", "restore") == 1
     assert "PENSTOCK_KEYS_URL is not set, so no tenant has a budget" in capsys.readouterr().err
     monkeypatch.setenv("PENSTOCK_KEYS_URL", books.world.settings.keys_url)
     monkeypatch.setenv("PENSTOCK_DATASET", "other")
-    assert await asyncio.to_thread(main, []) == 1
+    assert await asyncio.to_thread(penstock, "budgets", "restore") == 1
     assert "the rows can't be read now" in capsys.readouterr().err

@@ -82,6 +82,11 @@ def test_files_that_are_copied_are_there_and_sent(name: str) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_image_holds_every_module_that_its_entry_point_imports(name: str) -> None:
     graph = grimp.build_graph("api", "workers", "shared", "infra", *SOURCES)
+    # `penstock` imports what it runs. MODULES names what an image runs.
+    for importer in graph.find_descendants("infra.cli"):
+        for imported in graph.find_modules_directly_imported_by(importer):
+            if imported.startswith(("api.", "workers.")):
+                graph.remove_import(importer=importer, imported=imported)
     needed = {file_of(module) for module in upstream(MODULES[name], graph)}
     assert len(needed) > 10
     assert needed <= copied_files(name)

@@ -212,7 +212,7 @@ async def test_onnx_without_an_artifact_names_the_command(
     folder: Path, settings: WorkerSettings
 ) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"make it with `python -m workers\.optimize lookup --models-file"
+        ConfigurationError, match=r"make it with `penstock optimize lookup --models-file"
     ):
         await choose_backend(ENTRY, folder, settings)
 

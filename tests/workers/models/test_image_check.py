@@ -16,12 +16,12 @@ from shared.catalog_file import read_catalog, read_image_entry
 from shared.errors import BadInput, ConfigurationError
 from shared.image_interface import ImageInterface
 from shared.tasks.image import ImageInput, ImageResult
+from tests.penstock_command import penstock
 from tests.workers.models.plain_diffusers import plain_pipeline
 from tests.workers.models.test_image import FROM_IMAGE, TEXT, pixels
 from tests.workers.models.test_image_drawing import joining
 from tests.workers.models.test_image_families import far, loaded, write_tiny
 from tests.workers.models.test_image_steps import prepared
-from workers.models.image.__main__ import main
 
 pytestmark = [
     pytest.mark.slow(about_s=40),
@@ -56,7 +56,7 @@ def kontext(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path
 def checked(kontext: Path, module_environment: pytest.MonkeyPatch) -> Path:
     """The interface file, as the command has written it."""
     module_environment.setenv("PENSTOCK_MODELS_FILE", str(kontext.parent / "models.yaml"))
-    assert main(["check", "tiny", "--device", "cpu"]) == 0
+    assert penstock("models", "check", "tiny", "--device", "cpu") == 0
     return kontext.parent / "tiny.json"
 
 
@@ -191,5 +191,5 @@ def test_only_pipelines_of_diffusers_are_loaded(
 def test_a_name_that_no_entry_has_is_an_error(
     checked: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check", "other"]) == 1
+    assert penstock("models", "check", "other") == 1
     assert "other: it is neither a folder nor an image model in" in capsys.readouterr().err

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.penstock_command import penstock
 from tests.workers.optimize.tiny_bert import ENTRY, Optimize, make_tiny_bert
 from workers.models.artifact import Artifact, read_artifact
-from workers.optimize.__main__ import main
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +25,7 @@ def optimize(tiny_bert: Path, tmp_path: Path) -> Optimize:
         catalog = tmp_path / "models.yaml"
         catalog.write_text(ENTRY.format(folder=tiny_bert, tolerance=tolerance))
         paths = ["--models-file", str(catalog), "--artifacts-dir", str(tmp_path / "artifacts")]
-        return main(["tiny", *paths, *words])
+        return penstock("optimize", "tiny", *paths, *words)
 
     return run
 

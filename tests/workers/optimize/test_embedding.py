@@ -194,7 +194,7 @@ def making(tiny_bert: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     catalog.write_text(ENTRY.format(folder=tiny_bert, tolerance=0.9))
     words = ["tiny", "--models-file", str(catalog), "--artifacts-dir", str(tmp_path / "artifacts")]
     with subprocess.Popen(
-        [sys.executable, "-m", "workers.optimize", *words, "--variants", "fp32"],
+        [sys.executable, "-m", "infra.cli.main", "optimize", *words, "--variants", "fp32"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from models.shapes import PIPELINE
+from tests.penstock_command import penstock
 from workers.models.artifact import read_artifact
-from workers.optimize.__main__ import main
 
 pytestmark = pytest.mark.slow
 
@@ -23,16 +23,8 @@ models:
 def run(tmp_path: Path, *words: str) -> int:
     catalog = tmp_path / "models.yaml"
     catalog.write_text(ENTRY.format(folder=PIPELINE))
-    return main(
-        [
-            "small",
-            "--models-file",
-            str(catalog),
-            "--artifacts-dir",
-            str(tmp_path / "artifacts"),
-            *words,
-        ]
-    )
+    paths = ["--models-file", str(catalog), "--artifacts-dir", str(tmp_path / "artifacts")]
+    return penstock("optimize", "small", *paths, *words)
 
 
 def test_accepted_ways_are_in_the_manifest(

@@ -17,6 +17,7 @@ from shared.model_interface import (
     ModelInterface,
     read_interface,
 )
+from shared.model_measurement import MEASUREMENT_FILE, read_measurement
 from workers.models.custom.environments import python_for, unmet
 from workers.models.custom.process import RunnerProcess, end_of
 from workers.models.custom.runner.confinement import SRC
@@ -168,3 +169,18 @@ def write_interface(folder: Path, interface: ModelInterface) -> Path:
         ConfigurationError: it can't be written, or its author has such a file.
     """
     return INTERFACE_FILE.write(folder.expanduser(), interface.as_json)
+
+
+def describe_capacity(folder: Path, interface: ModelInterface) -> str:
+    """How many predictions a process computes at a time, and the memory that this takes."""
+    many = f"up to {interface.concurrency} predictions at a time (concurrency.max)"
+    count = "batches, by default of up to 64 items" if interface.batches else many
+    if not interface.batches and interface.concurrency == 1:
+        return "each process computes one prediction at a time"
+    memory = f"to find out how much memory this takes: penstock models measure {folder}"
+    with contextlib.suppress(ConfigurationError):
+        measured = read_measurement(MEASUREMENT_FILE.find(folder))
+        if measured.sources_sha256 == interface.sources_sha256:
+            peak_mib = measured.peak_memory_bytes / 2**20
+            memory = f"with {max(measured.batches)} at a time it took {peak_mib:,.0f} MiB of memory"
+    return f"each process computes {count}; batch.max_items in the entry changes that; {memory}"

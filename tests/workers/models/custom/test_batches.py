@@ -14,11 +14,11 @@ from shared.messages import PrintedLogs
 from shared.model_interface import INTERFACE_FILE
 from shared.tasks.custom import CustomInput, CustomResult
 from tests.limits import WAIT_LIMIT_S
+from tests.penstock_command import penstock
 from tests.workers.models.custom.classes import entry_of, prepared, write_class
 from tests.workers.models.custom.started import StartClass, StartedClass
 from workers.models.base import PreparedFile
 from workers.models.client import ModelProcessDied
-from workers.models.custom.__main__ import main
 from workers.models.custom.checking import inspect_folder
 from workers.models.custom.preparation import CustomPreparer
 from workers.models.reports import BatchResult
@@ -331,7 +331,7 @@ def test_check_says_that_a_class_batches_and_the_worker_compares(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_class(tmp_path, simple("return [1] * len(inputs)"))
-    assert main(["check", str(folder)]) == 0
+    assert penstock("models", "check", str(folder)) == 0
     assert "in batches" in capsys.readouterr().out
     assert '"batches": true' in (folder / INTERFACE_FILE.name).read_text()
     entry = entry_of(folder)
@@ -346,11 +346,11 @@ def test_predict_runs_a_batch_of_one_here(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_class(tmp_path, PYDANTIC)
-    assert main(["predict", str(folder), "-i", "text=ab", "-i", "times=2"]) == 0
+    assert penstock("predict", str(folder), "-i", "text=ab", "-i", "times=2") == 0
     assert '"abab"' in capsys.readouterr().out
-    assert main(["predict", str(folder), "-i", "text=ab", "-i", "mode=fail"]) == 1
+    assert penstock("predict", str(folder), "-i", "text=ab", "-i", "mode=fail") == 1
     assert "not ab" in capsys.readouterr().err
-    assert main(["predict", str(folder), "-i", "text=ab", "-i", "mode=raise"]) == 1
+    assert penstock("predict", str(folder), "-i", "text=ab", "-i", "mode=raise") == 1
     assert "not with these" in capsys.readouterr().err
 
 

@@ -13,9 +13,9 @@ from shared.catalog_file import read_catalog
 from shared.errors import ConfigurationError
 from shared.model_interface import INTERFACE_FILE
 from shared.model_measurement import MEASUREMENT_FILE, read_measurement
+from tests.penstock_command import penstock
 from tests.workers.models.custom.classes import entry_of, write_class
 from tests.workers.models.custom.started import StartedClass
-from workers.models.custom.__main__ import main
 from workers.models.custom.checking import inspect_folder
 
 BODY = """
@@ -51,8 +51,8 @@ def folder(tmp_path: Path) -> Path:
 def test_an_authors_files_stay_as_they_are(folder: Path) -> None:
     for name in ("schema.json", "measured.json"):
         (folder / name).write_text(AUTHORS)
-    assert main(["check", str(folder)]) == 0
-    assert main(["measure", str(folder), "-i", "a=1", "--repeats", "1", "--cpu"]) == 0
+    assert penstock("models", "check", str(folder)) == 0
+    assert penstock("models", "measure", str(folder), "-i", "a=1", "--repeats", "1", "--cpu") == 0
     for name in ("schema.json", "measured.json"):
         assert (folder / name).read_text() == AUTHORS
     (model,) = read_catalog(write_catalog(folder)).models
@@ -74,7 +74,7 @@ def test_a_file_that_we_did_not_write_is_never_overwritten(
 
 
 def test_a_folder_that_an_earlier_release_checked_still_loads(folder: Path) -> None:
-    assert main(["check", str(folder)]) == 0
+    assert penstock("models", "check", str(folder)) == 0
     INTERFACE_FILE.find(folder).rename(folder / "schema.json")
     catalog = write_catalog(folder)
     (model,) = read_catalog(catalog).models

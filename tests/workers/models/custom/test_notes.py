@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.penstock_command import penstock
 from tests.workers.models.custom.classes import compute, entry_of, output_of, write_class
 from tests.workers.models.custom.started import StartedClass
-from workers.models.custom.__main__ import main
 from workers.models.custom.checking import inspect_folder
 from workers.models.custom.sources import source_files
 
@@ -59,12 +59,12 @@ NOTES = (
 )
 
 
-@pytest.mark.parametrize("words", [["check"], ["predict", "-i", "a=1"]])
+@pytest.mark.parametrize("words", [["models", "check"], ["predict", "-i", "a=1"]])
 def test_notes_about_cog_yaml_come_before_the_class_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
     folder = write_class(tmp_path, "import missing_package_of_the_system", COG_YAML)
-    assert main([words[0], str(folder), *words[1:]]) == 1
+    assert penstock(*words, str(folder)) == 1
     said = capsys.readouterr().err
     for note in NOTES:
         assert said.count(note) == 1
@@ -75,7 +75,7 @@ def test_notes_come_once_if_the_class_is_right(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_class(tmp_path, OWN_METHODS, COG_YAML)
-    assert main(["predict", str(folder), "-i", "text=a", "-o", str(tmp_path)]) == 0
+    assert penstock("predict", str(folder), "-i", "text=a", "-o", str(tmp_path)) == 0
     said = capsys.readouterr()
     assert said.out == '"a 1"\n'
     assert [said.err.count(note) for note in (*NOTES, "note: work is not called")] == [1, 1, 1, 1]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from workers.models.custom.__main__ import main
+from tests.penstock_command import penstock
 
 PAGE = Path(__file__).parents[4] / "docs" / "how-to" / "port-a-class.md"
 _FILE = re.compile(r"^`([\w/.]+)`:\n\n```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -54,9 +54,9 @@ def test_a_ported_class_prints_what_the_page_shows(
     port = PORTS[name]
     write_files(port)
     folder = port.command[1]
-    assert main(["check", folder]) == 0
+    assert penstock("models", "check", folder) == 0
     capsys.readouterr()
-    assert main(port.command) == 0
+    assert penstock(*port.command) == 0
     assert capsys.readouterr().out == port.output
 
 
@@ -78,5 +78,5 @@ def test_a_ported_class_blames_the_input(
     monkeypatch.chdir(tmp_path)
     port = PORTS[name]
     write_files(port)
-    assert main(["predict", port.command[1], "-i", given]) == 1
+    assert penstock("predict", port.command[1], "-i", given) == 1
     assert capsys.readouterr().err == f"penstock: {error}\n"

@@ -9,10 +9,10 @@ import pytest
 
 from shared.errors import BadInput, ConfigurationError, ModelFailed
 from shared.messages import PrintedLogs
+from tests.penstock_command import penstock
 from tests.workers.models.custom.classes import compute, entry_of, prepared, write_class
 from tests.workers.models.custom.started import OperatorsLog, StartClass, StartedClass
 from workers.models.base import PreparedFile
-from workers.models.custom.__main__ import main
 from workers.models.custom.public_text import PathRemover, PublicLogs
 from workers.models.custom.trial import predict
 
@@ -173,7 +173,7 @@ def test_commands_show_what_the_class_prints(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_class(tmp_path, PRINTS_IN_SETUP)
-    assert main(["check", str(folder)]) == 0
+    assert penstock("models", "check", str(folder)) == 0
     assert "imported\n" in capfd.readouterr().err
     predict(folder, ["a=1"], tmp_path)
     assert capfd.readouterr().err.endswith("imported\nweights are loaded\ncomputed 1\n")
@@ -190,15 +190,15 @@ def test_check_prints_how_many_run_at_a_time_and_their_memory(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_class(tmp_path, ASYNC)
-    assert main(["check", str(folder)]) == 0
+    assert penstock("models", "check", str(folder)) == 0
     assert "each process computes one prediction at a time\n" in capfd.readouterr().out
     write_class(tmp_path, ASYNC, "concurrency: {max: 3}\n")
-    assert main(["check", str(folder)]) == 0
+    assert penstock("models", "check", str(folder)) == 0
     said = capfd.readouterr().out
     assert "up to 3 predictions at a time (concurrency.max); batch.max_items in the entry" in said
     assert f"how much memory this takes: penstock models measure {folder}\n" in said
-    assert main(["measure", str(folder), "-i", "a=1", "--repeats", "1", "--cpu"]) == 0
-    assert main(["check", str(folder)]) == 0
+    assert penstock("models", "measure", str(folder), "-i", "a=1", "--repeats", "1", "--cpu") == 0
+    assert penstock("models", "check", str(folder)) == 0
     assert re.search(r"with 3 at a time it took [1-9]\d* MiB of memory\n", capfd.readouterr().out)
 
 

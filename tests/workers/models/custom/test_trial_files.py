@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.penstock_command import penstock
 from tests.workers.models.custom.classes import write_class
-from workers.models.custom.__main__ import main
 from workers.models.custom.trial import predict
 
 FILES = """
@@ -57,7 +57,7 @@ def test_an_output_is_written_to_the_file_that_is_named(
     folder = write_class(
         tmp_path / "class", FILES.format(output=output, each="made.append(path)", end=end)
     )
-    assert main(["predict", str(folder), "-i", "sizes=[2, 3]", "-o", f"{tmp_path}/out.txt"]) == 0
+    assert penstock("predict", str(folder), "-i", "sizes=[2, 3]", "-o", f"{tmp_path}/out.txt") == 0
     assert {path.name: path.read_text() for path in tmp_path.glob("out*")} == written
 
 
@@ -65,7 +65,7 @@ def test_a_streamed_text_is_written_to_the_file_that_is_named(tmp_path: Path) ->
     (tmp_path / "class").mkdir()
     body = FILES.format(output="ConcatenateIterator[str]", each="yield str(number)", end="pass")
     folder = write_class(tmp_path / "class", body)
-    assert main(["predict", str(folder), "-i", "sizes=[2, 3]", "-o", f"{tmp_path}/out.txt"]) == 0
+    assert penstock("predict", str(folder), "-i", "sizes=[2, 3]", "-o", f"{tmp_path}/out.txt") == 0
     assert (tmp_path / "out.txt").read_text() == "01"
 
 
@@ -77,5 +77,5 @@ def test_a_file_that_cannot_be_written_is_named(
         tmp_path / "class", FILES.format(output="str", each="pass", end="return 'a'")
     )
     path = tmp_path / "missing" / "out.txt"
-    assert main(["predict", str(folder), "-i", "sizes=[]", "-o", str(path)]) == 1
+    assert penstock("predict", str(folder), "-i", "sizes=[]", "-o", str(path)) == 1
     assert f"-o {path}: No such file or directory" in capsys.readouterr().err

@@ -23,7 +23,7 @@ from workers.models.custom.scratch import Scratch
 
 ROOT = Path(__file__).parents[4]
 LAUNCHER = ROOT / "tests" / "anywhere" / "launcher.py"
-MODULE = (sys.executable, "-m", "workers.models.custom")
+PENSTOCK = (sys.executable, "-m", "infra.cli.main")
 WRITES = """
 import pathlib
 
@@ -145,7 +145,7 @@ def test_without_namespaces_the_view_is_in_the_scratch_folder(
     command = ["predict", str(folder), *(f"-iplaces={place}" for place in places)]
     options = json.dumps({"refuses": refused})
     done = subprocess.run(
-        [sys.executable, str(LAUNCHER), options, *MODULE, *command],
+        [sys.executable, str(LAUNCHER), options, *PENSTOCK, *command],
         capture_output=True,
         text=True,
         timeout=START_LIMIT_S,

@@ -1,4 +1,4 @@
-"""`python -m workers.models.image check NAME`: what `penstock models check` calls for images.
+"""`penstock models check NAME`: tries an image model, and writes its interface.
 
 Loads the pipeline of an entry, tries each task, and writes what it draws and accepts into the file
 that the entry names as `image.interface`.
@@ -6,12 +6,10 @@ that the entry names as `image.interface`.
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import msgspec
 import torch
@@ -28,28 +26,11 @@ from workers.models.source import resolve
 _PROMPT = "a photograph of a red house by a lake"
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="penstock models")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    check = commands.add_parser("check", help="try an image model, and write its interface")
-    check.add_argument("name", metavar="NAME", help="the name of its entry in the catalog")
-    check.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    arguments = parser.parse_args(words)
-    try:
-        for line in check_model(arguments.name, arguments.device):
-            print(line, flush=True)
-    except PenstockError as error:
-        print(f"penstock: {error.message}", file=sys.stderr)
-        return 1
-    return 0
-
-
 def check_model(name: str, device: str) -> Iterator[str]:
     """Tries an image model, and writes its interface. Yields lines for a person.
 
     Args:
-        device: as in WorkerSettings.
+        device: auto, cpu, cuda or cuda:N.
 
     Raises:
         ConfigurationError: the entry is wrong, or its pipeline can't be loaded.
@@ -109,7 +90,3 @@ def describe_drawing(model: SteppedImageModel) -> Iterator[str]:
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         yield f"memory: {peak_kib / 2**10:,.0f} MiB of the process at most"
     yield f"one image of {item.steps} steps on {model.device_name}: {took_s:.2f} s"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

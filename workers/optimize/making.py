@@ -1,27 +1,24 @@
-"""`python -m workers.optimize MODEL`: builds variants of a model, keeps the faithful ones."""
+"""Makes a model's artifact: builds variants, and keeps the faithful ones."""
 
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, cast
+from typing import cast
 
 import msgspec
-import typer
 from rich.console import Console
 
 from shared.catalog import Model
 from shared.catalog_file import read_catalog
-from shared.errors import ConfigurationError, ModelFailed, PenstockError
-from shared.settings import WorkerSettings, read_settings
+from shared.errors import ModelFailed
+from shared.settings import WorkerSettings
 from workers.models.artifact import (
     Artifact,
     Manifest,
@@ -36,7 +33,6 @@ from workers.models.artifact import (
 from workers.models.processors import this_cpu
 from workers.models.source import resolve
 from workers.optimize.options import (
-    Calibration,
     OptimizeOptions,
     missing_variants,
     tolerance_of,
@@ -50,99 +46,6 @@ Maker = Callable[[Model, Path, Path, OptimizeOptions, Callable[[str], None]], Ma
 _MADE_BY = ("torch", "transformers", "diffusers", "onnx", "onnxruntime", "torchao")
 
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich" if sys.stdout.isatty() else None,
-)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Makes the artifact that the command line asks for.
-
-    Returns:
-        0: it is there, new or from before. 1: nothing was accepted, or something failed. 2: a
-            setting is wrong.
-    """
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        app(arguments, prog_name="penstock optimize")
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    return 0
-
-
-def _part(word: str) -> float:
-    part = float(word)
-    if not 0 <= part < 1:
-        raise ValueError(f"{word} is not between 0 and 1")
-    return part
-
-
-@app.command()
-def optimize(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="an entry of the catalog")],
-    models_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="the catalog (default: as the settings say)")
-    ] = None,
-    artifacts_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="(default: as the settings say)")
-    ] = None,
-    variants: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME,...",
-            help="; ".join(
-                f"{name}: {', '.join(task.variants)}" for name, task in WORKER_TASKS.items()
-            ),
-        ),
-    ] = "",
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X", help="minimum cosine (images: PSNR in dB), instead of the catalog's"
-        ),
-    ] = None,
-    prune: Annotated[
-        float, typer.Option(parser=_part, metavar="PART", help="cut this part of the inner neurons")
-    ] = 0.0,
-    prune_heads: Annotated[
-        float, typer.Option(parser=_part, metavar="PART", help="cut this part of the heads")
-    ] = 0.0,
-    calibration: Annotated[
-        Calibration, typer.Option(help="how int8-static finds its ranges")
-    ] = "minmax",
-    threads: Annotated[int, typer.Option(metavar="N", help="of each model")] = 1,
-    force: Annotated[bool, typer.Option("--force", help="make it again if it exists")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="print the verdicts as JSON; progress goes to stderr")
-    ] = False,
-) -> None:
-    """Make an optimized artifact of a model, and judge it first."""
-    options = OptimizeOptions(
-        variants=tuple(filter(None, variants.split(","))),
-        tolerance=tolerance,
-        prune_neurons=prune,
-        prune_heads=prune_heads,
-        calibration=calibration,
-        threads=threads,
-    )
-    paths = {"models_file": models_file, "artifacts_dir": artifacts_dir}
-    try:
-        settings = read_settings(
-            WorkerSettings, model=model, **{k: v for k, v in paths.items() if v is not None}
-        )
-        _optimize(settings, options, Output(as_json=as_json), force=force)
-    except PenstockError as error:
-        typer.echo(f"penstock optimize: {error.message}", err=True)
-        raise typer.Exit(2 if isinstance(error, ConfigurationError) else 1) from error
-    except KeyboardInterrupt:
-        typer.echo("penstock optimize: interrupted; nothing was written", err=True)
-        raise typer.Exit(130) from None
-
-
 class Output:
     """Prints what happens and what came of it, for a person or for a program."""
 
@@ -152,7 +55,8 @@ class Output:
 
     def say(self, words: str) -> None:
         """Prints a step, with the seconds since the start."""
-        typer.echo(f"{time.monotonic() - self._began_s:6.1f} s  {words}", err=self._as_json)
+        stream = sys.stderr if self._as_json else sys.stdout
+        print(f"{time.monotonic() - self._began_s:6.1f} s  {words}", file=stream, flush=True)
 
     def show_found(self, artifact: Artifact) -> None:
         """Prints an artifact that exists already."""
@@ -161,25 +65,31 @@ class Output:
                 {"variant": one.name, "relative_speed": one.relative_speed}
                 for one in artifact.manifest.variants
             ]
-            typer.echo(
-                json.dumps(
-                    {"folder": str(artifact.folder), "made": [], "found": verdicts}, indent=2
-                )
-            )
+            facts = {"folder": str(artifact.folder), "made": [], "found": verdicts}
+            print(json.dumps(facts, indent=2))
         else:
-            typer.echo(_described(artifact))
+            print(_described(artifact))
 
     def show_made(self, optimized: Made, folder: Path) -> None:
         """Prints the verdict on each variant that was tried."""
         if self._as_json:
-            typer.echo(json.dumps({"folder": str(folder)} | verdicts_as_dict(optimized), indent=2))
+            print(json.dumps({"folder": str(folder)} | verdicts_as_dict(optimized), indent=2))
         else:
-            typer.echo(verdict_table(optimized))
+            print(verdict_table(optimized))
 
 
-def _optimize(
+def make_artifact(
     settings: WorkerSettings, options: OptimizeOptions, output: Output, *, force: bool
 ) -> None:
+    """Makes the variants that the artifact of `settings.model` lacks, and shows the verdicts.
+
+    Args:
+        force: make an artifact that exists again.
+
+    Raises:
+        ConfigurationError: a setting or an option is wrong.
+        ModelFailed: no variant was accepted, so nothing was written.
+    """
     entry = read_catalog(settings.models_file).find(settings.model)
     wanted = wanted_variants(entry, options)
     folder = resolve(
@@ -281,12 +191,3 @@ def _manifest(entry: Model, digest: str, variants: list[Variant]) -> Manifest:
         task=entry.task,
         variants=variants,
     )
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    # Unwinds the stack, so that the draft is removed.
-    raise KeyboardInterrupt
-
-
-if __name__ == "__main__":
-    sys.exit(main())

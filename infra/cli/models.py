@@ -1,0 +1,158 @@
+"""`penstock models`, `penstock init` and `penstock predict`: custom classes, and image models."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from infra.cli.withdrawals import list_withdrawn, withdraw
+
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="the folder of the class")]
+Inputs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-i", "--input", metavar="NAME=VALUE", help="an input; @PATH is a file; may be repeated"
+    ),
+]
+
+models = typer.Typer(help="Custom models, and withdrawals.", no_args_is_help=True)
+models.command("withdraw")(withdraw)
+models.command("withdrawn")(list_withdrawn)
+
+
+@models.command("install")
+def install(folder: Folder) -> None:
+    """Install the packages that a class brings, as `check` and workers do."""
+    from workers.models.custom.environments import python_for
+
+    print(f"{folder}: runs with {python_for(folder)}")
+
+
+@models.command("check")
+def check(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="FOLDER|NAME", help="the folder of a class, or the name of an image model"
+        ),
+    ],
+    if_changed: Annotated[
+        bool,
+        typer.Option(
+            "--if-changed", help="of a class: only if its sources differ from those inspected last"
+        ),
+    ] = False,
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="of an image model: auto, cpu, cuda or cuda:N")
+    ] = "auto",
+) -> None:
+    """Try a model, and write what it accepts (FOLDER of a class, or NAME of an image model)."""
+    folder = Path(model)
+    if not folder.is_dir():
+        if if_changed:
+            raise typer.BadParameter(f"{model} is not a folder", param_hint="--if-changed")
+        _check_image_model(model, device)
+    elif device != "auto":
+        raise typer.BadParameter(f"{model} is not an image model", param_hint="--device")
+    else:
+        _check_class(folder, only_if_changed=if_changed)
+
+
+def _check_image_model(name: str, device: str) -> None:
+    # Otherwise transformers warns about a package that image models do not need.
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    from workers.models.image.checking import check_model
+
+    for line in check_model(name, device):
+        print(line, flush=True)
+
+
+def _check_class(folder: Path, *, only_if_changed: bool) -> None:
+    from workers.models.custom.checking import (
+        describe_capacity,
+        is_current,
+        show_inspection,
+        write_interface,
+    )
+    from workers.models.custom.environments import python_for
+
+    if only_if_changed and is_current(folder):
+        python_for(folder)
+        return
+    interface = show_inspection(folder)
+    path = write_interface(folder, interface)
+    names = ", ".join(interface.properties) or "none"
+    streams = {"": "as a whole", "text": "as a stream of text", "items": "element by element"}
+    comes = "in batches" if interface.batches else streams[interface.streams]
+    print(f"{path}: inputs {names}; the output comes {comes}")
+    print(describe_capacity(folder, interface))
+
+
+@models.command("measure")
+def measure(
+    folder: Folder,
+    assignments: Inputs = None,
+    inputs_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--inputs",
+            metavar="FILE",
+            help="several: a JSON object of inputs in each line, a file as @PATH",
+        ),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="of each batch")] = 5,
+    threads: Annotated[int, typer.Option(min=1, metavar="N", help="on a CPU")] = 1,
+    cpu: Annotated[bool, typer.Option("--cpu", help="hide the GPUs from the class")] = False,
+) -> None:
+    """Time the class of a folder, for `penstock deploy plan` (FOLDER -i NAME=VALUE)."""
+    if assignments and inputs_file is not None:
+        raise typer.BadParameter("-i and --inputs are mutually exclusive")
+    from workers.models.custom.checking import show_inspection
+    from workers.models.custom.measuring import (
+        Conditions,
+        measure,
+        read_inputs,
+        report,
+        write_measurement,
+    )
+
+    interface = show_inspection(folder)
+    inputs = read_inputs(interface, assignments or [], inputs_file)
+    conditions = Conditions(repeats, threads, uses_gpu=not cpu)
+    measurement = measure(folder, interface, inputs, conditions)
+    path = write_measurement(folder, measurement)
+    print(f"{path}:\n{report(measurement)}")
+
+
+def init(name: Annotated[str, typer.Argument(metavar="NAME", help="of the model")]) -> None:
+    """Write a custom model that runs: a class, its test and its entry (NAME)."""
+    from workers.models.custom.checking import inspect_folder, write_interface
+    from workers.models.custom.sample import write_sample
+
+    folder = write_sample(name, Path())
+    write_interface(folder, inspect_folder(folder).interface)
+    print(f"{folder}/ has a class, its test and its entry. Next:")
+    print(f"  penstock predict {folder} -i text='stressed mood'")
+    print(f"  PENSTOCK_MODELS_FILE={folder}/models.yaml penstock up")
+
+
+def predict(
+    folder: Folder,
+    assignments: Inputs = None,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "-o",
+            "--out",
+            metavar="PATH",
+            help="a folder for the files of the output, or the file to write the output to",
+        ),
+    ] = Path(),
+) -> None:
+    """Run a custom model once, without a stack (FOLDER -i NAME=VALUE)."""
+    from workers.models.custom.trial import predict
+
+    predict(folder, assignments or [], out)

@@ -1,0 +1,81 @@
+"""`penstock optimize`: makes an optimized artifact of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from shared.errors import ConfigurationError, PenstockError
+
+VARIANTS = (
+    "embedding: fp32, int8, int8-static, fp16, pruned; image: tuned, bf16, int8, compiled; "
+    "similarity: fp32, int8, int8-static, fp16, pruned"
+)
+"""Variants by task, for the help. A test compares them with the tasks."""
+
+
+def _part(word: str) -> float:
+    part = float(word)
+    if not 0 <= part < 1:
+        raise ValueError(f"{word} is not between 0 and 1")
+    return part
+
+
+def optimize(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="an entry of the catalog")],
+    models_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="the catalog (default: from the settings)")
+    ] = None,
+    artifacts_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="(default: from the settings)")
+    ] = None,
+    variants: Annotated[str, typer.Option(metavar="NAME,...", help=VARIANTS)] = "",
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X", help="minimum cosine (images: PSNR in dB), instead of the catalog's"
+        ),
+    ] = None,
+    prune: Annotated[
+        float, typer.Option(parser=_part, metavar="PART", help="cut this part of the inner neurons")
+    ] = 0.0,
+    prune_heads: Annotated[
+        float, typer.Option(parser=_part, metavar="PART", help="cut this part of the heads")
+    ] = 0.0,
+    calibration: Annotated[
+        Literal["minmax", "entropy", "percentile"],
+        typer.Option(help="how int8-static finds its ranges"),
+    ] = "minmax",
+    threads: Annotated[int, typer.Option(metavar="N", help="of each model")] = 1,
+    force: Annotated[bool, typer.Option("--force", help="make it again if it exists")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print the verdicts as JSON; progress goes to stderr")
+    ] = False,
+) -> None:
+    """Make an optimized artifact of a model, and judge it first."""
+    from shared.settings import WorkerSettings, read_settings
+    from workers.optimize.making import Output, make_artifact
+    from workers.optimize.options import OptimizeOptions
+
+    options = OptimizeOptions(
+        variants=tuple(filter(None, variants.split(","))),
+        tolerance=tolerance,
+        prune_neurons=prune,
+        prune_heads=prune_heads,
+        calibration=calibration,
+        threads=threads,
+    )
+    paths = {"models_file": models_file, "artifacts_dir": artifacts_dir}
+    try:
+        settings = read_settings(
+            WorkerSettings, model=model, **{k: v for k, v in paths.items() if v is not None}
+        )
+        make_artifact(settings, options, Output(as_json=as_json), force=force)
+    except PenstockError as error:
+        typer.echo(f"penstock optimize: {error.message}", err=True)
+        raise typer.Exit(2 if isinstance(error, ConfigurationError) else 1) from error
+    except KeyboardInterrupt:
+        typer.echo("penstock optimize: interrupted; nothing was written", err=True)
+        raise typer.Exit(130) from None
