@@ -39,17 +39,7 @@ class BatchLeases(RedisStore):
     """
 
     def __init__(self, redis_url: str, holder: str, *, lease_s: float = LEASE_S) -> None:
-        super().__init__(
-            RedisLink(
-                "batches",
-                redis_url,
-                timeout_s=1.0,
-                retry_s=0.25,
-                up=UP,
-                errors=ERRORS,
-                field="records_url",
-            )
-        )
+        super().__init__(RedisLink("batches", redis_url, up=UP, errors=ERRORS, field="records_url"))
         self._commands = self._link.commands("the store of leases")
         self._holder = holder
         self._lease_s = lease_s

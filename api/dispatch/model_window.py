@@ -69,7 +69,6 @@ LEASE_PAUSES = 8
 MAX_TENANTS = 32
 """Maximum number of tenants reported individually, those with the most items. For the others, only
 the sum of weights is reported."""
-REDIS_LIMIT_S, REDIS_RETRY_S = 1.0, 0.25
 
 ERRORS = Counter(
     "penstock_window_errors_total",
@@ -405,13 +404,7 @@ class WindowExchange:
         self._windows = windows
         self._instance = instance
         self._link = RedisLink(
-            "publish windows",
-            redis_url,
-            timeout_s=REDIS_LIMIT_S,
-            retry_s=REDIS_RETRY_S,
-            up=UP,
-            errors=ERRORS,
-            field="records_url",
+            "publish windows", redis_url, up=UP, errors=ERRORS, field="records_url"
         )
         self._redis = self._link.commands("the exchange of publish windows")
         self._reported: set[Key] = set()

@@ -50,7 +50,7 @@ from shared.transport import (
 
 log = logging.getLogger(__name__)
 
-REDIS_LIMIT_S, REDIS_RETRY_S = 2.0, 0.25
+REDIS_LIMIT_S = 2.0
 REMOVE_LIMIT_S = 4.0
 """A container has 10 s from SIGTERM to its end.
 
@@ -152,7 +152,6 @@ class InboxPool:
             "inbox",
             self._redis_url,
             timeout_s=REDIS_LIMIT_S,
-            retry_s=REDIS_RETRY_S,
             up=UP,
             errors=ERRORS,
         )

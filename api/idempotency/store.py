@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, cast
 from prometheus_client import Counter, Gauge
 
 from shared.retention import BUDGET_BYTES
-from shared.stores.redis_client import RedisLink, RedisStore, load_script
+from shared.stores.redis_client import KEY_PREFIX, RedisLink, RedisStore, load_script
 
 ERRORS = Counter(
     "penstock_answers_errors_total",
@@ -34,6 +34,7 @@ UP = Gauge(
     "1 while Redis is being asked for kept answers, 0 while the breaker is open.",
 )
 
+REDIS_LIMIT_S = 0.25
 _RETENTION, _NOW = "shared/stores/retention.lua", "api/idempotency/now.lua"
 _CLAIM = load_script(_RETENTION, _NOW, "api/idempotency/claim.lua")
 _COMPLETE = load_script(_RETENTION, _NOW, "api/idempotency/complete.lua")
@@ -61,8 +62,6 @@ class IdempotencyStore(RedisStore):
         lease_s: a claim expires after this time without renewal.
         max_bytes: the budget of all responses.
         prefix: the prefix of every key, for several deployments on one Redis.
-        timeout_s: the time limit of one round trip.
-        retry_s: the first pause before Redis is tried again after a failure.
     """
 
     def __init__(
@@ -72,16 +71,13 @@ class IdempotencyStore(RedisStore):
         keep_s: float,
         lease_s: float,
         max_bytes: int = BUDGET_BYTES,
-        prefix: str = "penstock:",
-        timeout_s: float = 0.25,
-        retry_s: float = 0.25,
+        prefix: str = KEY_PREFIX,
     ) -> None:
         super().__init__(
             RedisLink(
                 "answers",
                 redis_url,
-                timeout_s=timeout_s,
-                retry_s=retry_s,
+                timeout_s=REDIS_LIMIT_S,
                 up=UP,
                 errors=ERRORS,
                 field="records_url",

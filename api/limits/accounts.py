@@ -34,7 +34,7 @@ from api.limits.counters import (
 from api.limits.messages import BUDGET_UNIT
 from shared.errors import PenstockError, Unavailable
 from shared.stores.records import hold_keys
-from shared.stores.redis_client import RedisLink, RedisStore, Script, load_script
+from shared.stores.redis_client import KEY_PREFIX, RedisLink, RedisStore, Script, load_script
 from shared.tasks.base import Unit
 from shared.tenants.directory import BudgetHolder
 from shared.tenants.plan import Caller, Limits, Plan, Rates
@@ -310,9 +310,7 @@ class LimitStore(RedisStore):
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL, the same for all instances.
         instance: the id of this instance.
-        prefix: the prefix of every key, for several deployments on one Redis.
         timeout_s: the time limit of one round trip.
-        retry_s: the first pause before Redis is tried again after a failure.
         clock: the file with Redis's time. Tests replace it.
     """
 
@@ -321,9 +319,7 @@ class LimitStore(RedisStore):
         redis_url: str,
         instance: str,
         *,
-        prefix: str = "penstock:",
         timeout_s: float = 0.1,
-        retry_s: float = 0.25,
         clock: str = CLOCK,
     ) -> None:
         super().__init__(
@@ -331,7 +327,6 @@ class LimitStore(RedisStore):
                 "limits",
                 redis_url,
                 timeout_s=timeout_s,
-                retry_s=retry_s,
                 up=UP,
                 errors=ERRORS,
                 field="records_url",
@@ -340,11 +335,11 @@ class LimitStore(RedisStore):
         self._commands = self._link.commands("the store of limits")
         self._take, self._register, self._totals, self._rows, self._age = scripts(clock)
         self._instance = instance
-        self._prefix = f"{prefix}limits:"
-        self._hold_keys = hold_keys(prefix)
+        self._prefix = f"{KEY_PREFIX}limits:"
+        self._hold_keys = hold_keys(KEY_PREFIX)
         self._budgets_key = f"{self._prefix}budgets"
         self._marks_key, self._lock_key = f"{self._prefix}marks", f"{self._prefix}marks_lock"
-        self._record_prefix = f"{prefix}record:"
+        self._record_prefix = f"{KEY_PREFIX}record:"
         # Two processes may have the same id, one after the other. Their calls are not the same.
         self.process = uuid4().hex
         """Tells this process from others of the same instance."""

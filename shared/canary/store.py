@@ -19,7 +19,7 @@ from prometheus_client import Gauge
 
 from shared.canary.verdict import CanaryCounts, RevisionCounts
 from shared.catalog import Model
-from shared.stores.redis_client import RedisLink, RedisStore, load_script
+from shared.stores.redis_client import KEY_PREFIX, RedisLink, RedisStore, load_script
 
 WINDOW_S = 600
 MINUTE_S = 60
@@ -61,34 +61,18 @@ class CanaryStore(RedisStore):
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL.
-        prefix: starts every key, for several deployments on one Redis.
-        timeout_s: limit of one round trip.
         retry_s: bound of the first pause of the background retry.
     """
 
-    def __init__(
-        self,
-        redis_url: str,
-        *,
-        prefix: str = "penstock:",
-        timeout_s: float = 1.0,
-        retry_s: float = 0.25,
-    ) -> None:
+    def __init__(self, redis_url: str, *, retry_s: float = 0.25) -> None:
         link = RedisLink(
-            "canaries",
-            redis_url,
-            timeout_s=timeout_s,
-            retry_s=retry_s,
-            up=UP,
-            errors=ERRORS,
-            field="records_url",
+            "canaries", redis_url, retry_s=retry_s, up=UP, errors=ERRORS, field="records_url"
         )
         super().__init__(link)
-        self._prefix = prefix
         self._commands = link.commands("the store of canaries")
 
     def _key(self, canary: Model, kind: str) -> str:
-        return f"{self._prefix}canary:{canary.public_name}:{canary.revision}:{kind}"
+        return f"{KEY_PREFIX}canary:{canary.public_name}:{canary.revision}:{kind}"
 
     async def state(self, canary: Model) -> CanaryState:
         """Returns the state of a canary, which decides whether it gets requests."""

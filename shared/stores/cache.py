@@ -30,7 +30,7 @@ from shared.catalog import Model
 from shared.charge import SHARED
 from shared.errors import BadInput
 from shared.messages import Receipt
-from shared.stores.redis_client import RedisLink, RedisStore
+from shared.stores.redis_client import KEY_PREFIX, RedisLink, RedisStore
 from shared.tasks import Input, Result
 
 WRITE_ENTRIES = 128
@@ -270,7 +270,7 @@ class ResultCache(RedisStore):
         redis_url: str,
         memory_bytes: int,
         *,
-        prefix: str = "penstock:",
+        prefix: str = KEY_PREFIX,
         timeout_s: float = 0.05,
         retry_s: float = 0.25,
         clock: Callable[[], float] = time.time,

@@ -33,7 +33,7 @@ from redis.connection import parse_url
 
 from shared.catalog import Catalog
 from shared.errors import ConfigurationError, Unavailable
-from shared.stores.redis_client import RedisLink, RedisStore, load_script
+from shared.stores.redis_client import KEY_PREFIX, RedisLink, RedisStore, load_script
 from shared.tenants.directory import MAX_KEYS
 from shared.tenants.key_store import (
     HOW_TO_START,
@@ -71,25 +71,15 @@ class KeyRedis(RedisStore):
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL.
-        prefix: the prefix of every key, for several deployments on one Redis.
         timeout_s: the time limit of one round trip.
-        retry_s: the first pause before Redis is tried again after a failure.
     """
 
-    def __init__(
-        self,
-        redis_url: str,
-        *,
-        prefix: str = "penstock:",
-        timeout_s: float = 1.0,
-        retry_s: float = 0.25,
-    ) -> None:
-        limits = {"timeout_s": timeout_s, "retry_s": retry_s}
+    def __init__(self, redis_url: str, *, timeout_s: float = 1.0) -> None:
         super().__init__(
             RedisLink(
                 "keys",
                 redis_url,
-                **limits,
+                timeout_s=timeout_s,
                 up=UP,
                 errors=ERRORS,
                 field="keys_url",
@@ -97,9 +87,9 @@ class KeyRedis(RedisStore):
             )
         )
         self._commands = self._link.commands("the store of API keys")
-        self._directory = f"{prefix}keys"
-        self._audit = f"{prefix}keys:audit"
-        self._used = f"{prefix}keys:used"
+        self._directory = f"{KEY_PREFIX}keys"
+        self._audit = f"{KEY_PREFIX}keys:audit"
+        self._used = f"{KEY_PREFIX}keys:used"
         self.source = "Redis"
         self.read_only = ""
 
@@ -162,33 +152,12 @@ class KeyCopy(RedisStore):
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL.
-        prefix: the prefix of the key.
-        timeout_s: the time limit of one round trip.
-        retry_s: the first pause before Redis is tried again after a failure.
     """
 
-    def __init__(
-        self,
-        redis_url: str,
-        *,
-        prefix: str = "penstock:",
-        timeout_s: float = 1.0,
-        retry_s: float = 0.25,
-    ) -> None:
-        limits = {"timeout_s": timeout_s, "retry_s": retry_s}
-        super().__init__(
-            RedisLink(
-                "keys copy",
-                redis_url,
-                **limits,
-                up=COPY_UP,
-                errors=ERRORS,
-                field="redis_url",
-                checks_policy=False,
-            )
-        )
+    def __init__(self, redis_url: str) -> None:
+        super().__init__(RedisLink("keys copy", redis_url, up=COPY_UP, errors=ERRORS))
         self._commands = self._link.commands("the copy of API keys")
-        self._key = f"{prefix}keys:copy"
+        self._key = f"{KEY_PREFIX}keys:copy"
 
     async def keep(self, document: StoredDocument, at_s: float, keep_s: float) -> None:
         """Writes the copy.

@@ -58,6 +58,7 @@ from shared.stores.record_state import (
 )
 from shared.stores.redis_client import (
     CONNECT_LIMIT_S,
+    KEY_PREFIX,
     Commands,
     RedisLink,
     RedisStore,
@@ -206,7 +207,7 @@ class Records(RedisStore):
         self,
         redis_url: str,
         *,
-        prefix: str = "penstock:",
+        prefix: str = KEY_PREFIX,
         timeout_s: float = 1.0,
         retry_s: float = 0.25,
         predictions_max_bytes: int = BUDGET_BYTES,

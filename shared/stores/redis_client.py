@@ -34,6 +34,8 @@ from shared.errors import ConfigurationError, Unavailable
 NO_REDIS = "redis://127.0.0.1:1/0"
 """The URL for tests without Redis: nothing listens there. Penstock computes as while Redis is away.
 """
+KEY_PREFIX = "penstock:"
+"""Starts every key."""
 ROUND_TRIP_ENTRIES = 512
 """A round trip takes waiting calls until it carries this many entries."""
 WAITING_ENTRIES = 16384
@@ -262,8 +264,8 @@ class RedisLink:
         use: str,
         url: str,
         *,
-        timeout_s: float,
-        retry_s: float,
+        timeout_s: float = 1.0,
+        retry_s: float = 0.25,
         up: Gauge,
         errors: Counter,
         field: str = "redis_url",

@@ -23,7 +23,7 @@ from prometheus_client import Counter, Gauge
 from shared.catalog import Model
 from shared.concurrency import BackgroundTask
 from shared.errors import ModelWithdrawn, Unavailable, UndecodableMessage
-from shared.stores.redis_client import NO_REDIS, RedisLink, RedisStore, load_script
+from shared.stores.redis_client import KEY_PREFIX, NO_REDIS, RedisLink, RedisStore, load_script
 
 REFRESH_S = 1.0
 """A withdrawal takes effect within this time and that of a read."""
@@ -74,31 +74,16 @@ class WithdrawalStore(RedisStore):
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL.
-        prefix: starts every key, for several deployments on one Redis.
-        timeout_s: limit of one round trip.
         retry_s: bound of the first pause of the background retry.
     """
 
-    def __init__(
-        self,
-        redis_url: str,
-        *,
-        prefix: str = "penstock:",
-        timeout_s: float = 1.0,
-        retry_s: float = 0.25,
-    ) -> None:
+    def __init__(self, redis_url: str, *, retry_s: float = 0.25) -> None:
         super().__init__(
             RedisLink(
-                "withdrawals",
-                redis_url,
-                timeout_s=timeout_s,
-                retry_s=retry_s,
-                up=UP,
-                errors=ERRORS,
-                field="records_url",
+                "withdrawals", redis_url, retry_s=retry_s, up=UP, errors=ERRORS, field="records_url"
             )
         )
-        self._key = f"{prefix}models:withdrawn"
+        self._key = f"{KEY_PREFIX}models:withdrawn"
         self._commands = self._link.commands("the store of withdrawn models")
 
     async def read(self) -> Withdrawals | None:

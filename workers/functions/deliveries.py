@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 from prometheus_client import Counter, Gauge
 
 from shared.errors import PenstockError, Unavailable
-from shared.stores.redis_client import RedisLink, RedisStore, load_script
+from shared.stores.redis_client import KEY_PREFIX, RedisLink, RedisStore, load_script
 from shared.usage.bigquery import Fields
 from shared.usage.webhook_delivery import WebhookDelivery
 from shared.usage.writer import fields_by_name
@@ -61,12 +61,9 @@ class DeliveryState(RedisStore):
         redis_url: `redis://`, `rediss://` or `unix://` URL.
     """
 
-    def __init__(self, redis_url: str, *, prefix: str = "penstock:") -> None:
-        super().__init__(
-            RedisLink("webhooks", redis_url, timeout_s=0.25, retry_s=0.25, up=UP, errors=ERRORS)
-        )
+    def __init__(self, redis_url: str) -> None:
+        super().__init__(RedisLink("webhooks", redis_url, timeout_s=0.25, up=UP, errors=ERRORS))
         self._commands = self._link.commands("the delivery state of webhooks")
-        self._prefix = prefix
 
     async def admit(self, record: str, event: str) -> DeliveryDecision:
         """Says if an event is due, too soon after the last of its kind, or later than the end."""
@@ -97,7 +94,7 @@ class DeliveryState(RedisStore):
         return None
 
     def _key(self, record: str, kind: str) -> str:
-        return f"{self._prefix}webhook:{record}:{kind}"
+        return f"{KEY_PREFIX}webhook:{record}:{kind}"
 
 
 class DeliveryTable(Protocol):
