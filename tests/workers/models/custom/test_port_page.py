@@ -14,7 +14,7 @@ from tests.penstock_command import penstock
 PAGE = Path(__file__).parents[4] / "docs" / "how-to" / "port-a-class.md"
 _FILE = re.compile(r"^`([\w/.]+)`:\n\n```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _RUN = re.compile(
-    r"^```sh\npenstock (predict .*?)\n```\n\n```\n(.*?)^```$", re.MULTILINE | re.DOTALL
+    r"^```sh\npenstock (predict .*?)\n```\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
 
 

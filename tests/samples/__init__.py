@@ -1,0 +1,1 @@
+"""Tests of the commands and code samples in README.md and docs."""
