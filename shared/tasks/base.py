@@ -278,30 +278,6 @@ class Task(ABC):
         return 1
 
     @abstractmethod
-    def usual_work(self, entry: CatalogEntry, units: float | None) -> float | None:
-        """The work of a usual item, in the unit of the task. None: not known.
-
-        Args:
-            units: of a usual item, as the operator expects, if it is tokens or work of a class.
-                None: not said.
-        """
-
-    @abstractmethod
-    def sample_input(self, entry: CatalogEntry, size_bytes: int) -> TaskInput:
-        """An input of this size, as it travels. The deployment plan measures it."""
-
-    @abstractmethod
-    def sample_result(self, entry: CatalogEntry, size_bytes: int | None) -> TaskResult | None:
-        """A result of this size, as it travels. The deployment plan measures it.
-
-        Args:
-            size_bytes: as the operator expects. None: not said.
-
-        Returns:
-            None if the size is not known.
-        """
-
-    @abstractmethod
     def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
         """A small request to a model. `text` makes it unique, so that no cache answers it."""
 

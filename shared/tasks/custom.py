@@ -507,26 +507,6 @@ class CustomTask(Task):
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
         return WorkBound(entry.work.max or 1)
 
-    def usual_work(self, entry: CatalogEntry, units: float | None) -> float | None:
-        """What the class says, as the operator expects. One item, if it says nothing."""
-        return units or 1
-
-    def sample_input(self, entry: CatalogEntry, size_bytes: int) -> TaskInput:
-        """A text, or a file in the object store."""
-        if size_bytes > INLINE_LIMIT_BYTES:
-            file = Blob("application/octet-stream", object_key="0" * 64)
-            return CustomInput({"file": None}, [file], [FilePlace(["file"])])
-        return CustomInput({"text": "x" * size_bytes})
-
-    def sample_result(self, entry: CatalogEntry, size_bytes: int | None) -> TaskResult | None:
-        """A text, or a file in the object store."""
-        if size_bytes is None:
-            return None
-        if size_bytes > INLINE_LIMIT_BYTES:
-            file = Blob("application/octet-stream", object_key="0" * 64)
-            return CustomResult(None, [file], [FilePlace([])])
-        return CustomResult("x" * size_bytes)
-
     def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
         """The inputs that must be given, each with the simplest value."""
         interface = interface_of(entry)

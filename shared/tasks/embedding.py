@@ -257,16 +257,6 @@ class EmbeddingTask(Task):
         """A token for every byte of the longest text, as far as the model reads them."""
         return WorkBound(bound_window(entry.text.max_input_bytes + SPECIAL_TOKENS, entry))
 
-    def usual_work(self, entry: CatalogEntry, units: float | None) -> float | None:
-        return units
-
-    def sample_input(self, entry: CatalogEntry, size_bytes: int) -> TaskInput:
-        return TextInput("x" * size_bytes, "none")
-
-    def sample_result(self, entry: CatalogEntry, size_bytes: int | None) -> TaskResult | None:
-        """A vector. Its size is that of the model."""
-        return EmbeddingResult(bytes(4 * (entry.dimensions or 0)), 100)
-
     def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
         return ExampleRequest(path="/v1/embeddings", body={"model": entry.name, "input": text})
 

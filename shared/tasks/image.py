@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 import msgspec
 
-from shared.blob import FILE_FORMAT, INLINE_LIMIT_BYTES, Blob
+from shared.blob import FILE_FORMAT, Blob
 from shared.catalog_entry import CatalogEntry
 from shared.errors import BadInput
 from shared.flow_types import StepSchema
@@ -383,34 +383,6 @@ class ImageTask(Task):
     def least_work(self, entry: CatalogEntry) -> int:
         """One step of the smallest image."""
         return entry.image.multiple**2
-
-    def usual_work(self, entry: CatalogEntry, units: float | None) -> float | None:
-        """Pixel-steps of an image with the defaults of the model."""
-        return entry.image.width * entry.image.height * entry.image.steps
-
-    def sample_input(self, entry: CatalogEntry, size_bytes: int) -> TaskInput:
-        """A prompt, or an image in the object store."""
-        is_large = size_bytes > INLINE_LIMIT_BYTES
-        return ImageInput(
-            "" if is_large else "x" * size_bytes,
-            width=entry.image.width,
-            height=entry.image.height,
-            steps=entry.image.steps,
-            guidance_scale=entry.image.guidance_scale,
-            seed=2**31,
-            scheduler=entry.image.scheduler,
-            image=Blob("image/png", object_key="0" * 64) if is_large else None,
-        )
-
-    def sample_result(self, entry: CatalogEntry, size_bytes: int | None) -> TaskResult | None:
-        """An image, in the reply or in the object store."""
-        if size_bytes is None:
-            return None
-        is_large = size_bytes > entry.reply_limit_bytes
-        blob = Blob("image/png", bytes(size_bytes))
-        if is_large:
-            blob = Blob("image/png", object_key="0" * 64)
-        return ImageResult(blob, entry.image.width, entry.image.height, 2**31, 10**6)
 
     def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
         body = {"model": entry.name, "prompt": text, "n": 1, "response_format": "b64_json"}

@@ -131,15 +131,6 @@ class SimilarityTask(EmbeddingTask):
         """As two texts of an embedding model."""
         return WorkBound(2 * super().step_bound(entry).work)
 
-    def sample_input(self, entry: CatalogEntry, size_bytes: int) -> TaskInput:
-        """A text of half the size, and another."""
-        half = size_bytes // 2
-        return SimilarityInput("x" * (size_bytes - half), "x" * half, "none")
-
-    def sample_result(self, entry: CatalogEntry, size_bytes: int | None) -> TaskResult:
-        """A score with all its digits."""
-        return SimilarityResult(0.1234567890123456, 100)
-
     def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
         """Two texts. One of them is the query itself."""
         body = {"version": entry.name, "input": {"query": text, "texts": [text, "a cat on a mat"]}}

@@ -396,19 +396,6 @@ class GenerationTask(Task):
         """All of the context, of which the most that may be written is written."""
         return WorkBound(entry.generation.context_tokens, entry.generation.longest_tokens)
 
-    def usual_work(self, entry: CatalogEntry, units: float | None) -> float | None:
-        return units
-
-    def sample_input(self, entry: CatalogEntry, size_bytes: int) -> TaskInput:
-        return GenerationInput(entry.generation.default_tokens, 0, prompt="x" * size_bytes)
-
-    def sample_result(self, entry: CatalogEntry, size_bytes: int | None) -> TaskResult | None:
-        """A generation. Its size is what the operator expects."""
-        if size_bytes is None:
-            return None
-        tokens = size_bytes // BYTES_PER_TOKEN
-        return GenerationResult("x" * size_bytes, "stop", tokens, 0, tokens)
-
     def example_request(self, entry: CatalogEntry, text: str) -> ExampleRequest:
         """A question, and a short answer."""
         body = {

@@ -7,6 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from penstock_planning.entry import Entry
+from penstock_planning.task_samples import SAMPLES
 from shared.catalog import Model
 from shared.errors import ConfigurationError
 
@@ -77,7 +78,7 @@ def check_work(model: Model, load: ItemLoad, where: str) -> None:
 def batch_items(model: Model, load: ItemLoad) -> int:
     """Items of a full batch: the usual items that fit the budget, at most max_items."""
     units = load.work_per_item if model.definition.unit == "work" else load.tokens_per_item
-    one = model.definition.usual_work(model, units)
+    one = SAMPLES[model.task].work(model, units)
     return (
         max(1, min(model.batch.max_items, int(model.budget // one)))
         if one

@@ -7,12 +7,13 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast, get_args
+from typing import get_args
 
 import msgspec
 
 from infra import bigquery
 from penstock_planning.deploy.rates import ModelRate
+from penstock_planning.task_samples import SAMPLES
 from shared.blob import INLINE_LIMIT_BYTES
 from shared.catalog import Model
 from shared.catalog_entry import Replies
@@ -31,7 +32,6 @@ from shared.messages import (
     encode_reply_batch,
     encode_reply_body,
 )
-from shared.tasks import Input, Result
 from shared.transport import direct_id, inbox_topic_id
 from shared.usage.bigquery import LEVEL, Fields
 from shared.usage.row import row_of
@@ -123,7 +123,7 @@ def _apart(model: Model, size_bytes: int | None, limit_bytes: int) -> int:
 
 def job_bytes(model: Model, input_bytes: int, items: int) -> int:
     """Returns the billed bytes of a job: body, attributes and the overhead of each message."""
-    sample = cast(Input, model.definition.sample_input(model, input_bytes))
+    sample = SAMPLES[model.task].input(model, input_bytes)
     job = Job(
         _envelope(model),
         JobBody([Item(index, sample, cache_key="0" * 64) for index in range(items)]),
@@ -152,7 +152,7 @@ def shared_reply_bytes(model: Model, output_bytes: int | None, items: int) -> in
 
 def _reply_body(model: Model, output_bytes: int | None, items: int) -> ReplyBody | None:
     receipt = Receipt("miss", NOW_S, NOW_S, NOW_S, 10.25, 100.25, 8, 100)
-    result = cast(Result | None, model.definition.sample_result(model, output_bytes))
+    result = SAMPLES[model.task].result(model, output_bytes)
     if result is None:
         return None
     outcomes = [ItemOutcome(index, "succeeded", receipt, result) for index in range(items)]

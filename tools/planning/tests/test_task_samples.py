@@ -1,0 +1,6 @@
+from penstock_planning.task_samples import SAMPLES
+from shared.tasks import TASKS
+
+
+def test_each_task_has_samples() -> None:
+    assert list(SAMPLES) == list(TASKS)
