@@ -44,6 +44,8 @@ _FIELDS = (
 """Of a whole reply, and of the last event of a stream, which would have the prompt besides."""
 _SEEDS = 2**32 - 1
 """The last one of 32 bits means a random seed."""
+_CACHE_STEP = 256
+"""A slot's cache has a multiple of this many tokens."""
 _FULL = "Context size has been exceeded"
 
 
@@ -54,10 +56,15 @@ def settings_of(entry: Model, folder: Path, threads: int) -> dict[str, Any]:
         ConfigurationError: the folder has no GGUF file.
     """
     slots = entry.batch.max_items
+    # With a separate cache, a token attends only over its text. In a shared cache it attends over
+    # the tokens of all texts: 17 tokens/s instead of 26 with 16 texts.
+    context_tokens = -(-entry.generation.context_tokens // _CACHE_STEP) * _CACHE_STEP
+    shares_cache = slots * entry.generation.context_tokens > entry.budget
     return {
         "model": str(weights_in(folder)),
         "slots": slots,
-        "cache_tokens": entry.budget,
+        "shares_cache": shares_cache,
+        "cache_tokens": entry.budget if shares_cache else slots * context_tokens,
         # A step has room for a part of a prompt, and a token of each text.
         "batch_tokens": entry.generation.chunk_tokens + slots,
         "threads": threads,

@@ -59,8 +59,7 @@ def _serve(settings: dict[str, Any]) -> Any:
     params.hostnames = [settings["socket"]]
     params.api_keys = [settings["key"]]
     params.n_parallel = settings["slots"]
-    # One cache for all slots: who is admitted fits into it, and what idle slots keep is dropped.
-    params.n_ctx, params.kv_unified = settings["cache_tokens"], True
+    params.n_ctx, params.kv_unified = settings["cache_tokens"], settings["shares_cache"]
     params.n_batch = params.n_ubatch = settings["batch_tokens"]
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings["threads"]
     params.cache_ram_mib, params.cache_idle_slots = 0, False

@@ -26,6 +26,7 @@ from tests.workers.models.generation import tiny
 from workers.models.base import PreparedPrompt
 from workers.models.client import ModelProcessDied
 from workers.models.engines import process
+from workers.models.engines.llama_cpp import settings_of
 from workers.models.generation.prompts import PromptPreparer
 from workers.models.generation.vocabulary import Vocabulary
 from workers.models.reports import Chunks, Failure, ItemEnded, Preempted, StepMessage
@@ -248,8 +249,25 @@ async def test_long_prompts_of_one_owner_hold_a_short_one_up_for_one_part(
     assert ended[0] == 4
 
 
-async def test_all_of_the_budget_is_of_use_whatever_the_slots_have_kept(weights: Path) -> None:
-    changes = {"batch": {"max_tokens": 640, "max_items": 4}}
+@pytest.mark.parametrize(("slots", "context_tokens"), [(4, 256), (8, 768)])
+async def test_each_slot_has_its_own_cache_if_the_budget_has_room(
+    weights: Path, slots: int, context_tokens: int
+) -> None:
+    """A text may have 160 of 640 tokens. Sizes are multiples of 256."""
+    settings = settings_of(entry(batch={"max_tokens": 640, "max_items": slots}), weights, 1)
+    server = await process.EngineProcess.start(settings, "a-key", 1, WAIT_LIMIT_S)
+    try:
+        assert await server.context_tokens() == context_tokens
+    finally:
+        await server.end()
+
+
+@pytest.mark.parametrize("slots", [4, 8])
+async def test_all_of_the_budget_is_of_use_whatever_the_slots_have_kept(
+    weights: Path, slots: int
+) -> None:
+    """With 8 slots they share one cache."""
+    changes = {"batch": {"max_tokens": 640, "max_items": slots}}
     async with opened(weights, **changes) as engine:
         for number in range(6):
             items = [
