@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from safetensors.numpy import load_file, save_file
 from transformers import LlamaConfig
 
-from bench.generation.load import CPU_LIMIT_MS, MODEL, running_stack, smollm2_folder
+from bench.generation.load import CPU_LIMIT_MS, MODEL, SERVED, running_stack, smollm2_folder
 from bench.generation.prompts import MixedPrompt, conversations
 from bench.generation.served import drive
 from bench.generation.timing import TimedGeneration
@@ -24,10 +25,14 @@ from bench.pipeline import Part
 from bench.report import Figure, Outcome
 from infra.local.stack import Stack
 from shared.errors import ConfigurationError
+from tests.workers.models.generation.gguf_file import write_gguf
 from tests.workers.models.generation.tiny import tiny_config, write_folder
+from workers.models.generation.vocabulary import Vocabulary
 
-PRECISIONS = ("fp32", "auto", "int4")
-"""Precisions of SmolLM2-135M. `auto` is bf16 if the CPU supports it."""
+RANDOM: Mapping[str, Mapping[str, str]] = {
+    "our engine": {"precision": "fp32"},
+    "llama.cpp": {"engine": "llama.cpp"},
+}
 IN_FLIGHT = 16
 TOKENS = 64
 MEASURED_S = 15.0
@@ -48,16 +53,19 @@ def run() -> Outcome:
             folder = Path(temporary, f"{width}")
             folder.mkdir()
             write_folder(folder, _config(width, layers))
+            _silence_bytes(folder)
             ending = json.dumps({"eos_token_id": [LAST_ID]})
             (folder / "generation_config.json").write_text(ending)
-            figures += _measured(f"random, {name}", folder)
+            write_gguf(folder)
+            for engine, changes in RANDOM.items():
+                figures += _measured(f"random, {name}, {engine}", folder, changes)
     try:
         folder = smollm2_folder()
     except ConfigurationError as error:
         details["SmolLM2-135M"] = f"not measured: {error.message}"
     else:
-        for precision in PRECISIONS:
-            figures += _measured(f"SmolLM2-135M {precision}", folder, precision)
+        for engine, changes in SERVED.items():
+            figures += _measured(f"SmolLM2-135M {engine}", folder, changes)
     return Outcome(figures, details)
 
 
@@ -76,8 +84,22 @@ def _config(width: int, layers: int) -> LlamaConfig:
     return config
 
 
-def _measured(name: str, folder: Path, precision: str = "fp32") -> Iterator[Figure]:
-    with running_stack(folder, precision) as stack:
+def _silence_bytes(folder: Path) -> None:
+    """Has the model write whole characters only, as one with real weights does.
+
+    The token with the largest logit is written. That of a silenced one is 0.
+    """
+    vocabulary = Vocabulary(folder)
+    weights = load_file(folder / "model.safetensors")
+    for token in range(vocabulary.size):
+        data = vocabulary.token_bytes(token)
+        if not data or not data.isascii():
+            weights["lm_head.weight"][token] = 0.0
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def _measured(name: str, folder: Path, changes: Mapping[str, str]) -> Iterator[Figure]:
+    with running_stack(folder, changes) as stack:
         url = f"http://127.0.0.1:{stack.ports.api}"
         drive(url, MODEL, _prompts(IN_FLIGHT, 0), IN_FLIGHT)
         parts = _parts(stack)

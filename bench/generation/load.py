@@ -1,7 +1,8 @@
-"""Mixed prompts at 1, 4, 16 and 64 in flight: the engine, the whole stack, and other servers.
+"""Mixed prompts at 1, 8, 16 and 32 in flight: the engine, the whole stack, and other servers.
 
 All compute SmolLM2-135M-Instruct in fp32 on this CPU, but llama.cpp, whose weights have 4 bits. The
-stack is measured in bf16 and int4 too.
+stack is measured with our engine in fp32, in the fastest precision of this CPU, and in int4, and
+with llama.cpp's server, which is measured alone too, with the same prompts.
 The stack is that of `penstock up`, with everything on the same cores. A text is streamed, and its
 reader notes when each piece comes. Tokens are counted from the text, for all alike.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from bench.generation.engine import SOURCE
+from bench.generation.engine_server import ask_server
 from bench.generation.prompts import MixedPrompt, mixed
 from bench.generation.served import drive
 from bench.generation.servers import gguf_file, missing_for_serve, peers, serving
@@ -41,12 +43,22 @@ from workers.models.generation.model import GenerationModel
 from workers.models.generation.prompts import PromptPreparer
 from workers.models.source import resolve
 
-IN_FLIGHT = (1, 4, 16, 64)
-PER_CALLER = {1: 4.0, 4: 2.0, 16: 1.5, 64: 1.125}
+IN_FLIGHT = (1, 8, 16, 32)
+PER_CALLER = {1: 4.0, 8: 1.5, 16: 1.5, 32: 1.25}
 """Texts of each level, divided by those in flight."""
+SLOTS = 32
 MODEL = "smollm2"
 CPU_LIMIT_MS = 0.3
 """Maximum CPU time of API and worker without the model process, per token at 16 in flight."""
+LLAMA_CPP: Mapping[str, str] = {"engine": "llama.cpp", "source": SOURCE}
+SERVED: Mapping[str, Mapping[str, str]] = {
+    "fp32": {"precision": "fp32"},
+    "auto": {"precision": "auto"},
+    "int4": {"precision": "int4"},
+    "llama.cpp Q4_1": LLAMA_CPP,
+}
+"""Fields of the catalog entry for each measured variant of the stack."""
+SETTLED_S, IDLE_S = 3.0, 5.0
 
 
 def run(levels: Sequence[int] = IN_FLIGHT) -> Outcome:
@@ -62,9 +74,11 @@ def run(levels: Sequence[int] = IN_FLIGHT) -> Outcome:
     engine = _Engine(folder)
     for level in levels:
         figures += figures_of(f"engine fp32, {level} in flight", engine.write(level))
-    for precision in ("fp32", "bf16", "int4"):
-        with running_stack(folder, precision) as stack:
-            figures += _measure_stack(stack, precision, levels, tokenizer)
+    for name, changes in SERVED.items():
+        if "engine" in changes:
+            figures += _alone(name, Model.model_validate(entry_of(folder, changes)), levels)
+        with running_stack(folder, changes) as stack:
+            figures += _measure_stack(stack, name, levels, tokenizer)
     why_not = missing_for_serve()
     for name, command, model in peers(folder, gguf_file(SOURCE)):
         if isinstance(command, str) or (why_not and "serve" in name):
@@ -94,13 +108,13 @@ def _prompts(level: int) -> list[MixedPrompt]:
     return mixed(round(level * PER_CALLER[level]), seed=level)
 
 
-def _entry(folder: Path, precision: str = "fp32") -> dict[str, Any]:
-    return {
+def entry_of(folder: Path, changes: Mapping[str, str] = SERVED["fp32"]) -> dict[str, Any]:
+    """The catalog's entry of the model in `folder`, as MODEL."""
+    entry: dict[str, Any] = {
         "name": MODEL,
         "task": "text",
         "source": f"local:{folder}",
-        "precision": precision,
-        "batch": {"max_tokens": 64 * 640, "max_items": 64},
+        "batch": {"max_tokens": SLOTS * 640, "max_items": SLOTS},
         "generation": {
             "context_tokens": 640,
             "default_tokens": 64,
@@ -109,6 +123,7 @@ def _entry(folder: Path, precision: str = "fp32") -> dict[str, Any]:
         },
         "deadline": {"default_s": 280, "longest_s": 300},
     }
+    return {**entry, **changes}
 
 
 class _Pieces(BaseStreamer):  # type: ignore[misc]
@@ -153,7 +168,7 @@ def _prepared(folder: Path, prompts: Sequence[MixedPrompt]) -> list[PreparedProm
         GenerationInput(one.tokens, 1, messages=one.messages, temperature=0.0, is_streamed=True)
         for one in prompts
     ]
-    prepared = PromptPreparer(Model.model_validate(_entry(folder)), folder).prepare(inputs)
+    prepared = PromptPreparer(Model.model_validate(entry_of(folder)), folder).prepare(inputs)
     return [one for one in prepared if isinstance(one, PreparedPrompt)]
 
 
@@ -161,7 +176,7 @@ class _Engine:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         threads = len(os.sched_getaffinity(0))
-        entry = Model.model_validate(_entry(folder))
+        entry = Model.model_validate(entry_of(folder))
         self._model = GenerationModel(entry, folder, Device("cpu", threads, 1.0))
         self._model.setup()
         self._model.warmup()
@@ -188,35 +203,53 @@ class _Engine:
 
 
 @contextmanager
-def running_stack(folder: Path, precision: str = "fp32") -> Iterator[Stack]:
+def running_stack(folder: Path, changes: Mapping[str, str] = SERVED["fp32"]) -> Iterator[Stack]:
     """The stack of `penstock up` with the model in `folder` alone, as MODEL."""
     with tempfile.TemporaryDirectory() as temporary:
         state_dir = Path(temporary)
         models_file = state_dir / "models.yaml"
         models_file.write_text(
-            yaml.safe_dump({"models": [_entry(folder, precision)]}), encoding="utf-8"
+            yaml.safe_dump({"models": [entry_of(folder, changes)]}), encoding="utf-8"
         )
         variables = {"PENSTOCK_MODELS_FILE": str(models_file)}
         with served_stack(state_dir, Ports.free(), variables, say_nothing) as stack:
             yield stack
 
 
+def _alone(name: str, entry: Model, levels: Sequence[int]) -> Iterator[Figure]:
+    """The server of an engine, asked by nobody but this."""
+    folder = gguf_file(SOURCE).parent
+    for level in levels:
+        prompts = _prepared(smollm2_folder(), _prompts(level))
+        timed = ask_server(entry, folder, prompts, level)
+        yield from figures_of(f"{name} alone, {level} in flight", timed)
+
+
 def _measure_stack(
-    stack: Stack, precision: str, levels: Sequence[int], tokenizer: Tokenizer
+    stack: Stack, name: str, levels: Sequence[int], tokenizer: Tokenizer
 ) -> Iterator[Figure]:
     url = f"http://127.0.0.1:{stack.ports.api}"
     drive(url, MODEL, mixed(1, 99), 1, tokenizer)
-    api, worker = Part(stack.ports.api), Part(stack.ports.health[0])
+    parts = {"API": Part(stack.ports.api), "worker": Part(stack.ports.health[0])}
+    time.sleep(SETTLED_S)
+    idle = _cpu_s(parts)
+    time.sleep(IDLE_S)
+    idle = {part: (now_s - idle[part]) / IDLE_S for part, now_s in _cpu_s(parts).items()}
     for level in levels:
-        before_s = api.cpu_s(), worker.cpu_s()
+        before, began_s = _cpu_s(parts), time.monotonic()
         timed = drive(url, MODEL, _prompts(level), level, tokenizer)
-        yield from figures_of(f"stack {precision}, {level} in flight", timed)
-        if precision != "fp32":  # the model's, of which API and worker know nothing
-            continue
-        tokens = sum(one.tokens for one in timed)
-        for name, part, was_s in (("API", api, before_s[0]), ("worker", worker, before_s[1])):
-            cpu_ms = 1000 * (part.cpu_s() - was_s) / tokens
-            yield Figure(f"CPU of the {name} for a token, {level} in flight", cpu_ms, "ms")
-        own_ms = 1000 * (api.cpu_s() + worker.cpu_s() - sum(before_s)) / tokens
-        limit = ("<=", CPU_LIMIT_MS) if level == 16 else ()
-        yield Figure(f"CPU of both for a token, {level} in flight", own_ms, "ms", *limit)
+        yield from figures_of(f"stack {name}, {level} in flight", timed)
+        tokens, wall_s = sum(one.tokens for one in timed), time.monotonic() - began_s
+        spent = {part: now_s - before[part] for part, now_s in _cpu_s(parts).items()}
+        for part, cpu_s in spent.items():
+            figure = f"stack {name}, CPU of the {part} for a token, {level} in flight"
+            yield Figure(figure, 1000 * cpu_s / tokens, "ms")
+        own_ms = 1000 * sum(spent.values()) / tokens
+        limit = ("<=", CPU_LIMIT_MS) if level == 16 and name == "fp32" else ()
+        yield Figure(f"stack {name}, CPU of both, {level} in flight", own_ms, "ms", *limit)
+        above_ms = own_ms - 1000 * sum(idle.values()) * wall_s / tokens
+        yield Figure(f"stack {name}, the same above idle, {level} in flight", above_ms, "ms")
+
+
+def _cpu_s(parts: Mapping[str, Part]) -> dict[str, float]:
+    return {name: part.cpu_s() for name, part in parts.items()}

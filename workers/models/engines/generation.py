@@ -173,7 +173,7 @@ class EngineGeneration:
         async with engine.post(PATH, request_of(self.item, asked)) as response:
             if response.status != 200:
                 decode_reply(await response.read())
-            async for data in _events(response):
+            async for data in read_events(response):
                 yield decode_reply(data)
 
     async def _write_piece(self, engine: EngineProcess, asked: Asked) -> AsyncGenerator[Reply]:
@@ -296,8 +296,8 @@ class EngineGeneration:
         return len(self.writing.ids)
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The data of server-sent events, each on one line."""
+async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yields the data of server-sent events, each on one line."""
     buffer = b""
     async for data in response.content.iter_any():
         *lines, buffer = (buffer + data).split(b"\n")
