@@ -22,6 +22,8 @@ from workers.models.step_shares import StepRoom, StepShares
 
 CHUNKS_EVERY_S = 0.05
 """At most 20 events a second reach the readers of a text."""
+GATHER_S = 0.005
+"""Wait after a first token: the other texts of the step get theirs in the same message."""
 SPARE_EVERY_S = 0.5
 
 
@@ -203,7 +205,7 @@ class EngineSteps:
             self._charge()
         self._step[slot] = tokens
         if self._timer is None:
-            wait_s = max(0.0, self._reported_s + CHUNKS_EVERY_S - self._alive_s)
+            wait_s = max(GATHER_S, self._reported_s + CHUNKS_EVERY_S - self._alive_s)
             self._timer = self._loop.call_later(wait_s, self._on_timer)
 
     def _charge(self) -> None:
