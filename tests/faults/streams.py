@@ -130,7 +130,10 @@ class StreamReaders:
 
     async def _undisturbed(self, number: int) -> str:
         url = f"{self._urls[APIS[0]]}/v1/chat/completions"
-        async with self._http.post(url, json=self._chat(number, stream=False)) as answer:
+        # Nothing comes before its end, unlike in a stream.
+        limit = aiohttp.ClientTimeout(STREAM_LIMIT_S)
+        body = self._chat(number, stream=False)
+        async with self._http.post(url, json=body, timeout=limit) as answer:
             found: str = (await answer.json())["choices"][0]["message"]["content"]
             return found
 
