@@ -93,26 +93,19 @@ class TurnProgress:
         should_yield: returns whether another batch could run in place of this one.
         attempts: ends that the records of lines have, by the numbers of the lines. They outlive the
             turn, as the next one would get these ends again.
-        clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        should_yield: Callable[[], bool],
-        attempts: dict[int, int],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, should_yield: Callable[[], bool], attempts: dict[int, int]) -> None:
         self.attempts = attempts
         self._should_yield = should_yield
-        self._clock = clock
-        self._moved_s = clock()
+        self._moved_s = time.monotonic()
         self.ended_lines = 0
         self.is_stalled = False
         """True if the rest of the lines waits for a later turn."""
 
     def note_end(self, line: BatchLine) -> None:
         self.attempts.pop(line.number, None)
-        self._moved_s = self._clock()
+        self._moved_s = time.monotonic()
         self.ended_lines += 1
 
     def note_failure(self, line: BatchLine, error: PenstockError, *, has_ended: bool) -> None:
@@ -136,7 +129,7 @@ class TurnProgress:
         """
         if isinstance(error, RateLimited) and error.is_final:
             return False
-        if self._clock() - self._moved_s >= STALLED_S and self._should_yield():
+        if time.monotonic() - self._moved_s >= STALLED_S and self._should_yield():
             self.stall()
         return not self.is_stalled
 

@@ -65,7 +65,6 @@ class CanaryRouter:
 
     Args:
         canary_store: in Redis. It is opened and closed with this object.
-        refresh_s: pause between two looks at it.
         clock: monotonic seconds.
         withdrawals: already open. None: nothing is ever withdrawn.
     """
@@ -75,7 +74,6 @@ class CanaryRouter:
         catalog: Catalog,
         canary_store: Counters,
         *,
-        refresh_s: float = REFRESH_S,
         clock: Callable[[], float] = time.monotonic,
         withdrawals: LiveWithdrawals | None = None,
     ) -> None:
@@ -84,7 +82,6 @@ class CanaryRouter:
         self._canaries = catalog.canaries
         self.withdrawals = withdrawals or no_withdrawals()
         self.canary_store = canary_store
-        self._refresh_s = refresh_s
         self._serving_until_s: dict[str, float] = {}
         self._refreshing = BackgroundTask("looking at canaries", self._run)
 
@@ -156,7 +153,7 @@ class CanaryRouter:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(self._refresh_s)
+            await asyncio.sleep(REFRESH_S)
             await self.refresh()
 
     async def _refresh(self, canary: Model) -> None:

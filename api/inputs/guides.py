@@ -300,15 +300,12 @@ def check_guides(body: ImageFields, model: Model, *, files: Collection[str] = ()
     check_ip_adapter(body, model, has_picture=IP_ADAPTER_IMAGE in files)
 
 
-def check_accepted(
-    body: ImageFields, model: Model, mode: ImageMode, *, files: Collection[str] = ()
-) -> None:
+def check_accepted(body: ImageFields, model: Model, mode: ImageMode) -> None:
     """Validates that the pipeline of a model accepts the fields of a request.
 
     Args:
         model: whose interface may be unknown here. Then its workers check the fields.
         mode: task that the request is for.
-        files: the fields that came as files of a form.
 
     Raises:
         BadInput: the model lacks a field or the task.
@@ -317,7 +314,7 @@ def check_accepted(
     if interface is None:
         return
     present = {name for name in body.model_fields_set if getattr(body, name) not in (None, "")}
-    for name in sorted({*present, *files}):
+    for name in sorted(present):
         if not interface.accepts(name):
             reason = f"{name}: {model.name} does not accept it; leave it out"
             raise BadInput(reason, field=name)

@@ -47,7 +47,6 @@ def read_question(
     tenants: tuple[str, ...] | None,
     tasks: tuple[str, ...] | None = None,
     is_of_costs: bool = False,
-    now_s: float | None = None,
 ) -> Question:
     """Parses a usage query.
 
@@ -55,13 +54,12 @@ def read_question(
         tenants: the tenants whose rows the caller may see. None: all.
         tasks: the tasks whose rows are requested. None: all.
         is_of_costs: True if costs are requested, which have other groups.
-        now_s: unix time. Default: now.
 
     Raises:
         BadInput: a value is missing or wrong. `field` names it.
     """
     _check_filters(params, is_of_costs)
-    now = int(time.time() if now_s is None else now_s)
+    now = int(time.time())
     width = params.get("bucket_width", "1d")
     if width not in WIDTHS_S:
         raise BadInput(f"bucket_width: {width[:40]!r} is not 1m, 1h or 1d", field="bucket_width")

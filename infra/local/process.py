@@ -27,6 +27,8 @@ _CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 POLL_S = 0.02
 KILL_LIMIT_S = 30.0
 LAST_LINE_BYTES, LAST_LINE_CHARS = 4096, 160
+LAST_LINES = 20
+ANSWER_LIMIT_S = 5.0
 """What is read of a log to find its last line, and what is shown of that."""
 FREE_PORTS = (15_000, 32_000)
 PORT_TRIES = 1000
@@ -257,10 +259,10 @@ class Process:
             return "".join(filter(str.isprintable, last))[-LAST_LINE_CHARS:]
         return ""
 
-    def last_words(self, lines: int = 20) -> str:
+    def last_words(self) -> str:
         """The end of its log, as the end of an error's message."""
         said = (
-            self.log_path.read_text(errors="replace").strip().splitlines()[-lines:]
+            self.log_path.read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
             if self.log_path.exists()
             else []
         )
@@ -287,17 +289,15 @@ def listens(port: int, host: str = "127.0.0.1") -> bool:
         return False
 
 
-def answers(
-    port: int, path: str, timeout_s: float = 5.0, *, host: str = "127.0.0.1", tls: bool = False
-) -> bool:
+def answers(port: int, path: str, *, host: str = "127.0.0.1", tls: bool = False) -> bool:
     """Returns whether GET `path` on `port` of `host`, on this machine, is answered with 200.
 
     With `tls` any certificate is fine: it is for the name that others use.
     """
     connection = (
-        http.client.HTTPSConnection(host, port, timeout=timeout_s, context=_ANY_CERTIFICATE)
+        http.client.HTTPSConnection(host, port, timeout=ANSWER_LIMIT_S, context=_ANY_CERTIFICATE)
         if tls
-        else http.client.HTTPConnection(host, port, timeout=timeout_s)
+        else http.client.HTTPConnection(host, port, timeout=ANSWER_LIMIT_S)
     )
     try:
         connection.request("GET", path)

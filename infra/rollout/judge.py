@@ -6,7 +6,6 @@ Source: the metric run.googleapis.com/request_count, which is up to three minute
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -31,7 +30,6 @@ class CanaryJudge:
     Args:
         error_ratio: part of the answers that may be 5xx.
         least_requests: fewer say nothing, neither good nor bad.
-        now_s: Unix time.
     """
 
     def __init__(
@@ -42,14 +40,12 @@ class CanaryJudge:
         *,
         error_ratio: float,
         least_requests: int,
-        now_s: Callable[[], float] = time.time,
     ) -> None:
         self._google = google
         self._project = project
         self._service = service
         self._error_ratio = error_ratio
         self._least_requests = least_requests
-        self._now_s = now_s
 
     def verdict(self, region: str, revision: str, since_s: float) -> CanaryVerdict:
         """Returns the verdict on the requests of `revision` since the Unix time `since_s`.
@@ -69,7 +65,7 @@ class CanaryJudge:
             {
                 "filter": " AND ".join(f'{name} = "{value}"' for name, value in wanted.items()),
                 "interval.startTime": _timestamp(since_s),
-                "interval.endTime": _timestamp(self._now_s()),
+                "interval.endTime": _timestamp(time.time()),
                 "aggregation.alignmentPeriod": "60s",
                 "aggregation.perSeriesAligner": "ALIGN_DELTA",
                 "aggregation.crossSeriesReducer": "REDUCE_SUM",

@@ -105,7 +105,6 @@ class Rollout:
         steps_percent: Sequence[int] = (5, 25, 50, 100),
         watch_s: float = 360.0,
         pause: Callable[[float], None] = time.sleep,
-        now_s: Callable[[], float] = time.time,
         say: Callable[[str], None] = print,
     ) -> None:
         if (
@@ -123,7 +122,6 @@ class Rollout:
         self._steps = steps_percent
         self._watch_s = watch_s
         self._pause = pause
-        self._now_s = now_s
         self._say = say
 
     def hold(self) -> None:
@@ -213,7 +211,7 @@ class Rollout:
         # Where an earlier rollout was cut off two serve; the larger one is what callers know.
         stable = max(others, key=lambda name: others[name])
         for percent in self._steps:
-            began_s = self._now_s()
+            began_s = time.time()
             service.give(
                 {candidate: percent, stable: 100 - percent}, candidate if percent < 100 else ""
             )

@@ -64,7 +64,8 @@ REFUSED_CALLER = frozenset(
     {StatusCode.PERMISSION_DENIED, StatusCode.UNAUTHENTICATED, StatusCode.UNIMPLEMENTED}
 )
 
-_MIN_ATTEMPT_S = 0.05
+_MIN_ATTEMPT_S, _MAX_ATTEMPT_S = 0.05, 5.0
+"""Limits of one attempt. The longer one abandons a dead connection in time."""
 
 REQUEST_LIMIT_IDS = 1000
 REQUEST_LIMIT_BYTES = 500_000
@@ -212,14 +213,11 @@ class Method:
         metadata = routing(self._routed_by, getattr(request, self._routed_by))
         return await self._call(request, timeout=timeout_s, metadata=metadata)
 
-    async def until(
-        self, request: RawMessage, end_s: float, *, longest_attempt_s: float = 5.0
-    ) -> Any:
+    async def until(self, request: RawMessage, end_s: float) -> Any:
         """Retries until an attempt succeeds, with jittered pauses after transient failures.
 
         Args:
             end_s: the loop time after which no attempt starts.
-            longest_attempt_s: limit of one attempt, so that a dead connection is abandoned in time.
 
         Raises:
             aio.AioRpcError: the failure of the last attempt.
@@ -229,7 +227,7 @@ class Method:
         while True:
             left_s = max(_MIN_ATTEMPT_S, end_s - loop.time())
             try:
-                return await self.once(request, min(left_s, longest_attempt_s))
+                return await self.once(request, min(left_s, _MAX_ATTEMPT_S))
             except aio.AioRpcError as error:
                 pause_s = next(pauses)
                 if error.code() not in TRANSIENT or loop.time() + pause_s >= end_s:

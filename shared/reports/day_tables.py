@@ -154,20 +154,12 @@ class DayTables:
         client: Google's client. Open.
         dataset: the id of the data set.
         most_bytes: a query that would read more is refused.
-        most_rows: an answer with more is refused. It is kept in memory.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        dataset: str,
-        most_bytes: int = MAX_BYTES,
-        most_rows: int = MAX_ROWS,
-    ) -> None:
+    def __init__(self, client: Client, dataset: str, most_bytes: int = MAX_BYTES) -> None:
         self._client = client
         self._dataset = dataset
         self._most_bytes = most_bytes
-        self._most_rows = most_rows
 
     def write_usage(self, day: BillingDay, limit_s: float = QUERY_LIMIT_S) -> None:
         """Sums up a day in `daily_usage`.
@@ -217,11 +209,9 @@ class DayTables:
         self._ask(table, config, limit_s, max_results=0)
 
     def _read(self, statement: str, day: date, limit_s: float) -> list[Any]:
-        rows = self._ask(
-            statement, self._config({"day": day}), limit_s, max_results=self._most_rows + 1
-        )
-        if len(rows) > self._most_rows:
-            raise BadInput(f"{statement} of {day}: more than {self._most_rows} rows", field="from")
+        rows = self._ask(statement, self._config({"day": day}), limit_s, max_results=MAX_ROWS + 1)
+        if len(rows) > MAX_ROWS:
+            raise BadInput(f"{statement} of {day}: more than {MAX_ROWS} rows", field="from")
         return rows
 
     def _ask(self, statement: str, config: Any, limit_s: float, max_results: int) -> list[Any]:

@@ -66,13 +66,10 @@ class Interpreter(NamedTuple):
     version: str
 
 
-def python_for(folder: Path, base_dir: Path | None = None) -> str:
+def python_for(folder: Path) -> str:
     """The interpreter that has the packages of a class. Makes its environment, if it is missing.
 
     That may take minutes. A class that brings no packages runs with ours.
-
-    Args:
-        base_dir: of the environments. None: as the settings say.
 
     Raises:
         ConfigurationError: its requirements can't be installed. The message ends with what uv said.
@@ -81,9 +78,8 @@ def python_for(folder: Path, base_dir: Path | None = None) -> str:
     asked = asked_packages(folder)
     if not asked:
         return sys.executable
-    base_dir = base_dir or read_settings(ClassSettings).environments_dir
     base = _interpreter(asked.python_version)
-    target = base_dir.resolve() / _digest(folder, asked, base)
+    target = read_settings(ClassSettings).environments_dir.resolve() / _digest(folder, asked, base)
     if not _is_whole(target):
         _make(folder, asked, base, target)
     return str(target / "bin" / "python")

@@ -275,15 +275,14 @@ class BoundedShow:
     The rest is left out, and the number of its characters is shown instead.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._room = float(MAX_SHOWN_BYTES)
-        self._looked_s = clock()
+        self._looked_s = time.monotonic()
         self._left_out = 0
 
     def __call__(self, text: str) -> None:
         """Shows a text, or its beginning."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         gained = (now_s - self._looked_s) * SHOWN_BYTES_PER_S
         self._room, self._looked_s = min(MAX_SHOWN_BYTES, self._room + gained), now_s
         shown = text[: int(self._room)]
