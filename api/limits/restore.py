@@ -22,6 +22,7 @@ from api.limits.accounts import BudgetReading, LimitStore, RowsAsk, budget_name
 from api.limits.counters import ROUNDING_USD, month_of
 from api.limits.spent import SpentQuestion, SpentReader, SpentRows
 from shared.errors import ConfigurationError
+from shared.money import plain
 from shared.settings import ApiSettings
 from shared.stores.key_stores import key_store
 from shared.tenants.directory import BudgetHolder, Directory, decode_document
@@ -131,3 +132,17 @@ async def restore_deployment(
             lowers=lowers,
             writes=writes,
         )
+
+
+def describe(counter: Restored, *, writes: bool) -> str:
+    """Returns a line about a counter that differs. `writes`: as in `restore`."""
+    year, month = divmod(counter.month, 12)
+    outcome = "above its rows, kept" if counter.rows_usd < counter.counted_usd else "not restored"
+    if counter.is_changed:
+        outcome = "restored" if writes else "to be restored"
+    if counter.is_busy:
+        outcome += " (in use: run again)"
+    return (
+        f"{counter.name.removesuffix(':usd')} {year}-{month + 1:02}: counted "
+        f"${plain(counter.counted_usd)}, rows ${plain(counter.rows_usd)}: {outcome}"
+    )

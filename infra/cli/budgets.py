@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from api.limits.restore import Restored
 
 MAX_GIB = 20.0
 GIB = 1024**3
@@ -34,7 +31,7 @@ def restore(
 
     Run it once more when the rows of the last few minutes have arrived.
     """
-    from api.limits.restore import restore_deployment
+    from api.limits.restore import describe, restore_deployment
     from shared.settings import ApiSettings, read_settings
 
     settings = read_settings(ApiSettings)
@@ -42,21 +39,6 @@ def restore(
         restore_deployment(settings, lowers=lower, writes=not dry_run, max_bytes=int(max_gib * GIB))
     )
     for counter in changed:
-        print(_describe(counter, writes=not dry_run))
+        print(describe(counter, writes=not dry_run))
     if not changed:
         print("all budgets are as their rows say")
-
-
-def _describe(counter: Restored, *, writes: bool) -> str:
-    from shared.money import plain
-
-    year, month = divmod(counter.month, 12)
-    outcome = "above its rows, kept" if counter.rows_usd < counter.counted_usd else "not restored"
-    if counter.is_changed:
-        outcome = "restored" if writes else "to be restored"
-    if counter.is_busy:
-        outcome += " (in use: run again)"
-    return (
-        f"{counter.name.removesuffix(':usd')} {year}-{month + 1:02}: counted "
-        f"${plain(counter.counted_usd)}, rows ${plain(counter.rows_usd)}: {outcome}"
-    )

@@ -51,44 +51,22 @@ def check(
 ) -> None:
     """Try a model, and write what it accepts (FOLDER of a class, or NAME of an image model)."""
     folder = Path(model)
-    if not folder.is_dir():
+    if folder.is_dir():
+        if device != "auto":
+            raise typer.BadParameter(f"{model} is not an image model", param_hint="--device")
+        from workers.models.custom.checking import check_class
+
+        lines = check_class(folder, only_if_changed=if_changed)
+    else:
         if if_changed:
             raise typer.BadParameter(f"{model} is not a folder", param_hint="--if-changed")
-        _check_image_model(model, device)
-    elif device != "auto":
-        raise typer.BadParameter(f"{model} is not an image model", param_hint="--device")
-    else:
-        _check_class(folder, only_if_changed=if_changed)
+        # Otherwise transformers warns about a package that image models do not need.
+        os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+        from workers.models.image.checking import check_model
 
-
-def _check_image_model(name: str, device: str) -> None:
-    # Otherwise transformers warns about a package that image models do not need.
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    from workers.models.image.checking import check_model
-
-    for line in check_model(name, device):
+        lines = check_model(model, device)
+    for line in lines:
         print(line, flush=True)
-
-
-def _check_class(folder: Path, *, only_if_changed: bool) -> None:
-    from workers.models.custom.checking import (
-        describe_capacity,
-        is_current,
-        show_inspection,
-        write_interface,
-    )
-    from workers.models.custom.environments import python_for
-
-    if only_if_changed and is_current(folder):
-        python_for(folder)
-        return
-    interface = show_inspection(folder)
-    path = write_interface(folder, interface)
-    names = ", ".join(interface.properties) or "none"
-    streams = {"": "as a whole", "text": "as a stream of text", "items": "element by element"}
-    comes = "in batches" if interface.batches else streams[interface.streams]
-    print(f"{path}: inputs {names}; the output comes {comes}")
-    print(describe_capacity(folder, interface))
 
 
 @models.command("measure")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shared.errors import PenstockError
-from workers.models.custom.checking import is_current, show_inspection, write_interface
+from workers.models.custom.checking import check_class
 from workers.models.custom.environments import python_for
 
 
@@ -22,7 +22,8 @@ def main(words: Sequence[str]) -> int:
             case ["install", folder]:
                 print(f"{folder}: runs with {python_for(Path(folder))}")
             case ["refresh", folder]:
-                refresh(Path(folder))
+                for line in check_class(Path(folder), only_if_changed=True):
+                    print(line)
             case _:
                 print("usage: python -m workers.models.custom install|refresh FOLDER")
                 return 2
@@ -32,14 +33,6 @@ def main(words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-def refresh(folder: Path) -> None:
-    """Inspects a class whose sources have changed, and prints notes. Installs its packages."""
-    if is_current(folder):
-        python_for(folder)
-    else:
-        write_interface(folder, show_inspection(folder))
 
 
 if __name__ == "__main__":

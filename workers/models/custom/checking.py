@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -171,7 +172,28 @@ def write_interface(folder: Path, interface: ModelInterface) -> Path:
     return INTERFACE_FILE.write(folder.expanduser(), interface.as_json)
 
 
-def describe_capacity(folder: Path, interface: ModelInterface) -> str:
+def check_class(folder: Path, *, only_if_changed: bool) -> Iterator[str]:
+    """Inspects a class, and writes its interface. Yields lines for a person.
+
+    Args:
+        only_if_changed: if the interface on disk is current, only install the packages.
+
+    Raises:
+        ConfigurationError: the class can't be served.
+    """
+    if only_if_changed and is_current(folder):
+        python_for(folder)
+        return
+    interface = show_inspection(folder)
+    path = write_interface(folder, interface)
+    names = ", ".join(interface.properties) or "none"
+    streams = {"": "as a whole", "text": "as a stream of text", "items": "element by element"}
+    form = "in batches" if interface.batches else streams[interface.streams]
+    yield f"{path}: inputs {names}; the output comes {form}"
+    yield _describe_capacity(folder.expanduser(), interface)
+
+
+def _describe_capacity(folder: Path, interface: ModelInterface) -> str:
     """How many predictions a process computes at a time, and the memory that this takes."""
     many = f"up to {interface.concurrency} predictions at a time (concurrency.max)"
     count = "batches, by default of up to 64 items" if interface.batches else many
