@@ -137,7 +137,6 @@ def log_normal(median_s: float, sigma: float) -> Callable[[], float]:
 
 
 def main() -> None:
-    """Runs until it is ended."""
     parser = argparse.ArgumentParser(description="A TCP proxy that adds distance.")
     parser.add_argument("port", type=int)
     parser.add_argument("target_port", type=int)

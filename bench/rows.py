@@ -168,7 +168,6 @@ def metric(name: str) -> float:
 
 
 def resident_mib() -> float:
-    """The memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / MIB
 

@@ -331,7 +331,6 @@ class TimedWorker:
         await self._stack.aclose()
 
     def counts(self) -> WorkerCounts:
-        """What it did so far."""
         processes = self._pool.processes
         return WorkerCounts(
             time.time(),

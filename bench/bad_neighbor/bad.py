@@ -66,9 +66,7 @@ class BadOrder(msgspec.Struct):
     """What to do.
 
     Attributes:
-        url: of the API.
         surfaces: on which it does its worst, by name.
-        seconds: for how long.
         receivers: receivers of webhooks that do not answer.
         streams: streams that are read slowly.
     """
@@ -84,10 +82,8 @@ class BadReport(msgspec.Struct):
     """What came of it.
 
     Attributes:
-        sent: requests that were begun.
         refused: those that were answered with 4xx, 503 or 504.
         statuses: all answers by status. 0: none came, or it hung up.
-        reasons: what most refusals said.
         batch_ms: the median time of the batches that its texts or images were in.
         step_ms: the median time of a token of what it had written.
     """

@@ -27,11 +27,9 @@ class OrderedProcess:
 
     @property
     def pid(self) -> int:
-        """The id of the process."""
         return self._process.pid
 
     def begin(self) -> None:
-        """Lets it begin."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")
 

@@ -68,11 +68,9 @@ class Quiet:
         self.receiver_url = ""
 
     async def texts(self) -> None:
-        """One short text."""
         await self.post("/v1/embeddings", {"model": EMBEDDER, "input": text(12)})
 
     async def images(self) -> None:
-        """One small image from another."""
         body = edit(self._image, "64x64", 4, model=PAINTER)
         await self.post("/v1/images/edits", body)
 
@@ -135,7 +133,6 @@ class Quiet:
                 pass
 
     async def receive(self, request: web.Request) -> web.Response:
-        """Takes a webhook."""
         if told := self._told.pop(request.match_info["name"], None):
             told.set()
         return web.Response(status=204)

@@ -320,7 +320,6 @@ def _clip(tokenizer: CLIPTokenizer, width: int, layers: int, heads: int) -> CLIP
 
 
 def _letters() -> T5Tokenizer:
-    """A token for each letter."""
     specials = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0)]
     letters = [(letter, -3.0) for letter in "abcdefghijklmnopqrstuvwxyz"]
     return T5Tokenizer(vocab=specials + letters, extra_ids=0, model_max_length=512)

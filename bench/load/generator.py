@@ -88,7 +88,6 @@ class LoadReport(msgspec.Struct):
         return dict(Counter(REASONS.get(status, str(status)) for status in others))
 
     def statuses(self) -> dict[int, int]:
-        """Number of exchanges by status."""
         return dict(sorted(Counter(one.status for one in self.exchanges).items()))
 
     def hits(self) -> dict[str, int]:
@@ -244,7 +243,6 @@ class _Generator:
             self._settled.set()
 
     def close(self) -> None:
-        """Closes all connections."""
         self._pool.close()
 
 

@@ -38,7 +38,6 @@ class Load:
 
     @property
     def name(self) -> str:
-        """Its name in the tables."""
         if self.rate_per_s:
             return f"{self.rate_per_s:g}/s, open loop"
         return f"{self.in_flight} in flight" + (
@@ -65,7 +64,6 @@ def plan(in_flight: Sequence[int], repeats: Sequence[float], rate_per_s: float) 
     """The loads in the order they are measured.
 
     Args:
-        in_flight: closed loops.
         repeats: shares of repeated texts. 0 at every number in flight, others at the one nearest to
             32.
         rate_per_s: arrival rate of an open loop. 0: closed loop.

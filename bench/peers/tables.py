@@ -81,7 +81,6 @@ class Medians:
         return max(rates, key=rates.__getitem__, default=None)
 
     def keys(self, group: Group) -> list[str]:
-        """The contenders of a group."""
         return [one.key for one in self.contenders if one.group == group]
 
 

@@ -41,11 +41,9 @@ class Tree:
         self._each(lambda process: process.suspend())
 
     def thaw(self) -> None:
-        """Lets all go on."""
         self._each(lambda process: process.resume())
 
     def end(self) -> None:
-        """Kills the remaining processes."""
         living = list(self._living())
         for process in living:
             try:

@@ -23,7 +23,6 @@ class LitEmbedding(litserve.LitAPI):
         self.model = SentenceTransformer(str(get_model_path()), device=device)
 
     def decode_request(self, request: dict[str, str]) -> str:
-        """The text of one request."""
         return request["text"]
 
     def predict(self, texts: list[str]) -> Any:
@@ -31,7 +30,6 @@ class LitEmbedding(litserve.LitAPI):
         return self.model.encode(texts, batch_size=BATCH, show_progress_bar=False)
 
     def encode_response(self, vector: Any) -> dict[str, list[float]]:
-        """The answer to one request."""
         return {"embedding": vector.tolist()}
 
 

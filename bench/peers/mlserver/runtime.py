@@ -16,7 +16,6 @@ class MlserverEmbedding(MLModel):
     """MiniLM in an MLServer worker. The batch is one request with several strings."""
 
     async def load(self) -> bool:
-        """Loads the model."""
         self.model = SentenceTransformer(str(get_model_path()), device="cpu")
         return True
 

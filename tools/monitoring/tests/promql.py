@@ -89,12 +89,10 @@ def grafana_queries() -> Iterator[tuple[str, str, str]]:
 
 
 def rules() -> Any:
-    """The rules for a Prometheus."""
     return yaml.safe_load((RENDERED / "prometheus-rules.yaml").read_text(encoding="utf-8"))
 
 
 def grafana() -> Any:
-    """The dashboard for Grafana."""
     return json.loads((RENDERED / "grafana-dashboard.json").read_text(encoding="utf-8"))
 
 

@@ -37,7 +37,6 @@ class Connection(asyncio.Protocol):
         self.is_open = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Takes the transport."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass of it
         self.is_open = True
 
@@ -53,7 +52,6 @@ class Connection(asyncio.Protocol):
         self._parser.feed_data(data)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Reads the API's own headers."""
         exchange = self._exchange
         if exchange is None or not name.startswith((b"x-", b"retry-")):
             return
@@ -80,7 +78,6 @@ class Connection(asyncio.Protocol):
         self.body.append(body)
 
     def on_message_complete(self) -> None:
-        """Reports the answer."""
         exchange = self._ended()
         if exchange is None:
             # Proxies say 408 on connections that were idle for long, before they close them.
@@ -92,7 +89,6 @@ class Connection(asyncio.Protocol):
         self._owner.answered(self, exchange)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Reports the loss."""
         self.is_open = False
         self._owner.lost(self, self._ended())
 

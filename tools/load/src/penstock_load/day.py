@@ -116,7 +116,6 @@ class Day:
 
     @property
     def in_bursts(self) -> int:
-        """The requests of all bursts."""
         return round(self.burst_share * self.requests) if self.bursts else 0
 
     def tenant_shares(self) -> list[float]:

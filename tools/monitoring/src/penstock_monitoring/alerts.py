@@ -42,7 +42,6 @@ class Alert:
 
     @property
     def name(self) -> str:
-        """Its name in Prometheus."""
         return "Penstock" + "".join(word.capitalize() for word in self.key.split("-"))
 
 

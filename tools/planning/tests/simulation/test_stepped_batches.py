@@ -21,7 +21,6 @@ TRIP_S = 0.1
 def run(
     workers: int, arrivals: dict[str, Any], *, places: int = PLACES, **fields: Any
 ) -> SimulationResult:
-    """Workers of a fixed number."""
     entry = {
         "batch": {"max_tokens": 4096, "max_items": places},
         "replicas": {"min": workers, "max": workers},

@@ -50,7 +50,6 @@ def gpu_prices(prices: Prices, gpu_types: Mapping[str, GpuType]) -> Iterator[Gpu
 
 
 def view_sql(prices: Prices, gpu_types: Mapping[str, GpuType]) -> str:
-    """The GoogleSQL of the view."""
     skus = list(gpu_prices(prices, gpu_types))
     first, *others = (
         f"SELECT '{one.gpu_type}', {str(one.spot).upper()}, '{one.region}', "

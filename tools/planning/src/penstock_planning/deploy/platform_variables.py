@@ -115,7 +115,6 @@ class BatchesVariable(_Variable):
 
     @property
     def memory_gib(self) -> float:
-        """Memory of one runner."""
         return _gib(self.memory)
 
 
@@ -158,7 +157,6 @@ class RowsVariable(_Variable):
 
     @property
     def memory_gib(self) -> float:
-        """Memory of the process."""
         return _gib(self.memory)
 
 

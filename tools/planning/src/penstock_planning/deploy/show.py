@@ -13,7 +13,6 @@ from penstock_planning.deploy.sizing import Pool, Site, Workers
 
 
 def text(plan: DeployPlan) -> str:
-    """The plan in tables."""
     return "\n\n".join(_sections(plan))
 
 

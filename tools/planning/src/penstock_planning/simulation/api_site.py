@@ -125,7 +125,6 @@ class ApiSite:
         self._count(job, -1)
 
     def gave_up(self, job: SimulatedJob, now_s: float) -> None:
-        """Records that a deadline passed."""
         self.rate.record_late(now_s)
         self._count(job, -1)
 

@@ -53,7 +53,6 @@ class Fleet:
     # Pods
 
     def request(self, worker: SimulatedWorker) -> None:
-        """A pod wants a place."""
         self._pending.append(worker)
         self._place()
 
@@ -202,7 +201,6 @@ class Fleet:
 
     @property
     def buffer(self) -> int:
-        """Places that are kept warm."""
         return self._cluster.buffer
 
     @property

@@ -44,7 +44,6 @@ def write_page(result: SimulationResult, path: Path) -> None:
 
 
 def page(result: SimulationResult) -> str:
-    """The page's HTML."""
     title = html.escape(result.scenario.about or "Simulation")
     tables = "".join(_table(rows) for rows in (rows_of_models(result), rows_of_gpus(result)))
     charts = to_html(

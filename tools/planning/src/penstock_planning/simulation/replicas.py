@@ -85,7 +85,6 @@ class SimulatedDeployment:
 
     @property
     def ready(self) -> int:
-        """Pods that serve."""
         return sum(worker.is_serving for worker in self.workers)
 
     def _reconcile(self) -> None:

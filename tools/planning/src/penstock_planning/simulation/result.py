@@ -230,7 +230,6 @@ class SimulationResult:
         return FlowSummary(flow, record.arrived, served, p50_s, p95_s, per_run)
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures, for a program."""
         fields = asdict(self.summary)
         for one, summary in zip(fields["models"], self.summary.models, strict=True):
             one["within_deadline"] = summary.within_deadline

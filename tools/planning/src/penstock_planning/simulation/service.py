@@ -348,7 +348,6 @@ class Service:
     # Requests
 
     def publish(self, job: SimulatedJob) -> None:
-        """Takes an admitted job."""
         self._deadlines.append(job)
         if self._has_jobs is not None:
             self._has_jobs.succeed()
@@ -388,7 +387,6 @@ class Service:
                 self.end(job, RequestEnd.LOST)
 
     def open_jobs(self) -> int:
-        """Jobs that have not ended."""
         return sum(not job.has_ended for job in self._deadlines)
 
     # Delivery

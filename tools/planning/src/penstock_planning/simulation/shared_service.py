@@ -76,7 +76,6 @@ class SharedService:
             service.lose(part)
 
     def lose_gpu(self, pod: SimulatedWorker) -> None:
-        """A pod's GPU has failed."""
         for service, part in self._of(pod):
             service.lose_gpu(part)
 

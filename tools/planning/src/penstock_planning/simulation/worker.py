@@ -86,7 +86,6 @@ class Node:
 
     @property
     def free(self) -> int:
-        """Places for more workers."""
         return self.places - len(self.workers)
 
 
@@ -180,7 +179,6 @@ class SimulatedWorker:
         node.busy += 1
 
     def vacate(self, now_s: float) -> None:
-        """It computes no more."""
         node = self.node
         assert node is not None
         node.busy -= 1
@@ -249,10 +247,8 @@ class SimulatedWorker:
 
     @property
     def has_gpu(self) -> bool:
-        """Returns whether it can compute."""
         return self.node is None or not self.node.has_failed
 
     @property
     def is_serving(self) -> bool:
-        """Returns whether it pulls jobs."""
         return self.is_ready and not self.is_draining and not self.is_gone

@@ -228,7 +228,6 @@ class Scraper:
 
 
 def happen(env: simpy.Environment, event: Event, parts: Parts, scraper: Scraper) -> Steps:
-    """The process of one event."""
     yield env.timeout(event.at_s)
     if isinstance(event, StockOut):
         yield from _stock_out(env, event, parts)
@@ -241,7 +240,6 @@ def happen(env: simpy.Environment, event: Event, parts: Parts, scraper: Scraper)
 
 
 def _begin(event: SpotLoss | GpuFailure | RolloutEvent | SetReplicas, parts: Parts) -> None:
-    """Events that nobody ends."""
     if isinstance(event, SpotLoss):
         for (_, region), fleet in parts.fleets.items():
             if event.region in (None, region):
