@@ -64,7 +64,6 @@ class AmqpLink:
             writer.write_eof()
 
     def cut(self) -> None:
-        """Resets the connections there are."""
         for writer in self._writers:
             writer.transport.abort()
 

@@ -36,7 +36,6 @@ def pdf_file(objects: Sequence[bytes], trailer: bytes = b"") -> bytes:
 
 
 def stream(entries: bytes, data: bytes, *, is_packed: bool = True) -> bytes:
-    """A stream, compressed by deflate."""
     if is_packed:
         entries, data = entries + b"/Filter/FlateDecode", zlib.compress(data, 9)
     return b"<<%s/Length %d>>stream\n%s\nendstream" % (entries, len(data), data)
@@ -166,7 +165,6 @@ def scan_of(pdf: bytes, *, dpi: int = 150, degrees: float = 0.6, seed: int = 0) 
 
 
 def images_of(pdf: bytes, *, dpi: int = 150) -> list[Image.Image]:
-    """Each page as an image."""
     import pypdfium2
 
     document = pypdfium2.PdfDocument(pdf)

@@ -25,7 +25,6 @@ class GatedLink:
         self.is_open = True
 
     def pass_on(self) -> None:
-        """Sends what waits."""
         for sink, data in self._waiting:
             sink.write(data)
         self._waiting.clear()

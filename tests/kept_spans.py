@@ -82,5 +82,4 @@ def keeping_spans() -> Iterator[KeptSpans]:
 
 
 def new_trace(flags: str = "01") -> TraceContext:
-    """The span of a caller."""
     return TraceContext(f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-{flags}")

@@ -28,7 +28,6 @@ def key_for(name: str) -> str:
 
 
 def bearer(name: str) -> dict[str, str]:
-    """The header with that key."""
     return {"authorization": f"Bearer {key_for(name)}"}
 
 

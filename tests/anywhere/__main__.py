@@ -195,7 +195,6 @@ def chosen_environments(
 
 
 def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.anywhere", description=__doc__)
     parser.add_argument("environments", metavar="ENVIRONMENT", nargs="*", help="default: all")
     parser.add_argument("--with", dest="conditions", metavar="CONDITION,…", help="one of your own")

@@ -30,7 +30,6 @@ class Machine:
 
     Attributes:
         base: folder for everything that an environment needs.
-        folder: folder of the clone.
         home: value of `HOME`, or None if the variable is missing.
         variables: environment variables of all steps.
         step_variables: environment variables of all steps but `make setup`.
@@ -52,7 +51,6 @@ class Machine:
 
     @property
     def user(self) -> int:
-        """The user of all steps."""
         return int(self.options.get("user", os.getuid()))
 
 

@@ -45,7 +45,6 @@ class Declared:
 
     @property
     def document(self) -> dict[str, Any]:
-        """The OpenAPI document."""
         if not Declared._document:
             Declared._document = self._app.openapi()
         return Declared._document

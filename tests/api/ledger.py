@@ -74,7 +74,6 @@ class Ledger:
     """Names of the counters whose tenants or keys have no budget."""
 
     def tell(self, key: str, usd: float) -> None:
-        """Notes what an answer said."""
         self.told_usd[key] += usd
 
     async def post(
@@ -90,7 +89,6 @@ class Ledger:
     async def embed(
         self, key: str, texts: Sequence[str], *, encoding: str = "base64", **given: Any
     ) -> httpx.Response:
-        """Asks for texts."""
         body = {"model": MODEL.name, "input": list(texts), "encoding_format": encoding}
         return await self.post(key, "/v1/embeddings", body, **given)
 
@@ -101,7 +99,6 @@ class Ledger:
         return row
 
     def rows(self) -> list[Row]:
-        """The rows that count."""
         return once(row for rows in self.row_lists for row in rows)
 
     def charged_usd(self, key: str) -> float:
@@ -200,7 +197,6 @@ class LedgerWorld:
 
     @property
     def api(self) -> ApiUnderTest:
-        """The first instance."""
         return self.ledger.apis[0]
 
     async def hang_up(

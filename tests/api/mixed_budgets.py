@@ -42,7 +42,6 @@ class MixedBudgets:
 
     @property
     def tenant_of(self) -> dict[str, str]:
-        """The tenant of each key."""
         return {self.key(name): f"{tenant}-{self.number}" for name, tenant in TENANTS.items()}
 
     def key(self, name: str) -> str:

@@ -51,7 +51,6 @@ class MovedClock:
         self.move(turn.timestamp() - left_s - self._usual())
 
     def close(self) -> None:
-        """Closes its connection."""
         self._client.close()
 
 

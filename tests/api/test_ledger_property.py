@@ -222,7 +222,6 @@ class Mixed:
             self.ledger.apis[number : number + 1] = [process]
 
     def limiter(self, number: int) -> Limiter:
-        """Of a process."""
         if number == RUNNER:
             return self.ledger.limiters[0]
         return self.ledger.apis[number].dependencies.limiter

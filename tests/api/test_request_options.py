@@ -62,7 +62,6 @@ async def api(
 async def refused(
     api: ApiUnderTest, path: str, headers: list[tuple[bytes, bytes]]
 ) -> tuple[str, str]:
-    """The field and the reason."""
     taken = len(api.worker.jobs)
     answer = await api.http.post(path, json=ROUTES[path], headers=headers)
     assert len(api.worker.jobs) == taken

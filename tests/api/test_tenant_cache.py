@@ -69,7 +69,6 @@ class Deployment:
 
     @property
     def computed(self) -> int:
-        """How often SECRET was computed."""
         return sum(batch.count(SECRET) for batch in self.harness.process.batches)
 
 

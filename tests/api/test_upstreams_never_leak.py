@@ -70,8 +70,6 @@ async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 @asynccontextmanager
 async def refusing_bigquery(status: int) -> AsyncIterator[str]:
-    """BigQuery that refuses every call."""
-
     async def refuse_query(_: web.Request) -> web.Response:
         detail = {"message": WORDS, "reason": "invalidQuery", "domain": "global"}
         body = {"error": {"code": status, "message": WORDS, "errors": [detail]}}

@@ -33,7 +33,6 @@ Sites = tuple[BrokerSite, BrokerSite]
 
 @pytest.fixture(params=["pubsub", "rabbitmq"])
 def sites(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sites]:
-    """A broker, near and far."""
     broker: Broker = request.param
     with ExitStack() as stack:
         address, redis_url = stack.enter_context(servers(tmp_path))

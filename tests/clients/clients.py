@@ -38,7 +38,6 @@ class Client:
 
     @property
     def title(self) -> str:
-        """What the table calls it."""
         return f"{self.package} (Node)" if self.language == "node" else self.package
 
     @property

@@ -123,7 +123,6 @@ def _uv() -> list[str]:
 
 
 def _run(command: list[str], folder: Path | None = None) -> str:
-    """What a command prints."""
     environment = os.environ | {"UV_PYTHON_DOWNLOADS": "never"}
     try:
         done = subprocess.run(

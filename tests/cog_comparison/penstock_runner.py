@@ -46,12 +46,7 @@ class _Running:
 
 
 class PenstockRunner:
-    """A class in its process, as a worker runs it.
-
-    Args:
-        folder: of the class.
-        interface: its inputs and output.
-    """
+    """A class in its process, as a worker runs it."""
 
     def __init__(self, folder: Path, interface: ModelInterface) -> None:
         self._folder = folder
@@ -104,7 +99,6 @@ class PenstockRunner:
             return Outcome("too late")
 
     async def stop(self) -> None:
-        """Ends the process."""
         if self._run is not None:
             self._run.cancel()
             await asyncio.gather(self._run, return_exceptions=True)

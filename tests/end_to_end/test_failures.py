@@ -35,7 +35,6 @@ pytestmark = pytest.mark.slow
 
 
 def readiness(stack: Stack) -> tuple[int, str]:
-    """Status and body of /readyz."""
     try:
         with urllib.request.urlopen(f"{stack.api_url}/readyz", timeout=WAIT_LIMIT_S) as answer:
             return answer.status, answer.read().decode()

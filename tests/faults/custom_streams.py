@@ -135,7 +135,6 @@ class CustomFindings:
     took_s: float
 
     def flaws(self) -> list[str]:
-        """Everything that must not be."""
         return [
             f"stream {one.number} ({one.kind}, {one.prediction}): {flaw}"
             for one in self.streams
@@ -143,7 +142,6 @@ class CustomFindings:
         ]
 
     def table(self) -> Counter[str]:
-        """Streams by kind and end."""
         return Counter(f"{one.kind}: {one.ended or 'no end'}" for one in self.streams)
 
 

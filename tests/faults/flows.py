@@ -99,7 +99,6 @@ class FlowRun:
     """Each counts."""
 
     def words(self, items: int) -> list[str]:
-        """What it asks for."""
         return [f"w{self.number}x{item}" for item in range(items)]
 
     def flaw(self, items: int) -> str:
@@ -127,7 +126,6 @@ class FlowFindings:
     items: int
 
     def flaws(self) -> list[str]:
-        """Everything that must not be."""
         return [f"run {one.number}: {flaw}" for one in self.runs if (flaw := one.flaw(self.items))]
 
 

@@ -13,7 +13,6 @@ def generation_catalog(
     """A catalog, as a file has it.
 
     Args:
-        engine: that computes it.
         changes: fields of `batch`, `generation`, `deadline`, `price` or `cache`.
     """
     parts: dict[str, dict[str, Any]] = {

@@ -198,7 +198,6 @@ class HangUps:
 
     @property
     def left(self) -> dict[str, Call]:
-        """The callers that hung up."""
         return {name: call for name, call in self.calls.items() if call.left_at_s}
 
     def ends_s(self) -> list[float]:
@@ -239,7 +238,6 @@ class HangUps:
         return [*late, *failed, *self.counters_off]
 
     def summary(self) -> str:
-        """One line."""
         kinds = Counter(call.kind for call in self.left.values())
         statuses = Counter(
             row["status"] for row in self.worker_rows if row["client_request_id"] in self.left
@@ -325,7 +323,6 @@ async def _run(world: World, hang_ups: int, seed: int, found: HangUps) -> None:
 
 
 def read_worker_rows(world: World) -> list[dict[str, Any]]:
-    """The rows that workers wrote."""
     settings = world.settings
     client = bigquery.Client(
         project=settings.project,

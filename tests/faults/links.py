@@ -81,7 +81,6 @@ class Link:
         self.loses_answers = True
 
     def heal(self) -> None:
-        """Lets everything pass again."""
         self.is_cut = self.loses_answers = False
         self.loses_answers = False
         self.flowing.set()
@@ -132,7 +131,6 @@ class Links:
         self._thread.join(LIMIT_S)
 
     def port(self, name: str) -> int:
-        """Where the link listens."""
         return self._links[name].port
 
     def cut(self, name: str) -> None:
@@ -148,5 +146,4 @@ class Links:
         self._loop.call_soon_threadsafe(self._links[name].lose_answers)
 
     def heal(self, name: str) -> None:
-        """Undoes any of them."""
         self._loop.call_soon_threadsafe(self._links[name].heal)

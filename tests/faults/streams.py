@@ -79,7 +79,6 @@ class StreamFindings:
     differing: list[str]
 
     def flaws(self) -> list[str]:
-        """Everything that must not be."""
         found = [f"stream {one.number}: {one.flaw}" for one in self.streams if one.flaw]
         for one in self.streams:
             if any(place >= later for place, later in itertools.pairwise(one.places)):
@@ -293,7 +292,6 @@ async def read_while_killing(
         streams: at least so many texts.
         kills: of API instances and workers, in turn.
         say: gets a line for each.
-        turns: who is killed.
     """
     await readers.run(0, lambda: False)  # the texts as they must be
     killing = asyncio.create_task(kill_in_turn(world, kills, every_s, say, turns))

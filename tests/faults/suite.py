@@ -104,7 +104,6 @@ def run(
         faults_count: how many faults are injected.
         in_flight: callers at the same time.
         say: gets a line for each fault.
-        rows: where they go first.
         broker_delay_s: of each way to the broker.
         pause_s: of each caller between two requests, on average.
     """

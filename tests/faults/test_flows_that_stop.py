@@ -49,7 +49,6 @@ class Delivered(NamedTuple):
 
 
 def begin(world: World, **headers: str) -> dict[str, Any]:
-    """Creates a run."""
     text = " ".join(f"w{number}" for number in range(ITEMS))
     body = {"version": FLOW, "input": {"text": text}}
     answer = httpx.post(f"{world.url(APIS[0])}/v1/predictions", json=body, headers=headers)

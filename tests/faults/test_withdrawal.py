@@ -64,7 +64,6 @@ class Callers:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     async def ask(self) -> None:
-        """Asks until canceled."""
         while True:
             number = next(self._numbers)
             text = f"text {number}" if number % 4 else "the same each time"
@@ -96,7 +95,6 @@ class Callers:
 
 
 async def predict(callers: Callers, count: int) -> list[str]:
-    """Predictions that nobody waits for."""
     names = []
     for number in range(count):
         url = f"{callers.world.url(APIS[number % 2])}/v1/predictions"

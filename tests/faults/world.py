@@ -244,7 +244,6 @@ class World:
         self.processes[process.name] = undo.enter_context(process)
 
     def url(self, api: str) -> str:
-        """Where an API instance answers."""
         return f"http://127.0.0.1:{self._ports[api]}"
 
     def restart(self, name: str) -> None:

@@ -71,7 +71,6 @@ class Compute:
     """The words whose check began."""
 
     def output(self, name: str, values: Mapping[str, Any]) -> Any:
-        """The output of a model."""
         self.asked.append((name, values))
         if name == SPLIT.name:
             if values["text"] == NO_WORDS:

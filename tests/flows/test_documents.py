@@ -73,7 +73,6 @@ class Reads(Compute):
     """A document is a text here, and each line of it a page."""
 
     def output(self, name: str, values: Mapping[str, Any]) -> Any:
-        """The output of a model."""
         self.asked.append((name, values))
         data: bytes = values["document"]
         if name == READ.name:

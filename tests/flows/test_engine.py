@@ -164,7 +164,6 @@ class Workers:
         return self.dies and self.rng.random() < 0.2
 
     async def do_next(self) -> None:
-        """Does the oldest job."""
         await self._do(decode_job(*self.broker.jobs.pop(0)))
 
     async def _until_done(self, act: Any) -> Any:
@@ -282,7 +281,6 @@ class Table:
         self.rows: list[Row] = []
 
     async def write(self, rows: list[Row]) -> None:
-        """Keeps them."""
         self.rows += rows
 
 

@@ -92,7 +92,6 @@ class Draws(Compute):
     """Images of one color: that of their seed."""
 
     def output(self, name: str, values: Mapping[str, Any]) -> Any:
-        """The output of a model."""
         self.asked.append((name, values))
         if name.startswith("draw"):
             self.began.add(values["prompt"])
@@ -113,7 +112,6 @@ def red_of(image: Image.Image) -> int:
 
 
 def png(size: tuple[int, int], red: int) -> bytes:
-    """An image of one color."""
     buffer = io.BytesIO()
     Image.new("RGB", size, (red % 256, 0, 0)).save(buffer, "png")
     return buffer.getvalue()

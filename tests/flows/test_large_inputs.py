@@ -33,7 +33,6 @@ class Grows(Compute):
     """A letter becomes a long text."""
 
     def output(self, name: str, values: Mapping[str, Any]) -> Any:
-        """The output of a model."""
         if name == GROW.name:
             return values["letter"] * CHARS
         return len(values["text"]) if name == SIZE.name else sum(map(len, values["texts"]))

@@ -78,7 +78,6 @@ class Strict(Compute):
     """A document is a text here, and each line of it a page."""
 
     def output(self, name: str, values: Mapping[str, Any]) -> Any:
-        """The output of a model."""
         if name == HEAR.name:
             raise BadInput("recording: it is no sound", field="recording")
         if name == SCORE.name:

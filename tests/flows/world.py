@@ -48,17 +48,14 @@ class ThreadModel:
         """Nothing to compile."""
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
-        """One at a time."""
         return [[number] for number in range(len(batch))]
 
     def computed_work(self, lengths: Sequence[int]) -> int:
-        """Nothing is padded."""
         return sum(lengths)
 
     def predict(
         self, batch: Sequence[PreparedItem], on_step: OnStep
     ) -> Sequence[Result | PenstockError]:
-        """Computes each."""
         results: list[Result | PenstockError] = []
         for item in batch:
             try:
@@ -91,7 +88,6 @@ class World:
 
     @property
     def rows(self) -> list[Row]:
-        """All of them."""
         return [row for rows in self.written for row in rows]
 
     async def run(

@@ -225,7 +225,6 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Cluster) -> 
 
 
 def doctor(*words: str, status: int = 1) -> list[dict[str, str]]:
-    """What needs a fix."""
     done = CliRunner().invoke(app, ["doctor", "--cluster", "--json", *words])
     assert done.exit_code == status, done.output
     findings: list[dict[str, str]] = json.loads(done.stdout)

@@ -61,7 +61,6 @@ class Machine:
         (folder / "lib/keys").mkdir(parents=True)
 
     def command(self, name: str) -> list[str]:
-        """What a service runs, here."""
         service = self._services[name]
         built = image(self._images[service["image"]])
         words = service.get("entrypoint", built.entry_point) + service.get("command", [])
@@ -91,7 +90,6 @@ class Machine:
         return clean | {key: self._here(value) for key, value in given.items()} | own | more
 
     def process(self, name: str, **more: str) -> Process:
-        """A service."""
         environment = self.environment(name, **more)
         return Process(name, self.command(name), self.folder, environment=environment)
 

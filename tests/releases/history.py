@@ -32,7 +32,6 @@ def last_release() -> str:
 
 
 def commit_of(release: str) -> str:
-    """The commit of its cut."""
     commit: str = json.loads((FILES / release / "release.json").read_text())["commit"]
     return commit
 

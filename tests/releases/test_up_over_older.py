@@ -95,18 +95,15 @@ class Owner:
         return self._http.get(link).raise_for_status().content
 
     def closes(self) -> None:
-        """Ends its connections."""
         self._http.close()
 
     def uploads(self) -> str:
-        """A file that is kept."""
         form = {"data": {"purpose": "batch"}, "files": {"file": ("in.jsonl", b"{}\n")}}
         answer = self._http.post("/v1/files", **form)  # type: ignore[arg-type]
         name: str = answer.raise_for_status().json()["id"]
         return name
 
     def content(self, file: str) -> bytes:
-        """What is in a file."""
         return self._http.get(f"/v1/files/{file}/content").raise_for_status().content
 
 

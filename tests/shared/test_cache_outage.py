@@ -53,7 +53,6 @@ async def quick_cache(url: str, timeout_s: float = REDIS_LIMIT_S) -> AsyncIterat
 
 
 async def trip(cache: ResultCache) -> None:
-    """Asks until the breaker opens."""
     with anyio.fail_after(WAIT_LIMIT_S):
         while cache.is_up:
             assert await cache.get_many(["k"]) == {}

@@ -173,7 +173,6 @@ def messages_of(
 
 
 def ends_of(messages: list[ServerMessage]) -> dict[int, GenerationResult | Failure]:
-    """How each slot ended."""
     ends: dict[int, GenerationResult | Failure] = {}
     for message in messages:
         if isinstance(message, ItemEnded):

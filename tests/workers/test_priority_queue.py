@@ -210,7 +210,6 @@ class Trial:
         self.waiting.add(QueuedItem(prepared, None, float(number), [waiter()]))
 
     def run(self) -> None:
-        """One batch."""
         batch = self.waiting.take(1, lambda entry: True, NOW_S)
         assert batch, "something waits, so there is a batch"
         numbers = [number_of(entry) for entry in batch]

@@ -25,7 +25,6 @@ class Worker:
             self.queue.add(text(1, priority, self.now_s, tenant=tenant))  # type: ignore[arg-type]
 
     def start(self) -> list[QueuedItem]:
-        """What a free process takes."""
         return self.queue.admit((), self.processes, lambda queued: True, self.now_s)
 
     def started(self) -> str:

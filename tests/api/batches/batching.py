@@ -111,7 +111,6 @@ async def running_runner(
 async def batching(
     tmp_path: Path, redis_url: str, *, catalog: Catalog = CATALOG, **settings: object
 ) -> AsyncIterator[tuple[ApiUnderTest, Running]]:
-    """An API with a runner."""
     given = settings_for(tmp_path, redis_url=redis_url, **settings)
     async with (
         running_api(given, catalog=catalog) as api,

@@ -40,7 +40,6 @@ client: Any = Client(api_token=KEY, base_url=URL)
 
 
 def given(form: Form) -> dict[str, Any]:
-    """The input, with open files."""
     files = {
         name: _opened(texts) if isinstance(texts, str) else list(map(_opened, texts))
         for name, texts in form["files"].items()

@@ -33,7 +33,6 @@ FRAME = pd.DataFrame(
 
 
 def at() -> dict[str, Any]:
-    """How pandas-gbq reaches the service."""
     bigquery_url()
     credentials = AnonymousCredentials()
     return {"project_id": PROJECT, "credentials": credentials}

@@ -40,7 +40,6 @@ class Stage:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What ENV sets."""
         return dict(pair.split("=", 1) for rest in self.all("ENV") for pair in shlex.split(rest))
 
     @property
@@ -74,7 +73,6 @@ def stages(image: str) -> list[Stage]:
 
 
 def image(name: str) -> Stage:
-    """The last stage."""
     return stages(name)[-1]
 
 

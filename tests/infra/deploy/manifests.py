@@ -62,7 +62,6 @@ def of_kind(objects: Objects, kind: str) -> dict[str, dict[str, Any]]:
 
 
 def workers(objects: Objects) -> dict[str, dict[str, Any]]:
-    """The workers' Deployments by name."""
     return {
         name: found
         for name, found in of_kind(objects, "Deployment").items()

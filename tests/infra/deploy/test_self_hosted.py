@@ -40,13 +40,11 @@ pytestmark = pytest.mark.slow(about_s=7)
 
 @pytest.fixture(scope="module")
 def inside(tmp_path_factory: pytest.TempPathFactory) -> Objects:
-    """Every server of our own."""
     return rendered(tmp_path_factory.mktemp("inside") / "site")
 
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Objects:
-    """Every server from elsewhere."""
     return rendered(tmp_path_factory.mktemp("elsewhere") / "site", **GIVEN)
 
 

@@ -43,7 +43,6 @@ def site(out: Path, **changes: object) -> Rendered:
 
 
 def triggers(objects: Objects) -> dict[str, list[dict[str, Any]]]:
-    """Those of each worker."""
     found = of_kind(objects, "ScaledObject")
     return {name: one["spec"]["triggers"] for name, one in found.items()}
 

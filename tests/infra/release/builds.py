@@ -39,8 +39,6 @@ class StepFailed(Exception):
     """A step ended with another status than 0.
 
     Attributes:
-        step: its id.
-        output: what it wrote.
     """
 
     def __init__(self, step: str, output: str) -> None:

@@ -55,10 +55,7 @@ class Replay:
     """What a release is replayed with.
 
     Attributes:
-        cloud: the stand-in for Google.
         url: of the proxy before it.
-        authority: whom clients must trust.
-        programs: stand-ins for programs.
         folder: for everything that is written.
         checkout: the tree of whoever follows the runbook.
     """

@@ -159,7 +159,6 @@ def test_first_release(replay: Replay) -> None:
 
 
 def changed(tree: Path, file: str, old: str, new: str) -> None:
-    """Puts a fault back."""
     path = tree / file
     text = path.read_text(encoding="utf-8")
     assert old in text, f"{file} no longer has {old!r}"

@@ -245,7 +245,6 @@ def reported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., Result]:
-    """What the command says."""
     for name, value in {
         "BIGQUERY_ENDPOINT": bigquery_endpoint,
         "PROJECT": empty.project,

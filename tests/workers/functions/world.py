@@ -129,7 +129,6 @@ class World:
         return prediction
 
     async def tell(self, event: EventName, sequence: int = 0) -> None:
-        """What a worker publishes."""
         data, attributes = encode_webhook_event(WebhookEvent(self.request_id, event, sequence))
         await self.broker.publish(self._events, data, attributes)
 

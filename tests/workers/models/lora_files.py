@@ -38,7 +38,6 @@ Weights = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def random_weights(layers: Chosen, seed: int, rank: int = 4) -> Weights:
-    """Random projections of these layers."""
     random = torch.Generator().manual_seed(seed)
     drawn: Weights = {}
     for part, of_part in layers.items():

@@ -96,7 +96,6 @@ def with_(value: ImageInput, **changes: Any) -> ImageInput:
 def drawn(
     model: SteppedModel, preparer: Preparer, values: Sequence[ImageInput]
 ) -> list[np.ndarray]:
-    """Draws images together."""
     results = run(model, preparer, [(0, value) for value in values])
     images = [results[slot] for slot in range(len(values))]
     assert all(isinstance(one, ImageResult) for one in images), images

@@ -43,7 +43,6 @@ class Machine:
         return counts
 
     def rest(self, seconds: float) -> None:
-        """Nothing is computed."""
         self.now_s += seconds
         self.idle_s += seconds * self.free
 

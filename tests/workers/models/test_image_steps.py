@@ -243,7 +243,6 @@ def test_image_that_can_not_be_drawn_is_refused_alone(
 
 
 def own_model(catalog: Catalog, folder: Path) -> SteppedImageModel:
-    """A model to spoil."""
     entry = catalog.default("image")
     model = SteppedImageModel(entry, folder, Device("cpu", threads=1, memory_fraction=1.0))
     model.setup()

@@ -78,7 +78,6 @@ class Drawing:
     def after(
         self, value: ImageInput, name: str, image: Blob = PICTURE, scale: float = 1.0
     ) -> ImageInput:
-        """An input with an IP-Adapter."""
         version = self.entry.image.ip_adapters[name].version
         return msgspec.structs.replace(
             value, ip_adapter=IpAdapterInput(name, version, image, scale)
@@ -100,7 +99,6 @@ class Drawing:
 
 @pytest.fixture(scope="session")
 def folders(family: TinyPipeline, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One of each kind."""
     folder = tmp_path_factory.mktemp("ip")
     return {
         name: write(folder / name, family.folder, seed, is_plus=name == "plus")

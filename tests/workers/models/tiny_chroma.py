@@ -19,9 +19,7 @@ def write_folder(folder: Path, shipped: Path, **scheduler: Any) -> Path:
     """A folder as on the hub.
 
     Args:
-        folder: where it is written.
         shipped: the folder of a pipeline. Nothing of it is used.
-        scheduler: its settings.
     """
     torch.manual_seed(5)
     ChromaPipeline(

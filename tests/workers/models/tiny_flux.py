@@ -27,7 +27,6 @@ def write_folder(
     """A folder as on the hub.
 
     Args:
-        folder: where it is written.
         shipped: the folder of a pipeline whose tokenizer it gets.
         is_told_guidance: whether the transformer takes the guidance scale. That of "schnell" does
             not.

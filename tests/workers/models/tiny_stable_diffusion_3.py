@@ -30,7 +30,6 @@ def write_folder(
     """A folder as on the hub.
 
     Args:
-        folder: where it is written.
         shipped: the folder of a pipeline whose tokenizer it gets.
         has_t5: whether the third text encoder is there.
         trained: the transformer was trained with masks.
@@ -66,7 +65,6 @@ def clip_config(tokenizer: CLIPTokenizer) -> CLIPTextConfig:
 
 
 def t5_tokenizer() -> T5Tokenizer:
-    """A token for each letter."""
     specials = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
     letters = [(letter, -3.0) for letter in "abcdefghijklmnopqrstuvwxyz"]
     return T5Tokenizer(vocab=specials + letters, extra_ids=0, model_max_length=512)

@@ -25,7 +25,6 @@ def write_folder(
     """A folder as on the hub.
 
     Args:
-        folder: where it is written.
         shipped: the folder of a pipeline whose VAE and tokenizer it gets.
         distilled: the UNet is told the guidance scale, as those of LCM are.
         refines: it draws from an image only and has one text encoder, as the refiner.

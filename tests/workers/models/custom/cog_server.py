@@ -28,11 +28,7 @@ class Prediction(NamedTuple):
 
 
 class CogServer:
-    """A running server.
-
-    Args:
-        url: address of the server.
-    """
+    """A running server."""
 
     def __init__(self, url: str) -> None:
         self._client = httpx.Client(base_url=url, timeout=WAIT_LIMIT_S, trust_env=False)
@@ -63,7 +59,6 @@ class CogServer:
             time.sleep(0.05)
 
     def close(self) -> None:
-        """Closes the connections to it."""
         self._client.close()
 
 

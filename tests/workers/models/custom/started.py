@@ -45,7 +45,6 @@ class StartedClass:
 
     Args:
         entry: catalog entry, with its interface.
-        folder: the class's folder.
         device: as in the settings of a worker.
         startup_s: time limit for the first `setup`.
 
@@ -78,11 +77,9 @@ class StartedClass:
         self._process = self._pool.processes[0]
 
     def __enter__(self) -> Self:
-        """Returns itself."""
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Ends the process."""
         self.close()
 
     def close(self) -> None:
@@ -93,7 +90,6 @@ class StartedClass:
         self._end_loop()
 
     def admit(self, number: int, item: PreparedCustom) -> None:
-        """Starts a prediction."""
         self._call(self._admit(number, item))
 
     def drop(self, number: int) -> None:

@@ -43,7 +43,6 @@ def write_catalog(folder: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a class."""
     (tmp_path / "class").mkdir()
     return write_class(tmp_path / "class", BODY)
 

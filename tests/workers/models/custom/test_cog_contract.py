@@ -100,7 +100,6 @@ def differences(installed: str, look: Callable[[str], Any] = find) -> list[str]:
     """What is not as the runner needs it.
 
     Args:
-        installed: the version of cog.
         look: returns the object with a dotted name.
     """
     found = [f"cog {installed} is installed"] if installed != VERSION else []

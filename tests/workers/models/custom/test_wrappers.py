@@ -26,7 +26,6 @@ class Download(http.server.BaseHTTPRequestHandler):
     """What the classes download: small letters, and the large ones for them."""
 
     def do_GET(self) -> None:
-        """Answers any path."""
         data = json.dumps({ord(one): one.upper() for one in "abcdefghijklmnopqrstuvwxyz"}).encode()
         self.send_response(200)
         self.send_header("content-length", str(len(data)))

@@ -136,7 +136,6 @@ class Wrapper(NamedTuple):
     needs_src: bool = False
 
     def written(self, port: int, source: str) -> dict[str, str]:
-        """The files with these values."""
         values: dict[str, Any] = {"port": port}
         files = {"predict.py": HEAD.format(**values) + self.body, **self.files}
         return {

@@ -38,7 +38,6 @@ class Form:
     """A class or function of predict.py with one input.
 
     Args:
-        name: of the class.
         values: the input, without its files.
         files: the texts of its files.
     """
