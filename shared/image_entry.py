@@ -206,9 +206,9 @@ class ImageDefaults(EntryPart):
     safety: SafetyStep | None = None
     """What decides whether an image is delivered. None: all are."""
     controls: dict[RequestedName, Control] = Field({})
-    """ControlNets by the names that callers use. They need `join: auto`."""
+    """ControlNets by the names that callers use."""
     ip_adapters: dict[RequestedName, IpAdapter] = Field({})
-    """IP-Adapters by the names that callers use. They need `join: auto`."""
+    """IP-Adapters by the names that callers use."""
     deep_cache: DeepCacheSettings | None = None
     """None: every step computes the whole UNet."""
     guidance_stop: float = Field(1.0, ge=0, le=1)
@@ -259,30 +259,13 @@ class ImageDefaults(EntryPart):
         return chosen
 
     @model_validator(mode="after")
-    def _shortcuts_join(self) -> Self:
-        for name, is_taken in (
-            ("deep_cache", self.deep_cache is not None),
-            ("guidance_stop", self.guidance_stop < 1),
-        ):
-            if is_taken and self.join == "never":
-                raise ValueError(f"{name}: it needs join: auto")
-        if self.deep_cache is not None and self.compile == "always":
-            raise ValueError("compile: deep_cache needs auto or never, because its calls differ")
-        return self
-
-    @model_validator(mode="after")
-    def _controls_join(self) -> Self:
-        for name in ("controls", "ip_adapters"):
-            if getattr(self, name) and self.join == "never":
-                raise ValueError(f"{name}: they need join: auto")
-        if self.ip_adapters and self.compile == "always":
-            raise ValueError("compile: ip_adapters need auto or never, because their layers change")
-        return self
-
-    @model_validator(mode="after")
-    def _can_have_adapters(self) -> Self:
-        if self.has_adapters and self.join == "never":
-            raise ValueError("join: adapters need auto, because whole batches have none")
-        if self.has_adapters and self.compile == "always":
-            raise ValueError("compile: adapters need auto or never, because their layers change")
+    def _can_be_compiled(self) -> Self:
+        open_parts = {
+            "adapters": self.has_adapters,
+            "ip_adapters": bool(self.ip_adapters),
+            "deep_cache": self.deep_cache is not None,
+        }
+        for name, is_used in open_parts.items():
+            if is_used and self.compile == "always":
+                raise ValueError(f"compile must be auto or never with {name}, got always")
         return self

@@ -12,6 +12,7 @@ alone. So nobody gets an adapter whose URL they can't open.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -52,7 +53,10 @@ _CONTROL_OPTIONS = (
     "control_guidance_start",
     "control_guidance_end",
 )
-CONTROL_FIELDS = ("control", *_CONTROL_OPTIONS)
+MORE_CONTROLS = "more_controls"
+CONTROL_FIELDS = ("control", *_CONTROL_OPTIONS, MORE_CONTROLS)
+MAX_MORE_CONTROLS = 3
+"""Of a request, after its first one."""
 
 IP_ADAPTER = "ip_adapter"
 IP_ADAPTER_IMAGE = "ip_adapter_image"
@@ -149,19 +153,21 @@ async def prepare_control(
     model: Model,
     caller: ImageCaller,
     images: SourceImages,
+    field: str = CONTROL_IMAGE,
 ) -> tuple[ControlInput, tuple[int, int]]:
     """Returns the control of a request, which was checked, and the size of its image.
 
     Args:
         data: the file of the image.
         size: that of the image to draw. None: as the image, with the usual pixels of the model.
+        field: place of the image in the body, which errors name.
 
     Raises:
-        BadInput: the file is not an image, or it is broken. Names `control_image`.
+        BadInput: the file is not an image, or it is broken. Names the field.
     """
     assert body.control is not None, "it was checked; this is a bug"
     entry = model.image.controls[body.control]
-    image = await images.prepare(data, size, model.image, caller, field=CONTROL_IMAGE)
+    image = await images.prepare(data, size, model.image, caller, field=field)
     asked_scale = body.controlnet_conditioning_scale
     scale = entry.scale if asked_scale is None else asked_scale
     start, end = body.part
@@ -242,8 +248,24 @@ async def prepare_ip_adapter(
     )
 
 
+def _place_of(at: int) -> str:
+    """Returns where a control of `more_controls` has its image. `at` counts from 0."""
+    return f"{MORE_CONTROLS}[{at}].{CONTROL_IMAGE}"
+
+
+def _have_no_reference(schema: dict[str, Any]) -> None:
+    schema["anyOf"][0]["items"] = ControlFields.model_json_schema()
+
+
 class ImageFields(ControlFields, IpAdapterFields):
     """How images are drawn. None: the default of the model."""
+
+    more_controls: list[ControlFields] | None = Field(
+        None,
+        max_length=MAX_MORE_CONTROLS,
+        description="Other ControlNets that guide the drawing too, each with its own image.",
+        json_schema_extra=_have_no_reference,
+    )
 
     prompt: str = Field(min_length=1, max_length=MAX_PROMPT_CHARS)
     negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS)
@@ -281,10 +303,18 @@ class ImageFields(ControlFields, IpAdapterFields):
         ),
     )
 
+    @model_validator(mode="after")
+    def _has_a_first_control(self) -> ImageFields:
+        if self.more_controls and self.control is None:
+            raise WrongField(MORE_CONTROLS, "come after control; name one there first")
+        return self
+
 
 def guide_urls(body: ImageFields) -> dict[str, str]:
     """Returns where the images are, by the fields that say so."""
     named = {name: getattr(body, name) for name in GUIDE_IMAGES}
+    for at, control in enumerate(body.more_controls or ()):
+        named[_place_of(at)] = control.control_image
     return {name: url for name, url in named.items() if url is not None}
 
 
@@ -297,7 +327,31 @@ def check_guides(body: ImageFields, model: Model, *, files: Collection[str] = ()
         BadInput: the model has no such guide, or its image is missing.
     """
     check_control(body, model, has_picture=CONTROL_IMAGE in files)
+    for at, control in enumerate(body.more_controls or ()):
+        place = f"{MORE_CONTROLS}[{at}]"
+        if control.control is None:
+            raise BadInput(f"{place}.control: name a control of the model", field=MORE_CONTROLS)
+        try:
+            check_control(control, model, has_picture=False)
+        except BadInput as error:
+            raise BadInput(f"{place}.{error.message}", field=MORE_CONTROLS) from error
     check_ip_adapter(body, model, has_picture=IP_ADAPTER_IMAGE in files)
+
+
+def show_files(raw_input: Mapping[str, Any], kept: Mapping[str, str]) -> dict[str, Any]:
+    """Returns an input that names its files by URL.
+
+    Args:
+        kept: URLs of the files that were in the input itself, by their places.
+    """
+    result = dict(raw_input)
+    if MORE_CONTROLS in result:
+        result[MORE_CONTROLS] = [
+            dict(control) | ({CONTROL_IMAGE: kept[place]} if place in kept else {})
+            for at, control in enumerate(result[MORE_CONTROLS] or ())
+            if (place := _place_of(at))
+        ]
+    return result | {name: url for name, url in kept.items() if name in result}
 
 
 def check_accepted(body: ImageFields, model: Model, mode: ImageMode) -> None:
@@ -350,6 +404,10 @@ async def with_guides(
         data = files[CONTROL_IMAGE]
         control, (width, height) = await prepare_control(body, data, size, model, caller, images)
         first = msgspec.structs.replace(first, width=width, height=height, control=control)
+    for at, more in enumerate(body.more_controls or ()):
+        place, size = _place_of(at), (first.width, first.height)
+        control, _ = await prepare_control(more, files[place], size, model, caller, images, place)
+        first = msgspec.structs.replace(first, more_controls=(*first.more_controls, control))
     if IP_ADAPTER_IMAGE in files:
         data = files[IP_ADAPTER_IMAGE]
         chosen = await prepare_ip_adapter(body, data, model, caller, images)
@@ -366,6 +424,11 @@ def show_guides(schema: dict[str, Any], models: Iterable[Model]) -> dict[str, An
     for fields, names in ((CONTROL_FIELDS, controls), (IP_ADAPTER_FIELDS, ip_adapters)):
         if names:
             properties[fields[0]] = _named(properties[fields[0]], names)
+            if MORE_CONTROLS in fields and MORE_CONTROLS in properties:
+                more = copy.deepcopy(properties[MORE_CONTROLS])
+                own = more["anyOf"][0]["items"]["properties"]
+                own["control"] = _named(own["control"], names)
+                properties[MORE_CONTROLS] = more
         else:
             properties = {name: one for name, one in properties.items() if name not in fields}
     for name in [*properties]:

@@ -24,6 +24,7 @@ from api.http.request import ApiRequest, open_request, while_connected
 from api.http.upload_form import closed_form
 from api.inputs.guides import (
     GUIDE_IMAGES,
+    MORE_CONTROLS,
     check_accepted,
     check_guides,
     guide_urls,
@@ -88,7 +89,9 @@ class SourceImage(Body):
 def _as_form(schema: dict[str, Any]) -> None:
     known = schema["properties"]
     schema["properties"] = {
-        name: field for name, field in known.items() if field.get("type") != "null"
+        name: field
+        for name, field in known.items()
+        if field.get("type") != "null" and name != MORE_CONTROLS
     }
     for field in schema["properties"].values():
         # A form has no null. Absent fields are not sent.

@@ -28,7 +28,9 @@ from api.http.openapi import TRUNCATED_HEADER, inference_body, inference_respons
 from api.http.request import ApiRequest, open_request, while_connected
 from api.http.upload_form import MAX_EDIT_FIELDS, form_asks_for_stream
 from api.inputs.guides import (
+    CONTROL_IMAGE,
     GUIDE_IMAGES,
+    MORE_CONTROLS,
     ImageFields,
     check_accepted,
     check_guides,
@@ -469,9 +471,9 @@ async def _recorded(
 ) -> InferenceRequest:
     """Returns the request for a prediction of the images."""
     path = call.http.scope["route"].path
-    shown = body.model_dump(
-        mode="json", exclude_unset=True, exclude={"images", "mask", *GUIDE_IMAGES}
-    )
+    elsewhere: dict[str, Any] = dict.fromkeys(("images", "mask", *GUIDE_IMAGES), True)
+    elsewhere[MORE_CONTROLS] = {"__all__": {CONTROL_IMAGE}}
+    shown = body.model_dump(mode="json", exclude_unset=True, exclude=elsewhere)
     asked: list[object] = [path, model.name, shown]
     if inputs[0].sources:
         images = call.dependencies.source_images

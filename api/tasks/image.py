@@ -20,6 +20,7 @@ from api.inputs.guides import (
     check_accepted,
     check_guides,
     guide_urls,
+    show_files,
     show_guides,
     with_fetched_adapter,
     with_guides,
@@ -300,7 +301,7 @@ class ImageApi(ApiTask):
             first = first_image(parsed, model, size or (model.image.width, model.image.height))
         else:
             first, kept = await _from_pictures(parsed, model, caller, images)
-            shown = raw_input | kept
+            shown = show_files(raw_input, kept)
         first = await with_fetched_adapter(first, model, caller, images)
         inputs = [
             msgspec.structs.replace(first, seed=first.seed + number)
@@ -315,7 +316,7 @@ async def _from_pictures(
 ) -> tuple[ImageInput, dict[str, str]]:
     """Returns the first image, which has a source or a guide.
 
-    And the URLs of files that were in the input itself, by field.
+    And the URLs of files that were in the input itself, by place.
     """
     named = {"image": parsed.image, "mask": parsed.mask}
     urls = {name: url for name, url in named.items() if url is not None} | guide_urls(parsed)
@@ -330,7 +331,7 @@ async def _from_pictures(
     first = await with_guides(first, parsed, data, size, model, caller, images)
     first = first.with_sources([await images.stored(blob) for blob in first.sources])
     kept = {
-        name: await images.keep(files[name], caller, name)
+        name: await images.keep(files[name], caller, name.rpartition(".")[2])
         for name, one in urls.items()
         if one.startswith("data:")
     }

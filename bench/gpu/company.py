@@ -14,7 +14,7 @@ from shared.errors import PenstockError
 from shared.tasks import Result
 from shared.tasks.image import ImageResult
 from workers.models.base import PreparedImage
-from workers.models.image.stepped import SteppedImageModel
+from workers.models.image.model import ImageModel
 
 JOIN_EVERY = 2
 """Steps between two images that join."""
@@ -22,7 +22,7 @@ MAX_STEPS = 10_000
 
 
 def drawn(
-    model: SteppedImageModel, items: Sequence[PreparedImage], *, join_every: int = 0
+    model: ImageModel, items: Sequence[PreparedImage], *, join_every: int = 0
 ) -> list[np.ndarray]:
     """Draws images in one running batch. Returns the pixels of each, [height, width, 3].
 
@@ -46,9 +46,7 @@ def drawn(
     return [_pixels(results[slot]) for slot in range(len(items))]
 
 
-def distances(
-    model: SteppedImageModel, items: Mapping[str, PreparedImage]
-) -> dict[str, dict[str, float]]:
+def distances(model: ImageModel, items: Mapping[str, PreparedImage]) -> dict[str, dict[str, float]]:
     """How far each image of a mixed batch is from the same one alone, in levels of 255.
 
     `again` is the largest difference of two images alone, which says what the device itself

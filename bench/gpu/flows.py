@@ -37,7 +37,7 @@ from shared.catalog_entry import Batch
 from shared.image_entry import ImageDefaults
 from workers.models.base import PreparedImage
 from workers.models.device import Device
-from workers.models.image.stepped import SteppedImageModel
+from workers.models.image.model import ImageModel
 
 SEED = 5
 GUIDANCE = 4.5
@@ -168,7 +168,7 @@ def _draw_plain(pipeline: Any, batch: list[PreparedImage]) -> Any:
     ).images
 
 
-def _model(pipeline: Path, scale: Scale, **image: Any) -> SteppedImageModel:
+def _model(pipeline: Path, scale: Scale, **image: Any) -> ImageModel:
     side, largest = scale.flow_side, max(scale.flow_batches)
     entry = Model(
         name="flow-random",
@@ -186,7 +186,7 @@ def _model(pipeline: Path, scale: Scale, **image: Any) -> SteppedImageModel:
         ),
     )
     device = Device(scale.device, threads=1, memory_fraction=1.0)
-    model = SteppedImageModel(entry, pipeline, device, warmup_limit_s=WARMUP_LIMIT_S)
+    model = ImageModel(entry, pipeline, device, warmup_limit_s=WARMUP_LIMIT_S)
     model.setup()
     return model
 

@@ -29,7 +29,7 @@ from shared.catalog_entry import Batch
 from shared.image_entry import Adapter, Control, ImageDefaults
 from workers.models.base import PreparedImage
 from workers.models.device import Device
-from workers.models.image.stepped import SteppedImageModel
+from workers.models.image.model import ImageModel
 
 TOGETHER, RANK = 4, 8
 SHIPPED_SIDE, SHIPPED_GUIDANCE = 64, 2.0
@@ -117,10 +117,10 @@ def _kinds(side: int, steps: int, guidance: float) -> dict[str, PreparedImage]:
     }
 
 
-def loaded(entry: Model, pipeline: Path, scale: Scale) -> SteppedImageModel:
+def loaded(entry: Model, pipeline: Path, scale: Scale) -> ImageModel:
     """The model of an entry, on the device of the scale."""
     device = Device(scale.device, threads=1, memory_fraction=1.0)
-    model = SteppedImageModel(entry, pipeline, device)
+    model = ImageModel(entry, pipeline, device)
     model.setup()
     return model
 

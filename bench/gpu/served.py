@@ -32,7 +32,7 @@ from infra.local.stack import Stack
 from shared.catalog import Model
 from workers.models.device import Device
 from workers.models.embedding.model_folder import read_sentence_folder
-from workers.models.image.stepped import SteppedImageModel
+from workers.models.image.model import ImageModel
 from workers.runtime.template import MODEL_PROCESS_NAME, TEMPLATE_NAME
 
 OF_A_BATCH = 64
@@ -85,7 +85,7 @@ def measure_images(scale: Scale, folder: Path) -> dict[str, Any]:
     entry = entry.model_copy(
         update={"image": entry.image.model_copy(update={"compile": "never"})}, deep=True
     )
-    model = SteppedImageModel(entry, folder, Device(scale.device, threads=1, memory_fraction=0.5))
+    model = ImageModel(entry, folder, Device(scale.device, threads=1, memory_fraction=0.5))
     model.setup()
     batch = [image_item("text-to-image", seed, scale) for seed in range(largest)]
     drawn(model, batch)

@@ -87,7 +87,8 @@ class ImageInput(TaskInput, tag="image"):
     """One image to draw. With `image`, image-to-image at `strength`.
 
     `mask`: a gray image of the size to draw. Only where it is not black, `image` is drawn anew.
-    `control`: a ControlNet that guides the drawing. `ip_adapter`: an image to draw after.
+    `control`: a ControlNet that guides the drawing, and `more_controls` others that do too.
+    `ip_adapter`: an image to draw after.
     `clip_skip`: how many of the last layers of CLIP do not read `prompt`. `guidance_rescale`: how
     much of the contrast that guidance adds is taken back, from 0 to 1
     (https://arxiv.org/abs/2305.08891).
@@ -109,13 +110,23 @@ class ImageInput(TaskInput, tag="image"):
     guidance_rescale: float = 0.0
     control: ControlInput | None = None
     ip_adapter: IpAdapterInput | None = None
+    more_controls: tuple[ControlInput, ...] = ()
+
+    @property
+    def controls(self) -> Sequence[ControlInput]:
+        """All ControlNets of the image. Releases up to 0.1 read the first one only."""
+        return [] if self.control is None else [self.control, *self.more_controls]
+
+    @property
+    def guides(self) -> Sequence[ControlInput | IpAdapterInput]:
+        """All ControlNets in their order, then the IP-Adapter if there is one."""
+        return [*self.controls, *([] if self.ip_adapter is None else [self.ip_adapter])]
 
     @property
     def sources(self) -> Sequence[Blob]:
-        """The image to start from, its mask, and the images of the control and the IP-Adapter."""
+        """The image to start from, its mask, and the images of controls and the IP-Adapter."""
         own = [blob for blob in (self.image, self.mask) if blob is not None]
-        guides = (self.control, self.ip_adapter)
-        return (*own, *(guide.image for guide in guides if guide is not None))
+        return (*own, *(guide.image for guide in self.guides))
 
     def with_sources(self, sources: Sequence[Blob]) -> Self:
         """The same input with its images in other places."""
@@ -123,9 +134,11 @@ class ImageInput(TaskInput, tag="image"):
         for name in ("image", "mask"):
             if getattr(self, name) is not None:
                 moved[name] = next(left)
-        for name in ("control", "ip_adapter"):
-            if (guide := getattr(self, name)) is not None:
-                moved[name] = msgspec.structs.replace(guide, image=next(left))
+        guides = [msgspec.structs.replace(guide, image=next(left)) for guide in self.guides]
+        if self.ip_adapter is not None:
+            moved["ip_adapter"] = guides.pop()
+        if guides:
+            moved |= {"control": guides[0], "more_controls": tuple(guides[1:])}
         return msgspec.structs.replace(self, **moved)
 
     def estimate_work(self, entry: CatalogEntry) -> int:
@@ -150,8 +163,7 @@ class ImageInput(TaskInput, tag="image"):
             drawn += (self.clip_skip or 0, float(self.guidance_rescale))
         if (chosen := self.adapter) is not None:
             drawn += ("adapter", chosen.name, chosen.version, float(chosen.scale))
-        guides = (self.control, self.ip_adapter)
-        guided = tuple(guide.cache_form() for guide in guides if guide is not None)
+        guided = tuple(guide.cache_form() for guide in self.guides)
         if self.image is None:
             return ("image", size, drawn, *guided)
         strength = None if self.strength is None else float(self.strength)

@@ -202,6 +202,74 @@ async def test_wrong_controls_are_refused_by_name_at_all_doors(
     assert not drawn(api)
 
 
+async def test_several_controls_reach_the_worker(api: ApiUnderTest) -> None:
+    """Each has its own image, in the size of the drawing."""
+    more = {"control": "canny", "control_image": uri(SOURCE), "control_guidance_end": 0.5}
+    wish = {"control": "depth", "control_image": uri(PICTURE), "more_controls": [more]}
+    made = await predicted(api, wish)
+    assert made.status_code == 201, made.text
+    body = wish | {"model": CONTROLLED.name, "prompt": "a"}
+    answer = await api.http.post("/v1/images/generations", json=body)
+    assert answer.status_code == 200, answer.text
+    for given in drawn(api):
+        first, second = given.controls
+        assert (first.name, first.scale, first.end) == ("depth", 1.0, 1.0)
+        assert (second.name, second.scale, second.end) == ("canny", 0.8, 0.5)
+        assert first.image != second.image
+        assert pixels(second.image.data).shape == (given.height, given.width, 3)
+    (recorded,) = made.json()["input"]["more_controls"]
+    assert recorded["control_image"].startswith("http"), "a record holds no files"
+    assert recorded | more == {**more, "control_image": uri(SOURCE)}
+
+
+NAMED = {"control": "depth", "control_image": uri(PICTURE)}
+
+
+@pytest.mark.parametrize(
+    ("wish", "reason"),
+    [
+        ({"more_controls": [NAMED]}, "name one there first"),
+        (NAMED | {"more_controls": [NAMED] * 4}, "at most 3"),
+        (NAMED | {"more_controls": [{}]}, "more_controls[0].control: name a control"),
+        (NAMED | {"more_controls": [{"control": "pose"}]}, "more_controls[0].control: "),
+        (
+            NAMED | {"more_controls": [NAMED, {"control": "canny"}]},
+            "more_controls[1].control_image",
+        ),
+        (
+            NAMED | {"more_controls": [NAMED | {"control_image": uri(b"no image")}]},
+            "more_controls[0].control_image",
+        ),
+        (
+            NAMED | {"more_controls": [NAMED | {"controlnet_conditioning_scale": 3}]},
+            "more_controls[0].controlnet_conditioning_scale",
+        ),
+        (NAMED | {"more_controls": [NAMED | {"prompt": "a"}]}, "more_controls[0].prompt"),
+    ],
+    ids=range(8),
+)
+async def test_wrong_controls_among_several_are_refused_by_name(
+    api: ApiUnderTest, wish: dict[str, Any], reason: str
+) -> None:
+    answer = await predicted(api, wish)
+    assert answer.status_code == 422, answer.text
+    (wrong,) = answer.json()["invalid_fields"]
+    assert wrong["field"].startswith("input.more_controls"), answer.text
+    body = wish | {"model": CONTROLLED.name, "prompt": "a"}
+    refused = await api.http.post("/v1/images/generations", json=body)
+    assert refused.status_code == 400, refused.text
+    assert reason in refused.json()["error"]["message"], refused.text
+    assert not drawn(api)
+
+
+async def test_schemas_name_the_controls_of_more_controls(api: ApiUnderTest) -> None:
+    document = (await api.http.get("/openapi.json")).json()["components"]["schemas"]
+    field = document["GenerationBody"]["properties"]["more_controls"]
+    own = field["anyOf"][0]["items"]["properties"]["control"]
+    assert own["anyOf"][0]["enum"] == ["canny", "depth"]
+    assert "more_controls" not in document["EditForm"]["properties"]
+
+
 async def test_file_of_a_form_is_for_a_control(api: ApiUnderTest) -> None:
     answer = await api.http.post(
         "/v1/images/edits",

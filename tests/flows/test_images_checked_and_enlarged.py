@@ -495,8 +495,9 @@ async def test_a_drawing_keeps_its_control_and_its_adapter(images: World) -> Non
     answer = await drawn(images, **wish | {"lora_weights": "ink", "lora_scale": 0.25})
     assert sizes_and_reds(answer) == [((4 * SIDE_PX, 4 * SIDE_PX), 7)]
     ((_, values),) = [one for one in images.compute.asked if one[0] == WITH_ALL.name]
-    assert (values["control"], values["control_scale"]) == ("depth", 0.5)
-    assert values["control_map"] == bytes((200, 0, 0)) * SIDE_PX * SIDE_PX
+    (control,) = values["controls"]
+    assert (control.name, control.scale) == ("depth", 0.5)
+    assert control.map == bytes((200, 0, 0)) * SIDE_PX * SIDE_PX
     assert (values["adapter"], values["adapter_scale"]) == ("ink", 0.25)
     again = await drawn(images, **wish)
     assert again.headers["x-penstock-cache"] != "hit", "the adapter counts in the key"

@@ -147,12 +147,15 @@ def test_key_covers_the_control() -> None:
         {"end": 0.9},
     ]
     controlled = [drawing(control=msgspec.structs.replace(usual, **change)) for change in changes]
+    several = [usual, msgspec.structs.replace(usual, name="depth")]
     inputs = [
         drawing(),
         drawing(image=PNG),
         drawing(image=PNG, mask=PNG),
         drawing(image=PNG, control=usual),
         *controlled,
+        *(drawing(control=usual, more_controls=(other,)) for other in several),
+        drawing(control=several[1], more_controls=(usual,)),
     ]
     assert len({cache_key(MODEL, input, "t") for input in inputs}) == len(inputs)
     stored = drawing(image=PNG, control=usual)
@@ -169,6 +172,7 @@ def test_key_covers_the_ip_adapter() -> None:
     changes: list[dict[str, Any]] = [{}, {"name": "face"}, {"version": "b"}, {"image": other}]
     changes.append({"scale": 0.9})
     control = ControlInput("style", "a", PNG, 1.0)
+    more = (control,)
     inputs = [
         drawing(),
         drawing(control=control),
@@ -177,13 +181,14 @@ def test_key_covers_the_ip_adapter() -> None:
         *(drawing(ip_adapter=msgspec.structs.replace(usual, **change)) for change in changes),
     ]
     assert len({cache_key(MODEL, input, "t") for input in inputs}) == len(inputs)
-    stored = drawing(image=PNG, mask=PNG, control=control, ip_adapter=usual)
+    stored = drawing(image=PNG, mask=PNG, control=control, more_controls=more, ip_adapter=usual)
     digest = content_digest(b"pixels")
-    moved = [Blob("image/png", object_key=name, digest=digest) for name in "1234"]
+    moved = [Blob("image/png", object_key=name, digest=digest) for name in "12345"]
     there = stored.with_sources(moved)
     assert there.sources == tuple(moved)
     assert there.ip_adapter is not None
-    assert there.ip_adapter.image == moved[3]
+    assert [control.image for control in there.controls] == moved[2:4]
+    assert there.ip_adapter.image == moved[4]
     assert cache_key(MODEL, there, "t") == cache_key(MODEL, stored, "t")
 
 

@@ -198,34 +198,16 @@ def test_no_model_of_a_task() -> None:
         ),
         (
             "task: image",
-            "task: image\n    image: {join: never, adapters: {i: {source: 'local:i.safetensors'}}}",
-            12,
-            "image: Value error, join: adapters need auto",
-        ),
-        (
-            "task: image",
             "task: image\n"
             "    image: {compile: always, adapters: {i: {source: 'local:i.safetensors'}}}",
             12,
-            "image: Value error, compile: adapters need auto or never",
-        ),
-        (
-            "task: image",
-            "task: image\n    image: {join: never, deep_cache: {cache_interval: 3}}",
-            12,
-            "image: Value error, deep_cache: it needs join: auto",
-        ),
-        (
-            "task: image",
-            "task: image\n    image: {join: never, guidance_stop: 0.5}",
-            12,
-            "image: Value error, guidance_stop: it needs join: auto",
+            "image: Value error, compile must be auto or never with adapters",
         ),
         (
             "task: image",
             "task: image\n    image: {compile: always, deep_cache: {cache_interval: 3}}",
             12,
-            "image: Value error, compile: deep_cache needs auto or never",
+            "image: Value error, compile must be auto or never with deep_cache",
         ),
         (
             "task: image",

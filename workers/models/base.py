@@ -45,6 +45,20 @@ class PreparedText(Prepared, tag="text", omit_defaults=True):
     truncated_tokens: int = 0
 
 
+class PreparedControl(msgspec.Struct, array_like=True):
+    """A ControlNet of an image, by its name in the catalog.
+
+    `map`: width x height RGB pixels of 3 bytes, row by row. `scale` multiplies what it adds, in the
+    part of the steps from `start` to `end`, 0 to 1.
+    """
+
+    name: str
+    map: bytes
+    scale: float
+    start: float
+    end: float
+
+
 class PreparedImage(Prepared, tag="image", omit_defaults=True):
     """One image to draw.
 
@@ -52,10 +66,8 @@ class PreparedImage(Prepared, tag="image", omit_defaults=True):
     width x height bytes, how much of each pixel is drawn anew. 0: the source's own, 255: nothing
     of it. `adapter`: the name of one in the catalog, and `adapter_scale` how strongly it counts.
     Empty: none. Of one by URL, the name is its digest, `adapter_key` is where the object store has
-    it, and `adapter_owner` the digest of its tenant. `control`: the name of a ControlNet, with its
-    map as RGB pixels like `source`, its scale, and the part of the steps in which it guides.
-    `ip_adapter`: the name of an IP-Adapter, with its image as RGB pixels of the square that its
-    image encoder reads, and its scale.
+    it, and `adapter_owner` the digest of its tenant. `ip_adapter`: the name of an IP-Adapter, with
+    its image as RGB pixels of the square that its image encoder reads, and its scale.
     """
 
     prompt: str
@@ -75,11 +87,7 @@ class PreparedImage(Prepared, tag="image", omit_defaults=True):
     adapter_owner: str = ""
     clip_skip: int | None = None
     guidance_rescale: float = 0.0
-    control: str = ""
-    control_map: bytes = b""
-    control_scale: float = 1.0
-    control_start: float = 0.0
-    control_end: float = 1.0
+    controls: list[PreparedControl] = []
     ip_adapter: str = ""
     ip_adapter_pixels: bytes = b""
     ip_adapter_scale: float = 1.0

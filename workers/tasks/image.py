@@ -58,11 +58,9 @@ class ImageWorker(WorkerTask):
     def model(self, entry: Model, folder: Path, resources: Resources) -> InferenceModel:
         from workers.models.device import Device
         from workers.models.image.model import ImageModel
-        from workers.models.image.stepped import SteppedImageModel
 
-        kind = SteppedImageModel if self.computes_steps(entry, folder) else ImageModel
         device = Device(resources.device, resources.threads, resources.memory_fraction)
-        return kind(entry, folder, device)
+        return ImageModel(entry, folder, device)
 
 
 TASK = ImageWorker()

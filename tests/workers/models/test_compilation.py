@@ -47,12 +47,16 @@ def networks(seed: int = 0) -> tuple[Any, Any]:
     return unet, vae
 
 
-def run(unet: Any, vae: Any, count: int, timestep: Any) -> list[torch.Tensor]:
+def run(unet: Any, vae: Any, count: int, timestep: float) -> list[torch.Tensor]:
+    """Calls both as the hub does: by name, with a timestep for each row."""
     random = torch.Generator().manual_seed(count)
     latents = torch.randn(count, 4, 4, 4, generator=random)
     with torch.inference_mode():
         noise = unet(
-            latents, timestep, encoder_hidden_states=torch.ones(count, 3, 4), return_dict=False
+            sample=latents,
+            timestep=torch.full((count,), timestep),
+            encoder_hidden_states=torch.ones(count, 3, 4),
+            return_dict=False,
         )[0]
         return [noise, vae.decode(latents, return_dict=False)[0]]
 
@@ -62,23 +66,22 @@ def test_shapes_of_warm_up_are_compiled_and_no_others() -> None:
     torch._dynamo.reset()
     plain, (unet, vae) = networks(), networks()
     compile_parts(unet, vae, shapes=1, backend="aot_eager")
-    run(unet, vae, 2, torch.tensor(7))
+    run(unet, vae, 2, 7.0)
     calls: list[str] = []
     for name, part in (("unet", unet.conv_in), ("vae", vae.decoder.conv_in)):
         # A compiled graph has no modules left that a hook could see; what runs eagerly passes here.
         part.register_forward_hook(lambda module, args, output, name=name: calls.append(name))
     with only_what_is_compiled():
         for count, timestep, eager in (
-            (2, torch.tensor(7), False),
-            (2, torch.tensor(7.5), False),
-            (2, 7, False),
-            (3, torch.tensor(7), True),
+            (2, 7.0, False),
+            (2, 7.5, False),
+            (3, 7.0, True),
         ):
             calls.clear()
             kept = run(unet, vae, count, timestep)
             # The VAE works image by image, so it meets no new shape.
             assert calls == (["unet"] if eager else []), (count, timestep)
-            run(unet, vae, count, 400)  # what was handed out is a copy
+            run(unet, vae, count, 400.0)  # what was handed out is a copy
             for ours, other in zip(kept, run(*plain, count, timestep), strict=True):
                 torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-4)
 

@@ -98,10 +98,10 @@ def test_preparer_fits_the_picture_to_the_image() -> None:
     given = ControlInput("edges", "", png(), 0.5, start=0.2, end=0.9)
     (item,) = ImagePreparer(BOUNDS, is_stepped=True).prepare([drawing(given)])
     assert isinstance(item, PreparedImage)
-    assert len(item.control_map) == 3 * 64 * 48
-    assert set(item.control_map) == {0, 255}
-    found = (item.control, item.control_scale, item.control_start, item.control_end)
-    assert found == ("edges", 0.5, 0.2, 0.9)
+    (control,) = item.controls
+    assert len(control.map) == 3 * 64 * 48
+    assert set(control.map) == {0, 255}
+    assert (control.name, control.scale, control.start, control.end) == ("edges", 0.5, 0.2, 0.9)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,6 @@ def test_preparer_refuses_by_name(control: ControlInput, field: str, reason: str
         ({"controls": {"edges": {"source": "local:a", "canny_low": 300}}}, "above canny_high"),
         ({"controls": {"edges": {"source": "local:a", "scale": 3}}}, "less than or equal to 2"),
         ({"controls": {"edges": {"source": "local:a", "revision": 1.1}}}, "needs quotes"),
-        ({"controls": {"edges": {"source": "local:a"}}, "join": "never"}, "join: auto"),
     ],
     ids=lambda value: str(value)[:50],
 )

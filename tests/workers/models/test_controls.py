@@ -28,9 +28,7 @@ from tests.workers.models.test_image import FROM_IMAGE, TEXT, pixels
 from tests.workers.models.test_image_masks import MASKED, as_png, box, write_tiny
 from tests.workers.models.test_image_steps import OTHERS, run
 from workers.models.base import PreparedImage, Preparer, SteppedModel
-from workers.models.device import Device
 from workers.models.image.model import ImageModel
-from workers.models.image.stepped import SteppedImageModel
 from workers.tasks import WORKER_TASKS, preparer_for
 
 # Some schedulers of diffusers go between torch and numpy 2 in an old way.
@@ -115,6 +113,7 @@ def test_images_with_and_without_controls_are_drawn_together_as_alone(
         with_(text, control=control(image=OTHER_PICTURE, end=0.5)),
         with_(text, control=control("edges", start=0.3)),
         with_(text, control=control("edges", scale=0.0)),
+        with_(text, control=control(), more_controls=(control("edges", OTHER_PICTURE, 0.5),)),
         with_(text, guidance_scale=1.0, control=control("edges")),
         with_(FROM_IMAGE, steps=8, guidance_scale=3.0, control=control("edges", OTHER_PICTURE)),
         with_(MASKED, steps=5, guidance_scale=3.0, control=control()),
@@ -127,6 +126,44 @@ def test_images_with_and_without_controls_are_drawn_together_as_alone(
     for first, second in ((0, 1), (1, 2), (1, 3), (1, 4), (3, 4)):
         assert np.abs(alone[first] - alone[second]).mean() > 0.5, (first, second)
     assert np.array_equal(alone[0], alone[5]), "a scale of 0 changes nothing"
+
+
+def test_several_controls_are_added_up_as_by_plain_diffusers(
+    catalog: Catalog, tiny_folder: Path, tmp_path: Path
+) -> None:
+    folders = {
+        name: write_control(tmp_path / name, tiny_folder, at) for at, name in enumerate("ab")
+    }
+    entry = entry_with(catalog, **folders)
+    model, preparer = model_for(entry, tiny_folder, "cpu"), preparer_for(entry, tiny_folder)
+    model.setup()
+    assert isinstance(model, ImageModel)
+    second = control("b", OTHER_PICTURE, 0.4, end=0.5)
+    both = with_(TEXT, control=control("a", scale=0.7), more_controls=(second,))
+    ours, single = drawn(model, preparer, [both, with_(both, more_controls=())])
+    nets = [diffusers.ControlNetModel.from_pretrained(folder) for folder in folders.values()]
+    parts = diffusers.DiffusionPipeline.from_pretrained(
+        tiny_folder, local_files_only=True
+    ).components
+    plain: Any = diffusers.StableDiffusionControlNetPipeline(
+        **parts, controlnet=nets, requires_safety_checker=False
+    )
+    plain.set_progress_bar_config(disable=True)
+    plain.scheduler = model._scheduler(TEXT.scheduler)
+    image = plain(
+        both.prompt,
+        image=[opened(PICTURE), opened(OTHER_PICTURE)],
+        width=64,
+        height=64,
+        num_inference_steps=both.steps,
+        guidance_scale=both.guidance_scale,
+        controlnet_conditioning_scale=[0.7, 0.4],
+        control_guidance_end=[1.0, 0.5],
+        control_guidance_start=[0.0, 0.0],
+        generator=torch.Generator().manual_seed(both.seed),
+    ).images[0]
+    assert np.abs(ours - np.asarray(image).astype(int)).max() <= 1
+    assert np.abs(ours - single).max() > 1
 
 
 KINDS = {
@@ -149,7 +186,7 @@ class RandomTiny(NamedTuple):
 
     family: str
     way: str
-    model: SteppedImageModel
+    model: ImageModel
     preparer: Preparer
     plain: Any
 
@@ -172,7 +209,7 @@ def random_tiny(
     entry = entry_with(catalog, depth=write_control(tmp_path / "depth", folder, 3))
     model = model_for(entry, folder, "cpu")
     model.setup()
-    assert isinstance(model, SteppedImageModel)
+    assert isinstance(model, ImageModel)
     kind: Any = getattr(diffusers, KINDS[family, way])
     options = {"add_watermarker": False} if family == "sdxl" else {}
     parts = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True).components
@@ -247,14 +284,10 @@ def test_controls_of_another_model_are_refused(
         assert caught.value.field == "image.controls.depth"
 
 
-def test_pipelines_without_steps_have_no_controls(
-    catalog: Catalog, controlled: TinyPipeline, tiny_folder: Path
+def test_folders_of_controls_are_weights_of_their_model(
+    catalog: Catalog, controlled: TinyPipeline
 ) -> None:
-    device = Device("cpu", threads=1, memory_fraction=1.0)
     entry = entry_with(catalog, depth=controlled.folder / "depth")
-    with pytest.raises(ConfigurationError, match="join auto") as caught:
-        ImageModel(entry, tiny_folder, device).setup()
-    assert caught.value.field == "image.controls"
     assert WORKER_TASKS["image"].more_weights(entry) == (controlled.folder / "depth",)
 
 

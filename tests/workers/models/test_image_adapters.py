@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 
 from shared.catalog import Catalog, Model
-from shared.errors import BadInput, ConfigurationError, ModelFailed, PenstockError
-from shared.image_entry import Adapter, ImageDefaults
+from shared.errors import ModelFailed, PenstockError
+from shared.image_entry import Adapter
 from shared.tasks import Result
 from shared.tasks.image import ImageInput, ImageResult, choose_adapter
 from tests.workers.models import lora_files
@@ -25,9 +25,7 @@ from tests.workers.models.conftest import TinyPipeline
 from tests.workers.models.test_image import FROM_IMAGE, TEXT, pixels
 from tests.workers.models.test_image_masks import MASKED
 from tests.workers.models.test_image_steps import prepared
-from workers.models.device import Device
 from workers.models.image.model import ImageModel
-from workers.models.image.stepped import SteppedImageModel
 from workers.tasks import preparer_for
 
 # Some schedulers of diffusers go between torch and numpy 2 in an old way.
@@ -48,7 +46,7 @@ class Drawer:
         self.entry = entry.model_copy(update={"image": image})
         self.preparer = preparer_for(self.entry, folder)
         model = model_for(self.entry, folder, "cpu")
-        assert isinstance(model, SteppedImageModel)
+        assert isinstance(model, ImageModel)
         self.model = model
         self.model.setup()
 
@@ -399,15 +397,9 @@ def test_a_worker_with_another_adapter_of_the_name_refuses(small: Drawer) -> Non
     assert "'a0'" in outcome.message
 
 
-def test_whole_batches_take_no_adapters(small: Drawer, tiny_folder: Path) -> None:
-    device = Device("cpu", threads=1, memory_fraction=1.0)
-    with pytest.raises(ConfigurationError, match="adapters need") as caught:
-        ImageModel(small.entry, tiny_folder, device).setup()
-    assert caught.value.field == "image.adapters"
-    entry = small.entry.model_copy(update={"image": ImageDefaults(width=64, height=64)})
-    whole = ImageModel(entry, tiny_folder, device)
-    whole.setup()
+def test_whole_batches_wait_for_their_adapters(small: Drawer) -> None:
     item = prepared(small.preparer, small.with_adapter(ASKED, "a0"))
-    (error,) = whole.predict([item], lambda step, steps: None)
-    assert isinstance(error, BadInput)
-    assert error.field == "lora_weights"
+    (whole,) = small.model.predict([item], lambda step, steps: None)
+    assert isinstance(whole, ImageResult)
+    joined = small.alone(small.with_adapter(ASKED, "a0"))
+    assert np.abs(pixels(whole) - joined).max() <= 1

@@ -2,6 +2,8 @@
 
 import io
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +188,51 @@ def test_only_pipelines_of_diffusers_are_loaded(
     entry = read_image_entry(kontext.parent / "models.yaml", "tiny").as_model()
     with pytest.raises(ConfigurationError, match="is not a pipeline of diffusers"):
         loaded(entry, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "content", "reason"),
+    [
+        ("tokenizer", None, "has the part tokenizer, which has no folder"),
+        ("transformer/diffusion_pytorch_model.safetensors", None, "safetensors"),
+        ("transformer/diffusion_pytorch_model.safetensors", b"x" * 100, "safetensors"),
+        ("transformer/config.json", b"{", "config"),
+    ],
+    ids=str,
+)
+def test_broken_folders_are_refused_with_the_reason(
+    tmp_path: Path,
+    kontext: Path,
+    capsys: pytest.CaptureFixture[str],
+    part: str,
+    content: bytes | None,
+    reason: str,
+) -> None:
+    folder = shutil.copytree(kontext, tmp_path / "model")
+    place = folder / part
+    if content is not None:
+        place.write_bytes(content)
+    elif place.is_dir():
+        shutil.rmtree(place)
+    else:
+        place.unlink()
+    (tmp_path / "models.yaml").write_text(CATALOG.format(folder=folder))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PENSTOCK_MODELS_FILE", str(tmp_path / "models.yaml"))
+        assert penstock("models", "check", "tiny", "--device", "cpu") == 1
+    assert re.search(f"penstock: {folder}: .*(?:{reason})", capsys.readouterr().err, re.DOTALL)
+
+
+def test_an_interface_that_cannot_be_written_is_an_error(
+    tmp_path: Path, kontext: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = CATALOG.format(folder=kontext).replace("tiny.json", "none/tiny.json")
+    (tmp_path / "models.yaml").write_text(text)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PENSTOCK_MODELS_FILE", str(tmp_path / "models.yaml"))
+        assert penstock("models", "check", "tiny", "--device", "cpu") == 1
+    errors = capsys.readouterr().err
+    assert "none/tiny.json: No such file or directory" in errors
 
 
 def test_a_name_that_no_entry_has_is_an_error(

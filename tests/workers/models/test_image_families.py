@@ -30,7 +30,7 @@ from tests.workers.models.test_image_masks import as_png, box, source_pixels
 from tests.workers.models.test_image_steps import prepared, run
 from workers.models.device import Device
 from workers.models.image.compilation import compile_parts, only_what_is_compiled
-from workers.models.image.stepped import SteppedImageModel
+from workers.models.image.model import ImageModel
 from workers.tasks import WORKER_TASKS, preparer_for
 
 pytestmark = [
@@ -54,7 +54,7 @@ def entry_of(catalog: Catalog, **changes: Any) -> Model:
 
 
 def loaded(entry: Model, folder: Path) -> TinyPipeline:
-    model = SteppedImageModel(entry, folder, Device("cpu", threads=1, memory_fraction=1.0))
+    model = ImageModel(entry, folder, Device("cpu", threads=1, memory_fraction=1.0))
     model.setup()
     return TinyPipeline(folder, preparer_for(entry, folder), model)
 
@@ -77,8 +77,8 @@ def flow(
     return loaded(entry_of(catalog), folder)
 
 
-def stepped(tiny: TinyPipeline) -> SteppedImageModel:
-    assert isinstance(tiny.model, SteppedImageModel)
+def stepped(tiny: TinyPipeline) -> ImageModel:
+    assert isinstance(tiny.model, ImageModel)
     return tiny.model
 
 

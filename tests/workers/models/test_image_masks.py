@@ -21,7 +21,7 @@ from models.shapes.masked import REDRAWN_MIN, STRENGTH, redrawings, shows
 from shared.blob import Blob
 from shared.catalog import Catalog
 from shared.diffusion_schedulers import SCHEDULER_NAMES
-from shared.errors import BadInput, ConfigurationError
+from shared.errors import BadInput
 from shared.tasks.image import ImageInput, ImageResult
 from tests.workers.models.batches import model_for
 from tests.workers.models.conftest import TinyPipeline
@@ -36,9 +36,7 @@ from tests.workers.models.test_image_steps import (
     run,
 )
 from workers.models.base import Preparer, SteppedModel
-from workers.models.device import Device
 from workers.models.image.model import ImageModel
-from workers.models.image.stepped import SteppedImageModel
 from workers.tasks import preparer_for
 
 # Some schedulers of diffusers go between torch and numpy 2 in an old way.
@@ -184,7 +182,7 @@ def test_inside_of_the_mask_are_the_pixels_of_plain_diffusers(
 ) -> None:
     """With a mask along the squares of the latents, which diffusers takes as we do."""
     folder, preparer, model = random_tiny
-    assert isinstance(model, SteppedImageModel)
+    assert isinstance(model, ImageModel)
     mask = box(16, 8, 48, 40)
     value = msgspec.structs.replace(
         MASKED, mask=as_png(mask), scheduler=scheduler, strength=strength, guidance_scale=3.0
@@ -230,18 +228,11 @@ def test_a_model_trained_with_masks_warms_up_and_draws_nothing_else(
     assert drawn_alone(model, preparer, MASKED).shape == (64, 64, 3)
 
 
-def test_masks_need_steps(catalog: Catalog, tiny_folder: Path, trained_folder: Path) -> None:
-    entry = catalog.default("image")
-    device = Device("cpu", threads=1, memory_fraction=1.0)
-    whole = ImageModel(entry, tiny_folder, device)
-    whole.setup()
-    (error,) = whole.predict(
-        [prepared(preparer_for(entry, tiny_folder), MASKED)], lambda step, steps: None
-    )
-    assert isinstance(error, BadInput)
-    assert error.field == "mask"
-    with pytest.raises(ConfigurationError, match=r"image\.join"):
-        ImageModel(entry, trained_folder, device).setup()
+def test_whole_batches_have_masks(tiny: SteppedModel, tiny_preparer: Preparer) -> None:
+    assert isinstance(tiny, ImageModel)
+    (whole,) = tiny.predict([prepared(tiny_preparer, MASKED)], lambda step, steps: None)
+    assert isinstance(whole, ImageResult)
+    assert np.array_equal(pixels(whole), drawn_alone(tiny, tiny_preparer, MASKED))
 
 
 SCENES = 96

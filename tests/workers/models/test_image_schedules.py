@@ -22,7 +22,7 @@ from tests.workers.models.test_image import FROM_IMAGE, TEXT
 from tests.workers.models.test_image_masks import as_png, box
 from tests.workers.models.test_image_steps import Alone, difference, own_model, prepared, run
 from workers.models.base import Preparer
-from workers.models.image.stepped import SteppedImageModel
+from workers.models.image.model import ImageModel
 
 pytestmark = [
     pytest.mark.slow(about_s=60),
@@ -61,12 +61,12 @@ ARRIVALS = st.builds(
 
 
 @pytest.fixture(scope="module")
-def model(catalog: Catalog, tiny_folder: Path) -> SteppedImageModel:
+def model(catalog: Catalog, tiny_folder: Path) -> ImageModel:
     return own_model(catalog, tiny_folder)
 
 
 @pytest.fixture(scope="module")
-def alone(model: SteppedImageModel, tiny_preparer: Preparer) -> Alone:
+def alone(model: ImageModel, tiny_preparer: Preparer) -> Alone:
     def draw(value: ImageInput) -> ImageResult:
         result = run(model, tiny_preparer, [(0, value)])[0]
         assert isinstance(result, ImageResult)
@@ -76,7 +76,7 @@ def alone(model: SteppedImageModel, tiny_preparer: Preparer) -> Alone:
 
 
 @contextmanager
-def scarce(model: SteppedImageModel, rows: int) -> Iterator[None]:
+def scarce(model: ImageModel, rows: int) -> Iterator[None]:
     """Within it the device has room for so many rows, and can't compute BAD_PROMPT."""
     pipeline = model._main
     with torch.inference_mode():
@@ -99,9 +99,7 @@ def scarce(model: SteppedImageModel, rows: int) -> Iterator[None]:
 class Worker:
     """Draws a plan as a worker does: what was preempted starts over once there are fewer."""
 
-    def __init__(
-        self, model: SteppedImageModel, preparer: Preparer, plan: Sequence[Arrival]
-    ) -> None:
+    def __init__(self, model: ImageModel, preparer: Preparer, plan: Sequence[Arrival]) -> None:
         self._model, self._preparer, self._plan = model, preparer, plan
         self._inside: dict[int, int] = {}
         """Steps of each image so far."""
@@ -156,7 +154,7 @@ class Worker:
 )
 @given(plan=st.lists(ARRIVALS, min_size=1, max_size=5), rows=st.sampled_from([2, 4, 100]))
 def test_any_schedule_leaves_pixels_and_charges_as_they_are(
-    model: SteppedImageModel,
+    model: ImageModel,
     tiny_preparer: Preparer,
     alone: Alone,
     plan: list[Arrival],

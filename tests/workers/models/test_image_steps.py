@@ -31,11 +31,11 @@ from workers.models.base import (
 )
 from workers.models.device import Device
 from workers.models.image.compilation import compile_parts
+from workers.models.image.model import ImageModel
 from workers.models.image.options import OptionCheck
-from workers.models.image.stepped import SteppedImageModel
 from workers.models.image.vae import encode
 from workers.runtime.resident_models import offload
-from workers.tasks import WORKER_TASKS, model_for, preparer_for
+from workers.tasks import WORKER_TASKS, preparer_for
 
 # Some schedulers of diffusers go between torch and numpy 2 in an old way.
 pytestmark = [
@@ -242,9 +242,9 @@ def test_image_that_can_not_be_drawn_is_refused_alone(
     assert results.keys() == {0}
 
 
-def own_model(catalog: Catalog, folder: Path) -> SteppedImageModel:
+def own_model(catalog: Catalog, folder: Path) -> ImageModel:
     entry = catalog.default("image")
-    model = SteppedImageModel(entry, folder, Device("cpu", threads=1, memory_fraction=1.0))
+    model = ImageModel(entry, folder, Device("cpu", threads=1, memory_fraction=1.0))
     model.setup()
     return model
 
@@ -255,7 +255,7 @@ def test_compiled_sizes_are_filled_up(catalog: Catalog, family: TinyPipeline, al
     image = entry.image.model_copy(update={"compile": "always"})
     batch = entry.batch.model_copy(update={"max_items": 4})
     entry = entry.model_copy(update={"image": image, "batch": batch})
-    model = SteppedImageModel(entry, family.folder, Device("cpu", threads=1, memory_fraction=1.0))
+    model = ImageModel(entry, family.folder, Device("cpu", threads=1, memory_fraction=1.0))
     model.setup()
     with torch.compiler.set_stance("force_eager"):
         model.warmup()
@@ -263,9 +263,9 @@ def test_compiled_sizes_are_filled_up(catalog: Catalog, family: TinyPipeline, al
         unet = model._main.unet
         forward = unet.forward
 
-        def counted(sample: torch.Tensor, *given: Any, **named: Any) -> Any:
-            rows.append(len(sample))
-            return forward(sample, *given, **named)
+        def counted(**named: Any) -> Any:
+            rows.append(len(named["sample"]))
+            return forward(**named)
 
         unet.forward = counted
         values = [msgspec.structs.replace(TEXT, seed=seed, steps=3 + seed) for seed in range(3)]
@@ -286,7 +286,7 @@ def test_tasks_and_schedulers_mix_without_compiling_again(
     image = entry.image.model_copy(update={"compile": "always", "guidance_scale": 3.0})
     batch = entry.batch.model_copy(update={"max_items": 2})
     entry = entry.model_copy(update={"image": image, "batch": batch})
-    model = SteppedImageModel(entry, family.folder, Device("cpu", threads=1, memory_fraction=1.0))
+    model = ImageModel(entry, family.folder, Device("cpu", threads=1, memory_fraction=1.0))
     model.setup()
     model.warmup()
     graphs = counters["stats"]["unique_graphs"]
@@ -312,7 +312,7 @@ def test_tasks_and_schedulers_mix_without_compiling_again(
     assert isinstance(results[3], ImageResult)
 
 
-def only_rows(model: SteppedImageModel, monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
+def only_rows(model: ImageModel, monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
     """Lets the UNet run out of memory above a number of rows. Returns those of its calls."""
     unet = model._main.unet
     forward, rows = type(unet).forward, list[int]()
@@ -471,7 +471,6 @@ def test_catalog_and_pipeline_decide_who_joins(
     entry = catalog.default("image")
     entry = entry.model_copy(update={"image": entry.image.model_copy(update={"join": join})})
     assert WORKER_TASKS["image"].computes_steps(entry, tmp_path) == joins
-    assert isinstance(model_for(entry, tmp_path, "cpu"), SteppedImageModel) == joins
     items = preparer_for(entry, tmp_path).prepare([TEXT, msgspec.structs.replace(TEXT, steps=3)])
     keys = {item.key for item in items if isinstance(item, PreparedImage)}
     assert len(keys) == (1 if joins else 2)

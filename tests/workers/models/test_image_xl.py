@@ -25,7 +25,7 @@ from tests.workers.models.test_image_drawing import drawn, joining, reference
 from tests.workers.models.tiny_xl import write_folder
 from workers.models.base import OutOfMemory, PreparedImage
 from workers.models.device import Device
-from workers.models.image.stepped import SteppedImageModel
+from workers.models.image.model import ImageModel
 from workers.tasks import preparer_for
 
 pytestmark = [
@@ -42,7 +42,7 @@ OWN_FROM_IMAGE = msgspec.structs.replace(FROM_IMAGE, scheduler="default", steps=
 
 def loaded(catalog: Catalog, folder: Path, precision: str = "fp32") -> TinyPipeline:
     entry = catalog.default("image").model_copy(update={"precision": precision})
-    model = SteppedImageModel(entry, folder, Device("cpu", threads=1, memory_fraction=1.0))
+    model = ImageModel(entry, folder, Device("cpu", threads=1, memory_fraction=1.0))
     model.setup()
     return TinyPipeline(folder, preparer_for(entry, folder), model)
 
@@ -91,7 +91,7 @@ def test_equal_timesteps_at_the_start_are_counted_as_by_the_pipeline(
 ) -> None:
     """A scheduler that looks for its first timestep, instead of counting, takes the second."""
     tiny = loaded(catalog, tiny_xl_folder)
-    assert isinstance(tiny.model, SteppedImageModel)
+    assert isinstance(tiny.model, ImageModel)
     tiny.model._own_scheduler = scheduler = diffusers.EulerDiscreteScheduler(
         num_train_timesteps=3, timestep_spacing="leading"
     )
@@ -131,7 +131,7 @@ def test_statistics_of_the_latents_are_those_of_the_vae(
 def last_preview(tiny: TinyPipeline) -> np.ndarray:
     """What OWN looks like before its last step."""
     model = tiny.model
-    assert isinstance(model, SteppedImageModel)
+    assert isinstance(model, ImageModel)
     (item,) = tiny.preparer.prepare([OWN])
     model.admit(0, item)  # type: ignore[arg-type]
     for _ in range(OWN.steps - 1):
@@ -172,7 +172,7 @@ def test_vae_has_its_type_back_where_memory_ran_out(
     """Pipelines make it fp32 for a while, and leave it so when it fails."""
     (expected,) = drawn(overflowing.model, overflowing.preparer, [OWN])
     model = overflowing.model
-    assert isinstance(model, SteppedImageModel)
+    assert isinstance(model, ImageModel)
 
     def refuse(*given: Any, **named: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")

@@ -108,8 +108,7 @@ def entry_of(**fields: Any) -> dict[str, Any]:
         (entry_of(scale=3), "less than or equal to 2"),
         (entry_of(revision=1.1), "needs quotes"),
         ({"ip_adapters": {"style": {"source": "local:a"}}}, "weight_name"),
-        (entry_of() | {"join": "never"}, "ip_adapters: they need join: auto"),
-        (entry_of() | {"compile": "always"}, "compile: ip_adapters need auto or never"),
+        (entry_of() | {"compile": "always"}, "compile must be auto or never with ip_adapters"),
     ],
     ids=lambda value: str(value)[16:66],
 )

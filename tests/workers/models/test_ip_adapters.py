@@ -31,9 +31,7 @@ from tests.workers.models.test_image_adapters import Drawer
 from tests.workers.models.test_image_masks import MASKED, as_png, box
 from tests.workers.models.test_image_steps import OTHERS, prepared
 from workers.models.base import PreparedImage
-from workers.models.device import Device
 from workers.models.image.model import ImageModel
-from workers.models.image.stepped import SteppedImageModel
 from workers.models.reports import ItemEnded, StepMessage
 from workers.runtime.pool import HostedModel, ModelPool
 from workers.tasks import WORKER_TASKS, preparer_for
@@ -68,7 +66,7 @@ class Drawing:
         self.entry = entry
         self.preparer = preparer_for(entry, folder)
         model = model_for(entry, folder, "cpu")
-        assert isinstance(model, SteppedImageModel)
+        assert isinstance(model, ImageModel)
         self.model = model
         self.model.setup()
         if is_fused:
@@ -139,7 +137,7 @@ def test_images_with_and_without_ip_adapters_are_drawn_together_as_alone(
 def test_images_without_an_ip_adapter_are_those_of_a_model_without_any(
     drawing: Drawing, family: TinyPipeline
 ) -> None:
-    assert isinstance(family.model, SteppedImageModel)
+    assert isinstance(family.model, ImageModel)
     values = [GUIDED, *OTHERS]
     for value in values:
         # Prompts are encoded together too, unless they are kept.
@@ -397,14 +395,10 @@ def test_other_models_digests_and_places_are_refused(
     refuses(entry_with(usual, {"style": folder}), tiny_folder, "does not say the image_size")
 
 
-def test_pipelines_without_steps_have_no_ip_adapters(
+def test_files_of_ip_adapters_are_weights_of_their_model(
     catalog: Catalog, tiny_folder: Path, tmp_path: Path
 ) -> None:
     folder = write(tmp_path / "ip", tiny_folder, 1)
     entry = entry_with(catalog.default("image"), {"style": folder})
-    device = Device("cpu", threads=1, memory_fraction=1.0)
-    with pytest.raises(ConfigurationError, match="join auto") as caught:
-        ImageModel(entry, tiny_folder, device).setup()
-    assert caught.value.field == "image.ip_adapters"
     found = WORKER_TASKS["image"].more_weights(entry)
     assert found == (folder / WEIGHT_NAME, folder / "image_encoder")

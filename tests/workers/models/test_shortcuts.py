@@ -20,8 +20,7 @@ from tests.workers.models.test_image import FROM_IMAGE, TEXT, pixels
 from tests.workers.models.test_image_masks import MASKED
 from tests.workers.models.test_image_steps import difference, prepared, run
 from workers.models.image.deep_cache import DeepCache
-from workers.models.image.guides import UnetCall
-from workers.models.image.stepped import SteppedImageModel
+from workers.models.image.model import ImageModel
 
 # Some schedulers of diffusers go between torch and numpy 2 in an old way.
 pytestmark = [
@@ -41,16 +40,16 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-def with_shortcuts(catalog: Catalog, folder: Path, **fields: Any) -> SteppedImageModel:
+def with_shortcuts(catalog: Catalog, folder: Path, **fields: Any) -> ImageModel:
     entry = catalog.default("image")
     image = entry.image.model_copy(update=fields)
     model = model_for(entry.model_copy(update={"image": image}), folder, "cpu")
-    assert isinstance(model, SteppedImageModel)
+    assert isinstance(model, ImageModel)
     model.setup()
     return model
 
 
-def alone(model: SteppedImageModel, family: TinyPipeline, value: ImageInput) -> ImageResult:
+def alone(model: ImageModel, family: TinyPipeline, value: ImageInput) -> ImageResult:
     result = run(model, family.preparer, [(0, value)])[0]
     assert isinstance(result, ImageResult), result
     return result
@@ -104,8 +103,7 @@ def test_outer_layers_around_features_of_the_same_step_are_the_whole_unet(
     with torch.inference_mode():
         for more in ({}, added):
             whole = unet(**arguments, **more).sample
-            call = UnetCall.from_arguments(arguments)
-            outer = cache.predict(call, cache.take_features(), more)
+            outer = cache.predict(arguments, cache.take_features(), more)
             assert torch.allclose(outer, whole, atol=1e-5)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +98,10 @@ class Call:
         owner: the item, which those who compute the call may ask about it.
     """
 
-    __slots__ = ("_fixed", "is_halved", "is_listed", "key", "owner", "part", "rows", "values")
+    __slots__ = (
+        *("part", "owner", "values", "rows", "key", "added"),
+        *("is_halved", "is_listed", "_fixed"),
+    )
 
     def __init__(
         self,
@@ -114,6 +117,8 @@ class Call:
         """The ids of tensors that are constants, although they are as long as there are rows."""
         self.is_halved = False
         """Whether the row of the negative prompt is left out, and gets the result of the other."""
+        self.added: Sequence[torch.Tensor] = ()
+        """Residuals of ControlNets for its rows: of each block down, then of the middle."""
         self.values = part.values(args, kwargs)
         first = next(
             (one for one in self.values.values() if isinstance(one, torch.Tensor | list)), None
@@ -206,11 +211,19 @@ class Batch:
     """Calls of one key, joined."""
 
     calls: Sequence[Call]
+    every: Sequence[Call]
+    """The calls, then the last one again for each that fills up a compiled size."""
     values: dict[str, Any]
-    rows: int
-    """Those of the calls, then those that fill up a compiled size."""
-    row_calls: list[Call] = field(default_factory=list)
-    """The call of each row."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows in all calls together."""
+        return sum(call.rows for call in self.every)
+
+    @property
+    def row_calls(self) -> list[Call]:
+        """The call that each row of the batch belongs to."""
+        return [call for call in self.every for _ in range(call.rows)]
 
 
 def join(calls: Sequence[Call], fill: int = 0) -> Batch:
@@ -229,8 +242,7 @@ def join(calls: Sequence[Call], fill: int = 0) -> Batch:
         for name in times:
             if isinstance(values[name], torch.Tensor):
                 values[name] = values[name].to(device, non_blocking=True)
-    row_calls = [one for one in every for _ in range(one.rows)]
-    return Batch(calls, values, len(row_calls), row_calls)
+    return Batch(calls, every, values)
 
 
 def _device_of(values: Mapping[str, Any]) -> torch.device:
@@ -266,9 +278,9 @@ def split(output: Any, batch: Batch) -> list[Any]:
     if len(batch.calls) == 1 and batch.rows == batch.calls[0].rows:
         return [output]
     is_listed = batch.calls[0].is_listed
-    results, at = [], 0
+    results, at, total = [], 0, batch.rows
     for call in batch.calls:
-        rows = _Rows(at, at + call.rows, batch.rows, is_listed)
+        rows = _Rows(at, at + call.rows, total, is_listed)
         results.append(_cut(output, rows))
         at += call.rows
     return results

@@ -16,11 +16,11 @@ import torch
 
 from shared.catalog import Model
 from shared.catalog_file import read_image_entry
-from shared.errors import PenstockError
+from shared.errors import ConfigurationError, PenstockError
 from shared.image_interface import ImageInterface
 from shared.settings import ModelSettings, read_settings
 from workers.models.device import Device
-from workers.models.image.stepped import SteppedImageModel
+from workers.models.image.model import ImageModel
 from workers.models.source import resolve
 
 _PROMPT = "a photograph of a red house by a lake"
@@ -43,7 +43,7 @@ def check_model(name: str, device: str) -> Iterator[str]:
         entry.source, entry.revision, settings.models_dir, weights_dir=settings.weights_dir
     )
     threads = len(os.sched_getaffinity(0))
-    model = SteppedImageModel(entry, folder, Device(device, threads, memory_fraction=1.0))
+    model = ImageModel(entry, folder, Device(device, threads, memory_fraction=1.0))
     model.load()
     model.use(written.as_model(model.interface), is_trial=True)
     model.warmup()
@@ -53,7 +53,11 @@ def check_model(name: str, device: str) -> Iterator[str]:
     if written.interface_file is None:
         yield f"to tell the API, name a file in the entry, as in image.interface: {name}.json"
         return
-    written.interface_file.write_text(interface.as_json, encoding="utf-8")
+    try:
+        written.interface_file.write_text(interface.as_json, encoding="utf-8")
+    except OSError as error:
+        reason = f"{written.interface_file}: {error.strerror}"
+        raise ConfigurationError(f"image.interface: {reason}", field="image.interface") from error
     yield f"written: {written.interface_file}"
 
 
@@ -70,7 +74,7 @@ def describe_interface(interface: ImageInterface, entry: Model) -> Iterator[str]
     )
 
 
-def describe_drawing(model: SteppedImageModel) -> Iterator[str]:
+def describe_drawing(model: ImageModel) -> Iterator[str]:
     """Draws one image. Yields how it is drawn, the memory and the time."""
     if model.runs_alone:
         yield "images are drawn one at a time: the pipeline changes shared modules while it draws"

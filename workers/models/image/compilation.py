@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import UNet2DConditionModel
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 
@@ -69,17 +68,16 @@ def only_what_is_compiled() -> contextlib.AbstractContextManager[None]:
 
 
 def compile_parts(denoiser: Any, vae: Any, *, shapes: int, backend: str = "inductor") -> None:
-    """Compiles UNet or transformer, VAE encoder and VAE decoder.
+    """Compiles the denoiser, VAE encoder and VAE decoder.
 
     Args:
-        denoiser: a UNet of diffusers, or a transformer that takes all inputs by name.
+        denoiser: takes all inputs by name, as the hub calls it.
         vae: a VAE of diffusers, which processes images one by one from now on.
         shapes: how many shapes each of them gets at warm-up.
     """
     # Each shape is a recompilation. Dynamo limits their number over all models of the process.
     torch._dynamo.config.recompile_limit += shapes
-    uniform = _unet_forward if isinstance(denoiser, UNet2DConditionModel) else _named_forward
-    denoiser.forward = uniform(_compiled(denoiser.forward, denoiser.device, backend))
+    denoiser.forward = _named_forward(_compiled(denoiser.forward, denoiser.device, backend))
     # One by one there is one shape for all batches, and one image fills a GPU at this point.
     vae.enable_slicing()
     for part in (vae.encoder, vae.decoder):
@@ -92,25 +90,6 @@ def _compiled(
     # "reduce-overhead" means CUDA graphs.
     mode = "reduce-overhead" if device.type == "cuda" else "default"
     return torch.compile(forward, backend=backend, mode=mode, dynamic=False)
-
-
-def _unet_forward(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(
-        sample: torch.Tensor, timestep: Any, encoder_hidden_states: torch.Tensor, **rest: Any
-    ) -> Any:
-        # Schedulers return integers or floats on either device. The UNet uses their fp32 value.
-        times = (
-            torch.as_tensor(timestep, dtype=torch.float32)
-            .to(sample.device)
-            .expand(len(sample))
-            .contiguous()
-        )
-        _begin_step()
-        return _copied(
-            compiled(sample.contiguous(), times, encoder_hidden_states.contiguous(), **rest)
-        )
-
-    return forward
 
 
 def _named_forward(compiled: Callable[..., Any]) -> Callable[..., Any]:

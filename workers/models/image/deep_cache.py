@@ -17,7 +17,6 @@ from diffusers import UNet2DConditionModel
 
 from shared.errors import ConfigurationError
 from shared.image_entry import DeepCacheSettings
-from workers.models.image.guides import UnetCall
 
 FIELD = "image.deep_cache"
 
@@ -65,20 +64,20 @@ class DeepCache:
         return features
 
     def predict(
-        self, call: UnetCall, features: torch.Tensor, added: Mapping[str, Any]
+        self, values: Mapping[str, Any], features: torch.Tensor, added: Mapping[str, Any]
     ) -> torch.Tensor:
         """Computes the outer layers, as UNet2DConditionModel does.
 
         Args:
-            call: the inputs of the UNet.
+            values: the arguments of the UNet.
             features: those of an earlier step, of all rows.
             added: what ControlNets add to the whole UNet. Its outer part gets that of its layers.
 
         Returns:
             As the UNet, [rows, channels, height, width].
         """
-        time, prompt = self._embedded(call)
-        skips = self._first_layers(call.sample, time, prompt)
+        time, prompt = self._embedded(values)
+        skips = self._first_layers(values["sample"], time, prompt)
         for skip, residual in enumerate(added.get("down_block_additional_residuals", ())):
             if skip < len(skips):
                 skips[skip] = skips[skip] + residual
@@ -97,20 +96,22 @@ class DeepCache:
         if not self._is_within:
             self._features = inputs[0][:, : -self._unet.config.block_out_channels[0]]
 
-    def _embedded(self, call: UnetCall) -> tuple[torch.Tensor, torch.Tensor]:
+    def _embedded(self, values: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """The embeddings of times and prompts, as the UNet makes them."""
-        unet, conditions = self._unet, call.added_conditions
+        unet, told = self._unet, values["encoder_hidden_states"]
+        conditions = values.get("added_cond_kwargs")
         time = unet.time_embedding(
-            unet.get_time_embed(sample=call.sample, timestep=call.times), call.told_scale
+            unet.get_time_embed(sample=values["sample"], timestep=values["timestep"]),
+            values.get("timestep_cond"),
         )
         more = unet.get_aug_embed(
-            emb=time, encoder_hidden_states=call.prompt, added_cond_kwargs=conditions
+            emb=time, encoder_hidden_states=told, added_cond_kwargs=conditions
         )
         time = time if more is None else time + more
         if unet.time_embed_act is not None:
             time = unet.time_embed_act(time)
         prompt = unet.process_encoder_hidden_states(
-            encoder_hidden_states=call.prompt, added_cond_kwargs=conditions
+            encoder_hidden_states=told, added_cond_kwargs=conditions
         )
         return time, prompt
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +38,7 @@ class Drawing:
     lost: LostTokens
     adapter: Applied = None
     ip_adapter: IpAdapterStart | None = None
-    control: ControlStart | None = None
-    """Known once its steps are."""
+    controls: Sequence[ControlStart] = ()
     calls: int = 0
     """Calls of the denoiser so far."""
     done: int = 0
@@ -69,14 +69,15 @@ class Drawing:
         """Runs the pipeline. Returns an image [1, 3, height, width] from 0 to 1, on the device.
 
         Raises:
-            ModelFailed: the pipeline drew another size, which the charge would not be for.
+            ModelFailed: the pipeline drew something else, or another size than is charged for.
         """
-        drawn: torch.Tensor = self.pipeline(**self._arguments())[0]
+        drawn: Any = self.pipeline(**self._arguments())[0]
         item = self.item
-        if drawn.shape[-2:] != (item.height, item.width):
-            size = f"{drawn.shape[-1]} x {drawn.shape[-2]}"
-            raise ModelFailed(f"the pipeline drew {size} instead of {item.width} x {item.height}")
-        return drawn
+        if isinstance(drawn, torch.Tensor) and drawn.shape == (1, 3, item.height, item.width):
+            return drawn
+        shape = tuple(getattr(drawn, "shape", ())) or type(drawn).__name__
+        size = f"an image of {item.width} x {item.height} pixels"
+        raise ModelFailed(f"the pipeline drew {shape} instead of {size}")
 
     def _arguments(self) -> dict[str, Any]:
         item, guidance = self.item, guidance_name(self.pipeline)

@@ -1,9 +1,9 @@
 """What guides the UNet beside the prompt: ControlNets and IP-Adapters.
 
-A ControlNet adds to the UNet what a map of edges or depths tells about an image (Zhang et al. 2023,
-https://arxiv.org/abs/2302.05543). A call of the UNet computes images with and without a control,
-and with several ones. Each ControlNet computes the rows of its images together. What it adds is
-multiplied by the scale of each image, and others get zeros.
+A ControlNet adds to the UNet the contents of a map, such as edges or depths (Zhang et al. 2023,
+https://arxiv.org/abs/2302.05543). Before each call of the UNet, an image calls its ControlNets
+through the hub, which joins the calls of all images. Their results are multiplied by their scales
+and added up. Images without a ControlNet get zeros in a call of the UNet with others.
 
 An IP-Adapter is an image beside the prompt, to which each cross-attention of the UNet attends too
 (Ye et al. 2023, https://arxiv.org/abs/2308.06721). The image is encoded once, to a few tokens. Each
@@ -32,9 +32,10 @@ from transformers import CLIPVisionModelWithProjection
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from shared.errors import ConfigurationError
-from workers.models.base import PreparedImage
+from workers.models.base import PreparedControl, PreparedImage
 from workers.models.image.folders_beside import IpAdapterFiles
 from workers.models.image.kept_encodings import KeptEncodings
+from workers.models.image.own_pipeline import Interception
 from workers.models.image.plan import ImagePlan
 
 _SHAPES = (
@@ -49,44 +50,57 @@ _SHAPES = (
 
 @dataclass(slots=True, eq=False)
 class ControlStart:
-    """What the steps of an item need of its control."""
+    """A ControlNet of an item."""
 
-    name: str
+    net: Any
+    """Its calls go to the hub."""
     image: torch.Tensor
     """The map from 0 to 1, [1, 3, height, width]."""
-    scales: Sequence[float]
-    """What it multiplies by, for each step. 0: it is left out."""
+    control: PreparedControl
 
+    def compute(
+        self, values: Mapping[str, Any], step: int, steps: int
+    ) -> Sequence[torch.Tensor] | None:
+        """Computes what it adds to a call of the UNet: for each block down, then for the middle.
 
-@dataclass(slots=True, eq=False)
-class UnetCall:
-    """The inputs of a call of the UNet."""
+        Args:
+            values: the arguments of the call.
+            step: number of the item's step, from 0.
+            steps: all steps of the item.
 
-    sample: torch.Tensor
-    """[rows, channels, height, width]."""
-    times: torch.Tensor
-    """[rows]."""
-    prompt: torch.Tensor
-    """[rows, tokens, width]."""
-    told_scale: torch.Tensor | None = None
-    """The guidance scale of a distilled UNet, embedded, [rows, width]."""
-    added_conditions: Mapping[str, torch.Tensor] | None = None
-    """The pooled prompts and sizes of Stable Diffusion XL, [rows, …] each."""
-
-    @classmethod
-    def from_arguments(cls, values: Mapping[str, Any]) -> UnetCall:
-        """The call that the UNet gets these arguments in."""
-        return cls(
-            values["sample"],
+        Returns:
+            None if it adds nothing at this step.
+        """
+        own = self.control
+        # The same divisions and comparisons as in StableDiffusionControlNetPipeline.
+        if not own.scale or step / steps < own.start or (step + 1) / steps > own.end:
+            return None
+        # A UNet that was trained with masks gets them behind the latents.
+        sample = values["sample"][:, : self.net.config.in_channels]
+        down, middle = self.net(
+            sample,
             values["timestep"],
-            values["encoder_hidden_states"],
-            values.get("timestep_cond"),
-            values.get("added_cond_kwargs"),
+            encoder_hidden_states=values["encoder_hidden_states"],
+            controlnet_cond=self.image.expand(len(sample), -1, -1, -1),
+            added_cond_kwargs=values.get("added_cond_kwargs"),
+            return_dict=False,
         )
+        return [one * own.scale for one in (*down, middle)]
 
 
-Added = dict[str, Any]
-"""The arguments of the UNet for what ControlNets add. Empty: nothing."""
+def add_up(
+    controls: Sequence[ControlStart], values: Mapping[str, Any], step: int, steps: int
+) -> Sequence[torch.Tensor]:
+    """Computes the sum of what ControlNets add to a call of the UNet, as ControlStart.compute does.
+
+    Returns:
+        Empty if none of them adds anything.
+    """
+    total: Sequence[torch.Tensor] = ()
+    for control in controls:
+        if own := control.compute(values, step, steps):
+            total = [a + b for a, b in zip(total, own, strict=True)] if total else own
+    return total
 
 
 class Controls:
@@ -95,97 +109,42 @@ class Controls:
     Args:
         folders: of each, as diffusers' ControlNetModel is saved.
         pipeline: the one that they were trained for.
+        interception: makes stand-ins, whose calls go to the hub.
 
     Raises:
         ConfigurationError: a folder is not a ControlNet for this pipeline.
     """
 
     def __init__(
-        self, folders: Mapping[str, Path], pipeline: Any, device: torch.device, plan: ImagePlan
+        self,
+        folders: Mapping[str, Path],
+        pipeline: Any,
+        plan: ImagePlan,
+        interception: Interception,
     ) -> None:
         if folders and getattr(pipeline, "unet", None) is None:
             raise ConfigurationError(
                 "image.controls: only models of Stable Diffusion and Stable Diffusion XL have some",
                 field="image.controls",
             )
-        self._nets = {
-            name: _load(folder, name, pipeline, device, plan) for name, folder in folders.items()
+        self._nets = {name: _load(folder, name, pipeline, plan) for name, folder in folders.items()}
+        self._shared = {
+            name: interception.stand_in("controlnet", net) for name, net in self._nets.items()
         }
 
-    def start(self, item: PreparedImage, steps: int) -> ControlStart | None:
-        """Prepares the control of an item. None: it has none.
-
-        Args:
-            item: with the map of its control.
-            steps: how many timesteps it has.
-        """
-        if not item.control:
-            return None
-        net = self._nets[item.control]
-        pixels = torch.frombuffer(bytearray(item.control_map), dtype=torch.uint8)
-        shaped = pixels.view(1, item.height, item.width, 3).permute(0, 3, 1, 2)
-        image = (shaped.float() / 255).to(net.device, net.dtype)
-        scales = [
-            item.control_scale
-            # The same divisions and comparisons as in StableDiffusionControlNetPipeline.
-            if step / steps >= item.control_start and (step + 1) / steps <= item.control_end
-            else 0.0
-            for step in range(steps)
-        ]
-        return ControlStart(item.control, image, scales)
-
-    def added(self, call: UnetCall, starts: Sequence[tuple[ControlStart | None, int]]) -> Added:
-        """Computes what the ControlNets add to a call of the UNet.
-
-        Args:
-            starts: the control of each row, and the step that its item is at.
-        """
-        rows_of: dict[str, list[int]] = {}
-        for row, (start, step) in enumerate(starts):
-            if start is not None and start.scales[step]:
-                rows_of.setdefault(start.name, []).append(row)
-        total: list[torch.Tensor] = []
-        for name, rows in rows_of.items():
-            residuals = self._residuals(name, call, rows, starts)
-            if not total:
-                total = [one.new_zeros(len(call.sample), *one.shape[1:]) for one in residuals]
-            for whole, part in zip(total, residuals, strict=True):
-                whole[rows] = part
-        if not total:
-            return {}
-        return {
-            "down_block_additional_residuals": tuple(total[:-1]),
-            "mid_block_additional_residual": total[-1],
-        }
-
-    def _residuals(
-        self,
-        name: str,
-        call: UnetCall,
-        rows: Sequence[int],
-        starts: Sequence[tuple[ControlStart | None, int]],
-    ) -> list[torch.Tensor]:
-        """What one of them adds to these rows: for each block down, then for the middle."""
-        net, index = self._nets[name], torch.tensor(rows, device=call.sample.device)
-        guided = [(start, step) for start, step in map(starts.__getitem__, rows) if start]
-        scales = torch.tensor([start.scales[step] for start, step in guided])
-        conditions = call.added_conditions or {}
-        down, middle = net(
-            # A UNet that was trained with masks gets them behind the latents.
-            call.sample[index, : net.config.in_channels],
-            call.times[index],
-            encoder_hidden_states=call.prompt[index],
-            controlnet_cond=torch.cat([start.image for start, _ in guided]),
-            added_cond_kwargs={key: value[index] for key, value in conditions.items()} or None,
-            return_dict=False,
-        )
-        scale = scales.to(middle.device, middle.dtype).view(-1, 1, 1, 1)
-        return [one * scale for one in (*down, middle)]
+    def start(self, item: PreparedImage) -> list[ControlStart]:
+        """Prepares the ControlNets of an item, which has their maps."""
+        starts = []
+        for control in item.controls:
+            net = self._shared[control.name]
+            pixels = torch.frombuffer(bytearray(control.map), dtype=torch.uint8)
+            shaped = pixels.view(1, item.height, item.width, 3).permute(0, 3, 1, 2)
+            image = (shaped.float() / 255).to(net.device, net.dtype)
+            starts.append(ControlStart(net, image, control))
+        return starts
 
 
-def _load(
-    folder: Path, name: str, pipeline: Any, device: torch.device, plan: ImagePlan
-) -> diffusers.ControlNetModel:
+def _load(folder: Path, name: str, pipeline: Any, plan: ImagePlan) -> diffusers.ControlNetModel:
     field = f"image.controls.{name}"
     try:
         net: Any = diffusers.ControlNetModel.from_pretrained(
@@ -210,7 +169,7 @@ def _load(
         )
     if plan.is_tuned:
         net.to(memory_format=torch.channels_last)
-    loaded: diffusers.ControlNetModel = net.to(device).eval()
+    loaded: diffusers.ControlNetModel = net.to(pipeline.device).eval()
     return loaded
 
 
@@ -309,13 +268,13 @@ class IpAdapters:
             return None
         name, seen = item.ip_adapter, item.ip_adapter_pixels
         key = name, hashlib.blake2b(seen, digest_size=16).digest()
-        encoded = self._kept.get(key)
-        if encoded is None:
+        tokens = self._kept.get(key)
+        if tokens is None:
             adapter = self._adapters[name]
             pixels = _as_clip_takes(seen, adapter.side_px)
-            encoded = (adapter.tokens(pixels.to(self._device, self._dtype)),)
-        self._kept.keep({key: encoded})
-        return IpAdapterStart(name, encoded[0], item.ip_adapter_scale)
+            tokens = adapter.tokens(pixels.to(self._device, self._dtype))
+            self._kept.keep(key, tokens)
+        return IpAdapterStart(name, tokens, item.ip_adapter_scale)
 
     @contextmanager
     def applied(self, starts: Sequence[tuple[IpAdapterStart, int] | None]) -> Iterator[None]:

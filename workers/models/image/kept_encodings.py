@@ -1,44 +1,43 @@
-"""An LRU cache of what encoders computed, which is kept on the device."""
+"""An LRU cache of encoder results, whose tensors stay on the device."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
-from typing import Generic, TypeVar
+from collections.abc import Hashable
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 Key = TypeVar("Key", bound=Hashable)
-_Encoded = tuple[torch.Tensor, ...]
 
 
 class KeptEncodings(Generic[Key]):
-    """An LRU cache of tensors on the device.
+    """An LRU cache of values with tensors.
 
     Args:
-        kept_bytes: what they take at most.
+        kept_bytes: maximum size of all tensors.
     """
 
     def __init__(self, kept_bytes: int) -> None:
         self._kept_bytes = kept_bytes
-        self._kept: OrderedDict[Key, _Encoded] = OrderedDict()
+        self._kept: OrderedDict[Key, Any] = OrderedDict()
         self._bytes = 0
 
-    def get(self, key: Key) -> _Encoded | None:
-        """Returns what is kept. None: nothing."""
+    def get(self, key: Key) -> Any | None:
+        """Returns a value, which was used last from now on. None if it is not kept."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
         return self._kept.get(key)
 
-    def keep(self, used: Mapping[Key, _Encoded]) -> None:
-        """Keeps what was used now, and lets go of what was used least recently."""
-        for key, encoded in used.items():
-            if key not in self._kept:
-                self._bytes += _size_bytes(encoded)
-            self._kept[key] = encoded
-            self._kept.move_to_end(key)
+    def keep(self, key: Key, value: Any) -> None:
+        """Keeps a new value. Removes the least recently used ones that no longer fit."""
+        self._kept[key] = value
+        self._bytes += _size_bytes(value)
         while self._bytes > self._kept_bytes:
-            _, dropped = self._kept.popitem(last=False)
-            self._bytes -= _size_bytes(dropped)
+            _, removed = self._kept.popitem(last=False)
+            self._bytes -= _size_bytes(removed)
 
 
-def _size_bytes(encoded: _Encoded) -> int:
-    return sum(part.nbytes for part in encoded)
+def _size_bytes(value: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))

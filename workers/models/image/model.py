@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial, wraps
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,17 @@ from shared.image_interface import ImageInterface, ImageMode
 from shared.settings import ModelSettings, read_settings
 from shared.tasks import Result
 from shared.tasks.image import ImageResult
-from workers.models.base import OnStep, OutOfMemory, PreparedImage, PreparedItem, RgbImage
+from shared.tasks.text import TokenChunk
+from workers.models.base import (
+    OnStep,
+    OutOfMemory,
+    PreparedImage,
+    PreparedItem,
+    RgbImage,
+    StepEnd,
+)
 from workers.models.device import Device, memory_errors
-from workers.models.image.compilation import cheapest_cover, only_what_is_compiled
+from workers.models.image.compilation import only_what_is_compiled
 from workers.models.image.deep_cache import DeepCache
 from workers.models.image.drawing import Drawing, pasted
 from workers.models.image.folders_beside import control_folders, ip_adapter_files
@@ -49,7 +56,7 @@ from workers.models.image.row_batching import CompiledSizes, RowBatching
 from workers.models.image.vae import HostCopy, copy_to_host, draw_preview, encode
 from workers.models.kernel_store import KernelStore
 
-_NO_UNET = "{}: adapters need a pipeline of Stable Diffusion or Stable Diffusion XL"
+_NEEDS_UNET = "adapters need a pipeline of Stable Diffusion or Stable Diffusion XL"
 WARMUP_LIMIT_S = 100.0
 """No further size is started after this.
 
@@ -72,16 +79,14 @@ log = logging.getLogger(__name__)
 
 
 class ImageModel:
-    """Runs batches of images, which ImagePreparer prepared, on a diffusers pipeline."""
+    """Draws images, which ImagePreparer prepared, with a diffusers pipeline.
+
+    They join between two steps, and leave when they are done (see SteppedModel). Batches whose
+    images all begin at once are drawn in the same way.
+    """
 
     device_name = ""
-    pads = True
-    draws_masks = False
-    """Whether it draws within masks. Only images that join between steps are."""
-    takes_adapters = False
-    """Whether it draws with adapters. As above."""
-    takes_guides = False
-    """Whether it takes ControlNets and IP-Adapters. As above."""
+    pads = False
 
     def __init__(
         self, entry: Model, folder: Path, device: Device, *, warmup_limit_s: float = WARMUP_LIMIT_S
@@ -91,7 +96,10 @@ class ImageModel:
         self._requested_device = device
         self._warmup_limit_s = warmup_limit_s
         self._kernels: KernelStore | None = None
+        self._is_warm = False
         self._drawings: dict[int, Drawing] = {}
+        self._queued: dict[int, PreparedImage] = {}
+        """Items that wait until the one before has ended, if images are drawn one at a time."""
         self._encoding: dict[int, tuple[PreparedImage, Future[Result | PenstockError]]] = {}
         self._png_threads: tuple[int, ThreadPoolExecutor] | None = None
 
@@ -99,9 +107,9 @@ class ImageModel:
         """Loads the pipeline, of any class, without its safety checker.
 
         Raises:
-            ConfigurationError: the folder is not a pipeline for images, it was trained with masks
-                or has adapters and can't step, it can't draw with the defaults of the entry, it
-                differs from the interface of the entry, or a required package is missing.
+            ConfigurationError: the folder is not a pipeline for images, it can't draw with the
+                defaults of the entry, it differs from the interface of the entry, or a required
+                package is missing.
         """
         self.load()
         self.use(self.entry)
@@ -112,9 +120,6 @@ class ImageModel:
         Raises:
             ConfigurationError: as `setup`.
         """
-        image = self.entry.image
-        if image.has_adapters and not self.takes_adapters:
-            raise ConfigurationError(_NO_UNET.format(self._folder), field="image.adapters")
         self._device, self.device_name = self._requested_device.open()
         self._plan = plan_for(self.entry, capability_of(self._device))
         loaded = load_pipelines(self._folder, self._device, self._plan)
@@ -132,7 +137,9 @@ class ImageModel:
         self.entry = entry
         self._is_trial = is_trial
         self._sizes = CompiledSizes(entry.image.width, entry.image.height)
-        self._check_entry()
+        if entry.image.has_adapters and not hasattr(self._main, "unet"):
+            reason = f"{self._folder}: {_NEEDS_UNET}"
+            raise ConfigurationError(reason, field="image.adapters")
         self._pipelines = self._pipelines_for(entry.image.interface)
         if self._plan.is_compiled:
             folder = read_settings(ModelSettings).kernels_dir
@@ -194,38 +201,14 @@ class ImageModel:
         """Whether items are drawn one at a time."""
         return _ALONE.get(type(self._main), False)
 
-    def _check_entry(self) -> None:
-        """Validates that the pipeline can draw what the entry says.
-
-        Raises:
-            ConfigurationError: it can't.
-        """
-        image = self.entry.image
-        if image.has_adapters and not hasattr(self._main, "unet"):
-            raise ConfigurationError(_NO_UNET.format(self._folder), field="image.adapters")
-        if [*self._pipelines.by_mode] == ["mask"] and not self.draws_masks:
-            raise ConfigurationError(
-                f"{self._folder}: it draws within masks only, which needs image.join auto",
-                field="image.join",
-            )
-        for name in ("controls", "ip_adapters"):
-            if getattr(image, name) and not self.takes_guides:
-                raise ConfigurationError(
-                    f"{self._folder}: image.{name} need image.join auto, and a pipeline of "
-                    "Stable Diffusion or Stable Diffusion XL",
-                    field=f"image.{name}",
-                )
-
     def _set_up_hub(self) -> None:
         image, pipeline = self.entry.image, self._main
         self.adapters = ResidentAdapters(image, pipeline, self._device)
-        controls = control_folders(self.entry)
         files = ip_adapter_files(self.entry)
         self._ip_adapters = IpAdapters(files, pipeline, self._device, self._plan)
         batching = RowBatching(
             denoiser_of(pipeline),
             self.adapters,
-            Controls(controls, pipeline, self._device, self._plan),
             self._ip_adapters,
             None if image.deep_cache is None else DeepCache(image.deep_cache, pipeline),
             image.guidance_stop,
@@ -233,6 +216,8 @@ class ImageModel:
         )
         self._hub = Hub(batching)
         self._interception = Interception(self._hub)
+        folders = control_folders(self.entry)
+        self._controls = Controls(folders, pipeline, self._plan, self._interception)
 
     def warmup(self) -> None:
         """Draws at the default size, from text and from an image.
@@ -257,14 +242,13 @@ class ImageModel:
                 seconds[size] = time.monotonic() - call_began_s
         self._sizes.seconds = seconds
         self._try_other_tasks()
+        self._is_warm = True
         if self._kernels is not None:
             self._kernels.keep()
 
     def _try_other_tasks(self) -> None:
         """Draws from an image and within a mask. Leaves out a pipeline that can't."""
         for mode in list(self._pipelines.by_mode)[1:]:
-            if mode == "mask" and not self.draws_masks:
-                continue
             pipeline = self._pipelines.by_mode[mode]
             try:
                 self._warm([self.usual_item(mode)])
@@ -287,11 +271,9 @@ class ImageModel:
         before, changes = state_of(pipeline), False
         usual = self.usual_item()
         for guidance_scale in dict.fromkeys((usual.guidance_scale, 1.0)):
-            item = msgspec.structs.replace(usual, guidance_scale=guidance_scale)
-            with torch.inference_mode(), memory_errors():
-                self._begin(0, item)
-                self._advance()
-                changes = changes or state_of(pipeline) != before
+            self.admit(0, msgspec.structs.replace(usual, guidance_scale=guidance_scale))
+            self.step()
+            changes = changes or state_of(pipeline) != before
             self.drop(0)
         _ALONE[type(pipeline)] = changes
         if changes:
@@ -323,87 +305,106 @@ class ImageModel:
         )
 
     def _warm(self, items: Sequence[PreparedImage]) -> None:
-        """Draws `items` and discards the results. Compilation is allowed only here."""
-        with torch.inference_mode(), memory_errors():
-            for outcome in self._draw_all(items, _ignore_step):
-                if isinstance(outcome, Exception):
-                    raise outcome
+        """Draws `items` and discards the results."""
+        for outcome in self.predict(items, lambda step, steps: None):
+            if isinstance(outcome, Exception):
+                raise outcome
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
-        """One group, or several of the compiled sizes. All images of a key have the same shape."""
-        first = batch[0]
-        usual = self._sizes.width, self._sizes.height
-        is_usual = isinstance(first, PreparedImage) and (first.width, first.height) == usual
-        if not is_usual or not self._sizes.seconds:
-            return [list(range(len(batch)))]
-        ends = [0]
-        for size in cheapest_cover(len(batch), self._sizes.seconds):
-            ends.append(ends[-1] + size)
-        return [list(range(start, end)) for start, end in pairwise(ends)]
+        """One group: the hub cuts it into the compiled sizes."""
+        return [list(range(len(batch)))]
 
     def computed_work(self, lengths: Sequence[int]) -> int:
         """In pixel-steps. See workers.models.base.InferenceModel."""
-        return max(lengths) * len(lengths)
+        return sum(lengths)
 
     def predict(
         self, batch: Sequence[PreparedItem], on_step: OnStep
     ) -> list[Result | PenstockError]:
-        """One ImageResult per item, in order.
-
-        Each has its own generator, so its noise depends only on its seed.
-        """
-        items = [item for item in batch if isinstance(item, PreparedImage)]
-        refusal = self.refusal(items[0]) or self._refusal_of_whole(items[0])
-        if refusal is not None:
-            return [refusal] * len(items)
-        with torch.inference_mode(), self.settled():
-            outcomes = self._draw_all(items, on_step)
-        for outcome in outcomes:
-            if isinstance(outcome, OutOfMemory):
-                raise outcome
-        return outcomes
-
-    def refusal(self, item: PreparedImage) -> BadInput | None:
-        """Returns why this model can't draw an item. None if it can."""
-        if item.mask is not None and not self.draws_masks:
-            return BadInput("this model takes no mask", field="mask")
-        if item.adapter and not self.takes_adapters:
-            return BadInput("this model takes no adapter", field="lora_weights")
-        return self._options.refusal(item)
-
-    def _refusal_of_whole(self, item: PreparedImage) -> BadInput | None:
-        """Returns why whole batches can't have an item."""
-        if item.guidance_rescale and not self._options.takes(item, "guidance_rescale"):
-            reason = "this model takes none with an image; leave it out"
-            return BadInput(f"guidance_rescale: {reason}", field="guidance_rescale")
-        return None
-
-    def settled(self) -> contextlib.AbstractContextManager[None]:
-        """Within it nothing is compiled that the warm-up has not compiled."""
-        return only_what_is_compiled() if self._plan.is_compiled else contextlib.nullcontext()
-
-    def _draw_all(
-        self, items: Sequence[PreparedImage], on_step: OnStep
-    ) -> list[Result | PenstockError]:
-        """Draws items from their beginning to their end, all at a time unless they can't."""
-        if self.runs_alone and len(items) > 1:
-            return [outcome for item in items for outcome in self._draw_all([item], on_step)]
+        """One outcome per item, in order. Each depends on its own seed only."""
         outcomes: dict[int, Result | PenstockError] = {}
         reported = 0
         try:
-            for slot, item in enumerate(items):
-                self._begin(slot, item)
-            while len(outcomes) < len(items):
+            for slot, item in enumerate(batch):
+                try:
+                    self.admit(slot, item)
+                except BadInput as error:
+                    outcomes[slot] = error
+            while len(outcomes) < len(batch):
                 drawings = list(self._drawings.values())
-                outcomes |= self._advance()
+                end = self.step()
+                outcomes |= end.results
+                if end.preempted:
+                    raise OutOfMemory("the device has too little memory for all images of a batch")
                 done = min((one.done for one in drawings), default=0)
-                if done > reported:
+                if done not in (0, reported):
                     reported = done
                     on_step(done, drawings[0].steps)
         finally:
-            for slot in range(len(items)):
+            for slot in range(len(batch)):
                 self.drop(slot)
-        return [outcomes[slot] for slot in range(len(items))]
+        for outcome in outcomes.values():
+            if isinstance(outcome, OutOfMemory):
+                raise outcome
+        return [outcomes[slot] for slot in range(len(batch))]
+
+    def admit(self, slot: int, item: PreparedItem) -> None:
+        """Takes an item in. It begins at the next step, or once its adapter is read."""
+        assert isinstance(item, PreparedImage), "the preparer of images makes them; this is a bug"
+        if (refusal := self._options.refusal(item)) is not None:
+            raise refusal
+        if not self.adapters.holds_back(slot, item):
+            self._begin(slot, item)
+
+    def step(self) -> StepEnd:
+        """Computes one denoise step of each item. Finished images are decoded."""
+        end = StepEnd()
+        self._end_waits(end)
+        if not self._drawings and not self._encoding:
+            self.adapters.pause()
+            return end
+        # Their files are made on threads, which takes nothing of the step.
+        end.waiting += self._encoding
+        oldest = next(iter(self._drawings), None)
+        with torch.inference_mode(), self._settled():
+            outcomes = self._advance()
+        end.work = sum(owner.pixels * rows for owner, rows in self._hub.work)
+        for slot, outcome in outcomes.items():
+            # With others gone, there may be room for it. For the oldest one there is none.
+            if isinstance(outcome, OutOfMemory) and slot != oldest:
+                end.preempted.append(slot)
+            else:
+                end.results[slot] = outcome
+        return end
+
+    def _end_waits(self, end: StepEnd) -> None:
+        """Begins the items whose adapters are there by now. Ends those whose adapters failed."""
+        in_use = {drawing.item.adapter for drawing in self._drawings.values()}
+        for slot, item in self.adapters.take_ready(in_use):
+            try:
+                if isinstance(item, PenstockError):
+                    raise item
+                self._begin(slot, item)
+            except PenstockError as error:
+                end.waiting.append(slot)
+                if isinstance(error, OutOfMemory) and self._drawings:
+                    end.preempted.append(slot)
+                else:
+                    end.results[slot] = error
+        if self._queued and not self._drawings:
+            slot = next(iter(self._queued))
+            self._begin(slot, self._queued.pop(slot))
+        end.waiting += [*self.adapters.waiting, *self._queued]
+
+    def take_chunks(self) -> dict[int, TokenChunk]:
+        """None: only texts have them."""
+        return {}
+
+    def _settled(self) -> contextlib.AbstractContextManager[None]:
+        """After the warm-up, nothing is compiled within it."""
+        if self._is_warm and self._plan.is_compiled:
+            return only_what_is_compiled()
+        return contextlib.nullcontext()
 
     def preview(self, indices: Sequence[int]) -> list[RgbImage | None]:
         """Small images between two steps. See workers.models.base.Previewer."""
@@ -414,7 +415,7 @@ class ImageModel:
         drawing = self._drawings.get(slot)
         if drawing is None or drawing.latents is None:
             return None
-        with torch.inference_mode(), self.settled():
+        with torch.inference_mode(), self._settled():
             item = drawing.item
             return draw_preview(self._main, drawing.latents, item.width, item.height)
 
@@ -423,6 +424,7 @@ class ImageModel:
         return {slot: (one.done, one.steps) for slot, one in self._drawings.items()}
 
     def drop(self, slot: int) -> None:
+        self._queued.pop(slot, None)
         self._drawings.pop(slot, None)
         self._encoding.pop(slot, None)
         self.adapters.drop(slot)
@@ -431,6 +433,9 @@ class ImageModel:
 
     def _begin(self, slot: int, item: PreparedImage) -> None:
         """Lets the pipeline of an item begin at the next step."""
+        if self.runs_alone and self._drawings:
+            self._queued[slot] = item
+            return
         pipeline = self._pipelines.of(item)
         scheduler = _with_times_on_host(self._scheduler(item.scheduler))
         own = self._interception.own(pipeline, scheduler)
@@ -438,7 +443,8 @@ class ImageModel:
         is_varied = self.adapters.changes_prompts(adapter)
         variant = f"{item.adapter}@{item.adapter_scale}" if is_varied else ""
         drawing = Drawing(item, own, self._prompts.intercept(own, variant), adapter)
-        with memory_errors():
+        with torch.inference_mode(), memory_errors():
+            drawing.controls = self._controls.start(item)
             drawing.ip_adapter = self._ip_adapters.start(item)
         self._drawings[slot] = drawing
         self._hub.add(slot, drawing.draw, drawing)
@@ -528,7 +534,3 @@ def _with_times_on_host(scheduler: Any) -> Any:
 
     scheduler.set_timesteps = set_on_host
     return scheduler
-
-
-def _ignore_step(step: int, steps: int) -> None:
-    """Ignores the steps of a warm-up."""

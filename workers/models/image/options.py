@@ -42,10 +42,6 @@ class OptionCheck:
         self._schedulers = schedulers_of(pipelines.main.scheduler)
         self._fields = fields_of(pipelines)
 
-    def takes(self, item: PreparedImage, name: str) -> bool:
-        """Returns whether the pipeline of an item can be called with an argument."""
-        return name in parameters_of(self._pipelines.of(item))
-
     def refusal(self, item: PreparedImage) -> BadInput | None:
         """Returns why no pipeline of the model can draw an item. None if one can."""
         return self._refusal_of_mode(item) or self._refusal_of_option(item) or self._of_size(item)

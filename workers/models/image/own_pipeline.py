@@ -160,16 +160,15 @@ class Interception:
         known = self._shared.get(id(pipeline))
         if known is None:
             known = self._shared[id(pipeline)] = {
-                name: Shared(
-                    module,
-                    self._hub,
-                    self._parts_of(name, module),
-                    **_corrections(pipeline, name, module),
-                )
+                name: self.stand_in(name, module, **_corrections(pipeline, name, module))
                 for name, module in pipeline.components.items()
                 if isinstance(module, torch.nn.Module)
             }
         return known
+
+    def stand_in(self, name: str, module: Any, **corrections: Any) -> Shared:
+        """Returns what hands the calls of a module to the hub."""
+        return Shared(module, self._hub, self._parts_of(name, module), **corrections)
 
     def _parts_of(self, name: str, module: Any) -> dict[str, Part]:
         if id(module) not in self._parts:

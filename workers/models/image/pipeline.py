@@ -23,6 +23,7 @@ from workers.models.image.vae import needs_fp32
 
 _TURING = (7, 5)
 """The first GPUs with INT8 matrix units."""
+_MAX_REASON_CHARS = 500
 
 
 def denoiser_of(pipeline: Any) -> Any | None:
@@ -88,6 +89,7 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> Loade
     try:
         config = diffusers.DiffusionPipeline.load_config(folder, local_files_only=True)
         kind = _class_of(folder, config)
+        _check_parts(folder, config)
         # What a folder leaves out, such as the T5 of Stable Diffusion 3, must be said.
         without: dict[str, Any] = dict.fromkeys(
             name for name, place in config.items() if place == [None, None]
@@ -97,8 +99,12 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> Loade
         pipeline = kind.from_pretrained(
             folder, dtype=plan.dtype, local_files_only=True, use_safetensors=True, **without
         ).to(device)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigurationError(f"{folder}: {error}", field="source") from error
+    except (ConfigurationError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        # The boundary to both libraries: each wrong or missing part raises another kind of error.
+        reason = f"{type(error).__name__}: {str(error)[:_MAX_REASON_CHARS]}"
+        raise ConfigurationError(f"{folder}: {reason}", field="source") from error
     if needs_fp32(pipeline):
         pipeline.vae.to(torch.float32)
     apply_plan(pipeline, folder, plan)
@@ -124,6 +130,19 @@ def _class_of(folder: Path, config: Mapping[str, Any]) -> Any:
         )
     texts = auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING
     return auto_pipeline._get_task_class(texts, name, throw_error_if_not_exist=False) or kind
+
+
+def _check_parts(folder: Path, config: Mapping[str, Any]) -> None:
+    """Validates that each part has a folder. Otherwise diffusers looks into the pipeline's folder.
+
+    Raises:
+        ConfigurationError: one is missing.
+    """
+    for name, place in config.items():
+        is_part = isinstance(place, list | tuple) and len(place) == 2 and isinstance(place[0], str)
+        if is_part and name != "safety_checker" and not (folder / name).is_dir():
+            reason = f"{folder}: model_index.json has the part {name}, which has no folder"
+            raise ConfigurationError(reason, field="source")
 
 
 def _pipelines_of(pipeline: Any, *, refines: bool) -> dict[ImageMode, Any]:

@@ -23,7 +23,7 @@ from shared.errors import BadInput, InputTooLarge, ModelFailed
 from shared.image_entry import MAX_IP_ADAPTER_SCALE, Control, ImageDefaults
 from shared.tasks import Input
 from shared.tasks.image import ControlInput, ImageInput, IpAdapterInput
-from workers.models.base import PreparedImage
+from workers.models.base import PreparedControl, PreparedImage
 
 _TAN_22 = 13573
 """The tangent of 22.5 degrees, times 2^15."""
@@ -80,17 +80,19 @@ def _is_largest(
     return np.where(tall < flat, level, np.where(tall > steep, upright, diagonal))
 
 
-def with_control(
-    item: PreparedImage, control: ControlInput, pixels: bytes, known: Mapping[str, Control]
-) -> PreparedImage:
-    """Returns the item with its control, and the map of its image.
+def prepare_control(
+    control: ControlInput, width: int, height: int, known: Mapping[str, Control]
+) -> PreparedControl:
+    """Makes the map of a control.
 
     Args:
-        pixels: its image in RGB, of the size of the item.
+        width: pixels of the image to draw.
+        height: pixels of the image to draw.
         known: the controls of the model, by name.
 
     Raises:
-        BadInput: the control is not one of the model, or guides in no part of the steps.
+        BadInput: the control is not one of the model, its image can't be read, or it guides in no
+            part of the steps.
     """
     entry = known.get(control.name)
     if entry is None:
@@ -102,15 +104,9 @@ def with_control(
             "not in order from 0 to 1",
             field="control_guidance_start",
         )
-    image = Image.frombytes("RGB", (item.width, item.height), pixels)
-    return msgspec.structs.replace(
-        item,
-        control=control.name,
-        control_map=map_of(image, entry).tobytes(),
-        control_scale=control.scale,
-        control_start=control.start,
-        control_end=control.end,
-    )
+    pixels = _read_source(control.image, width, height, "control_image")
+    drawn = map_of(Image.frombytes("RGB", (width, height), pixels), entry).tobytes()
+    return PreparedControl(control.name, drawn, control.scale, control.start, control.end)
 
 
 def map_of(image: Image.Image, entry: Control) -> Image.Image:
@@ -169,10 +165,11 @@ class ImagePreparer:
                 raise BadInput("an image model takes image requests", field="input")
             self._check(value)
             item = self._prepared(value)
-            if value.control is not None:
-                image = value.control.image, value.width, value.height
-                pixels = _read_source(*image, "control_image")
-                item = with_control(item, value.control, pixels, self._bounds.controls)
+            known = self._bounds.controls
+            item.controls = [
+                prepare_control(control, value.width, value.height, known)
+                for control in value.controls
+            ]
             if value.ip_adapter is not None:
                 item = self._with_ip_adapter(item, value.ip_adapter)
             return item
@@ -255,7 +252,8 @@ class ImagePreparer:
             source = _read_source(value.image, value.width, value.height)
         pixel_steps = value.width * value.height * steps_run
         return PreparedImage(
-            key="" if self._is_stepped else _key(value, strength),
+            # A whole batch ends with its longest image.
+            key="" if self._is_stepped else f"{value.width}x{value.height}/{steps_run}",
             length=pixel_steps,
             # Each has its steps to itself, so only its pixels are next to those of others.
             room=value.width * value.height * self._bounds.steps if self._is_stepped else 0,
@@ -320,15 +318,6 @@ def _check_numbers(value: ImageInput, bounds: ImageDefaults) -> None:
         raise BadInput(f"clip_skip {value.clip_skip} is not 0 or more", field="clip_skip")
     if not 0 <= value.seed < SEED_LIMIT:
         raise BadInput(f"seed {value.seed} is not from 0 to 2^63 - 1", field="seed")
-
-
-def _key(value: ImageInput, strength: float | None) -> str:
-    """Images of one key can be drawn by one call of a pipeline."""
-    # For some pipelines an empty negative prompt differs from none.
-    negative = "negative" if value.negative_prompt else ""
-    size = f"{value.width}x{value.height}/{value.steps}"
-    guidance = f"{value.guidance_scale}/{value.guidance_rescale}/{value.clip_skip}"
-    return f"{size}/{guidance}/{value.scheduler}/{strength}/{negative}"
 
 
 def image_to_image_steps(steps: int, strength: float, *, rounds_up: bool = False) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Any, cast
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from workers.models.image.kept_encodings import KeptEncodings
 
@@ -17,11 +18,7 @@ KEPT_BYTES = 64 * 1024 * 1024
 In 16 bits it holds 270 pairs of Stable Diffusion 1.5, 100 of SDXL, 12 of Stable Diffusion 3, or 15
 of FLUX.1.
 """
-MAX_SHAPES = 4096
-"""Prompts whose form is known, until those are forgotten that are not kept any more."""
 _METHOD = "encode_prompt"
-_Shape = Any
-"""An output of `encode_prompt`, with numbers in place of tensors."""
 
 
 class LostTokens:
@@ -31,13 +28,13 @@ class LostTokens:
     """
 
     def __init__(self) -> None:
-        self._lost: dict[str, tuple[int, int]] = {}
+        self.by_text: dict[str, tuple[int, int]] = {}
         """Of each text: the most tokens of that encoder, and how many are lost, negated."""
 
     @property
     def count(self) -> int | None:
         """Those of all texts. None: no tokenizer of the pipeline has cut any."""
-        return -sum(lost for _, lost in self._lost.values()) if self._lost else None
+        return -sum(lost for _, lost in self.by_text.values()) if self.by_text else None
 
     def note(self, tokenizer: Any, texts: Any, read: Any, limit: int) -> None:
         """Notes what a tokenizer has read of texts, of which it reads so many tokens at most."""
@@ -46,16 +43,21 @@ class LostTokens:
             if not isinstance(text, str):
                 continue
             lost = 0
-            if masks is None or bool(torch.as_tensor(masks).reshape(-1, limit)[at].all()):
+            if masks is None or _is_full(torch.as_tensor(masks), at, limit):
                 lost = max(0, len(tokenizer(text, verbose=False)["input_ids"]) - limit)
-            self._lost[text] = max((limit, -lost), self._lost.get(text, (0, 0)))
+            self.by_text[text] = max((limit, -lost), self.by_text.get(text, (0, 0)))
+
+
+def _is_full(masks: torch.Tensor, at: int, limit: int) -> bool:
+    """Returns whether a text has all tokens that its encoder reads. Some encoders pad to fewer."""
+    return masks.shape[-1] >= limit and bool(masks.reshape(-1, limit)[at].all())
 
 
 class _CountingTokenizer:
     """Stands for a tokenizer in the pipeline of an item, and counts what it cuts."""
 
     def __init__(self, tokenizer: Any, lost: LostTokens) -> None:
-        self.__dict__.update(_tokenizer=tokenizer, _lost=lost)
+        self.__dict__.update(_tokenizer=tokenizer, _counts=lost)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -67,7 +69,7 @@ class _CountingTokenizer:
     def __call__(self, text: Any = None, *args: Any, **kwargs: Any) -> Any:
         read = self._tokenizer(text, *args, **kwargs)
         if kwargs.get("truncation") and (limit := kwargs.get("max_length")):
-            self._lost.note(self._tokenizer, text, read, limit)
+            self._counts.note(self._tokenizer, text, read, limit)
         return read
 
 
@@ -80,7 +82,6 @@ class Prompts:
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept = KeptEncodings[Hashable](kept_bytes)
-        self._shapes: dict[Hashable, tuple[_Shape, dict[str, tuple[int, int]]]] = {}
 
     def intercept(self, pipeline: Any, variant: str = "") -> LostTokens:
         """Lets the pipeline of an item use what is kept.
@@ -113,23 +114,21 @@ class Prompts:
                 return encode(*args, **kwargs)
             kept = self._kept.get(key)
             if kept is None:
+                # Some pipelines encode the negative prompt in another call, which is counted apart.
+                before, lost.by_text = lost.by_text, {}
                 encoded = encode(*args, **kwargs)
-                self._keep(key, encoded, lost)
+                self._kept.keep(key, (_copy(encoded), lost.by_text))
+                lost.by_text = before | lost.by_text
                 return encoded
-            self._kept.keep({key: kept})
-            shape, texts = self._shapes[key]
-            lost._lost = dict(texts)
-            return _filled(shape, [part.clone() for part in kept])
+            lost.by_text = lost.by_text | kept[1]
+            return _copy(kept[0])
 
         return encode_prompt
 
-    def _keep(self, key: Hashable, encoded: Any, lost: LostTokens) -> None:
-        parts: list[torch.Tensor] = []
-        shape = _emptied(encoded, parts)
-        self._kept.keep({key: tuple(part.clone() for part in parts)})
-        if len(self._shapes) >= MAX_SHAPES:
-            self._shapes = {one: kept for one, kept in self._shapes.items() if self._kept.get(one)}
-        self._shapes[key] = shape, dict(lost._lost)
+
+def _copy(encoded: Any) -> Any:
+    """A copy, because pipelines may change what they get in place."""
+    return tree_map_only(torch.Tensor, torch.clone, encoded)
 
 
 @lru_cache(maxsize=64)
@@ -151,20 +150,3 @@ def _key(value: Any) -> Hashable | None:
         parts = tuple(_key(one) for one in value)
         return None if None in parts else (type(value).__name__, parts)
     return value if callable(value) else None
-
-
-def _emptied(value: Any, parts: list[torch.Tensor]) -> _Shape:
-    if isinstance(value, torch.Tensor):
-        parts.append(value)
-        return ("", len(parts) - 1)
-    if isinstance(value, list | tuple):
-        return [type(value), [_emptied(one, parts) for one in value]]
-    return value
-
-
-def _filled(shape: _Shape, parts: Sequence[torch.Tensor]) -> Any:
-    if isinstance(shape, tuple):
-        return parts[shape[1]]
-    if isinstance(shape, list):
-        return shape[0](_filled(one, parts) for one in shape[1])
-    return shape

@@ -19,7 +19,7 @@ from workers.models.image.calls import Batch, Call, Part, join, split
 from workers.models.image.compilation import cheapest_cover
 from workers.models.image.deep_cache import DeepCache
 from workers.models.image.drawing import Drawing
-from workers.models.image.guides import Controls, IpAdapters, UnetCall
+from workers.models.image.guides import IpAdapters, add_up
 from workers.models.image.hub import Batching
 from workers.models.image.pipeline import parameters_of
 from workers.models.image.resident_adapters import ResidentAdapters
@@ -60,7 +60,6 @@ class RowBatching(Batching):
         self,
         denoiser: Any,
         adapters: ResidentAdapters,
-        controls: Controls,
         ip_adapters: IpAdapters,
         deep_cache: DeepCache | None,
         guidance_stop: float,
@@ -68,7 +67,6 @@ class RowBatching(Batching):
     ) -> None:
         self._denoiser = denoiser
         self._adapters = adapters
-        self._controls = controls
         self._ip_adapters = ip_adapters
         self._deep_cache = deep_cache
         self._guidance_stop = guidance_stop
@@ -76,13 +74,16 @@ class RowBatching(Batching):
         self._is_guided_by_row = isinstance(denoiser, GUIDED_KINDS)
 
     def prepare(self, call: Call) -> None:
-        """Leaves out the row of the negative prompt once it guides no longer."""
+        """Leaves out the row of the negative prompt once it guides no longer. Calls ControlNets."""
         drawing: Drawing = call.owner
-        if not call.part.is_denoiser or self._guidance_stop == 1 or not self._is_guided_by_row:
+        if call.part.module is not self._denoiser:
             return
-        if call.rows == 2 and drawing.calls >= int(self._guidance_stop * drawing.steps):
+        is_guided = self._is_guided_by_row and call.rows == 2
+        if is_guided and self._guidance_stop < 1:
+            call.is_halved = drawing.calls >= int(self._guidance_stop * drawing.steps)
+        if call.is_halved:
             call.last_rows(1)
-            call.is_halved = True
+        call.added = add_up(drawing.controls, call.values, drawing.calls, drawing.steps)
 
     def key(self, call: Call) -> Hashable:
         """Calls of one key share a batch."""
@@ -133,23 +134,14 @@ class RowBatching(Batching):
     def _denoise(self, part: Part, batch: Batch) -> Any:
         if part.module is not self._denoiser or not isinstance(part.module, UNet2DConditionModel):
             return part.compute(**batch.values)
-        drawings: list[Drawing] = [call.owner for call in batch.row_calls]
-        added: dict[str, Any] = {}
-        if any(drawing.item.control for drawing in drawings):
-            starts = [(self._control(drawing), drawing.calls) for drawing in drawings]
-            added = self._controls.added(UnetCall.from_arguments(batch.values), starts)
+        added = _join_added(batch)
         images: Any = contextlib.nullcontext()
-        if any(drawing.ip_adapter for drawing in drawings):
+        if any(call.owner.ip_adapter for call in batch.calls):
             images = self._ip_adapters.applied(list(_reference_rows(batch)))
         with images:
             if self._deep_cache is None:
                 return part.compute(**batch.values, **added)
             return self._cached(self._deep_cache, part, batch, added)
-
-    def _control(self, drawing: Drawing) -> Any:
-        if drawing.control is None and drawing.item.control:
-            drawing.control = self._controls.start(drawing.item, drawing.steps)
-        return drawing.control
 
     def _cached(self, cache: DeepCache, part: Part, batch: Batch, added: Mapping[str, Any]) -> Any:
         """The whole UNet, or its outer layers around the features of earlier steps."""
@@ -158,8 +150,7 @@ class RowBatching(Batching):
             kept = [
                 call.owner.features[-call.rows :] for call in batch.calls if call.owner is not None
             ]
-            call = UnetCall.from_arguments(batch.values)
-            return (cache.predict(call, torch.cat(kept), added),)
+            return (cache.predict(batch.values, torch.cat(kept), added),)
         output = part.compute(**batch.values, **added)
         features, at = cache.take_features(), 0
         for one in batch.calls:
@@ -184,6 +175,26 @@ class RowBatching(Batching):
         noise = without + item.guidance_scale * (with_prompt - without)
         noise = rescale_noise_cfg(noise, with_prompt, item.guidance_rescale)
         return (torch.cat([noise] * 2), *output[1:])
+
+
+def _join_added(batch: Batch) -> dict[str, Any]:
+    """The arguments of the UNet for what ControlNets add to each row. Empty if they add nothing."""
+    some = next((call.added for call in batch.every if call.added), None)
+    if some is None:
+        return {}
+    joined = [
+        torch.cat(
+            [
+                call.added[at] if call.added else some[at].new_zeros(call.rows, *some[at].shape[1:])
+                for call in batch.every
+            ]
+        )
+        for at in range(len(some))
+    ]
+    return {
+        "down_block_additional_residuals": tuple(joined[:-1]),
+        "mid_block_additional_residual": joined[-1],
+    }
 
 
 def _reference_rows(batch: Batch) -> Any:
